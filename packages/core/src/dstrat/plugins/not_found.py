@@ -79,7 +79,8 @@ def _not_installed(kind: Kind, name: str, requirement: str, plugins: Sequence[Pl
 def _unknown(kind: Kind, name: str, names: Mapping[Kind, Iterable[str]], components: Sequence[Component]) -> str:
     elsewhere = [other for other in KINDS if other != kind and name in {*names.get(other, ()), *KNOWN.get(other, {})}]
     if elsewhere:
-        return f"is not known: {name!r} is {_with_article(kind_label(elsewhere[0]))}"
+        label = kind_label(elsewhere[0])
+        return f"is not known: {name!r} is {'an' if label[0] in 'aeiou' else 'a'} {label}"
     available = sorted(names.get(kind, ()))
     near = nearest(name, [*available, *KNOWN.get(kind, {})])
     if near:
@@ -105,10 +106,6 @@ def _alternatives(kind: Kind, near: Iterable[str], available: Sequence[str]) -> 
         f"{name!r} ({pip_command(hint)})" if hint and name not in available else repr(name) for name, hint in hints
     ]
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
-
-
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def _broken(plugins: Sequence[Plugin], requirement: str = "") -> str:

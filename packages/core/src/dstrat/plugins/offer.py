@@ -16,7 +16,7 @@ from dstrat.plugins.known import pip_command
 from dstrat.plugins.settings import DISABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from dstrat.plugins.component import Adapter, Component, Kind, Tombstone
 
@@ -129,14 +129,15 @@ def missing_requirements(offer: Offer) -> tuple[str, ...]:
 
     A requirement whose marker is false is not missing; a text that cannot be parsed is.
     """
-    return tuple(text for text in offer.component.requires if _is_missing(text, offer))
-
-
-def _is_missing(text: str, offer: Offer) -> bool:
-    try:
-        return _problem(text, offer) is not None
-    except InvalidComponentError:
-        return True
+    missing: list[str] = []
+    for text in offer.component.requires:
+        try:
+            if _problem(text, offer) is None:
+                continue
+        except InvalidComponentError:
+            pass
+        missing.append(text)
+    return tuple(missing)
 
 
 def check_requirements(offer: Offer) -> None:
@@ -145,24 +146,19 @@ def check_requirements(offer: Offer) -> None:
     Raises:
         InvalidComponentError: One of them is not a requirement.
     """
-    missing = list(_missing(offer))
+    problems = ((text, _problem(text, offer)) for text in offer.component.requires)
+    missing = [(text, problem) for text, problem in problems if problem is not None]
     if not missing:
         return
-    states = ", and ".join(f"{text}, {state}" for text, state in missing)
+    states = ", and ".join(f"{text}, {problem}" for text, problem in missing)
     bare = [text.partition(";")[0].strip() for text, _ in missing]
     command = pip_command(*bare, options=offer.component.pip_options)
     note = offer.component.requires_note
     raise MissingRequirementError(f"{offer.title} needs {states}: {command}{f' ({note})' if note else ''}")
 
 
-def _missing(offer: Offer) -> Iterable[tuple[str, str]]:
-    for text in offer.component.requires:
-        state = _problem(text, offer)
-        if state is not None:
-            yield text, state
-
-
 def _problem(text: str, offer: Offer) -> str | None:
+    """Say why a requirement is not satisfied, following its text; None where it is."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:

@@ -218,14 +218,10 @@ def _component(
         kind=kind,
         alias=alias,
         target=cls,
-        summary=description or _first_line(cls),
+        summary=description or (cls.__doc__ or "").strip().partition("\n")[0] or cls.__name__,
         options=init_params,
         **{**inherited, "synonyms": (), "auto": None, **facts},
     )
-
-
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().partition("\n")[0] or cls.__name__
 
 
 # Existing record of a class, whose facts a registration inherits

@@ -149,20 +149,18 @@ def _other_precision(facts: Component, constraints: Constraints) -> Incompatibil
 def _too_many_processes(facts: Component, constraints: Constraints) -> Incompatibility | None:
     if constraints.num_started <= constraints.num_nodes or facts.starts_processes:
         return None
+    if constraints.cluster.name == LOCAL:  # another Trainer of this script has started them
+        hint = "use one strategy and the same devices throughout the script"
+    else:
+        hint = "start the script once on each machine"
     return Incompatibility(
         problem=(
             f"runs in one process on each machine, and {constraints.num_started} were started "
             f"({constraints.cluster.name}: {constraints.cluster.reason})"
         ),
-        hint=_hint_on_processes(constraints),
+        hint=f"{hint}, or choose a strategy for several processes",
         error=ClusterError,
     )
-
-
-def _hint_on_processes(constraints: Constraints) -> str:
-    if constraints.cluster.name == LOCAL:
-        return "use one strategy and the same devices throughout the script, or choose a strategy for several processes"
-    return "start the script once on each machine, or choose a strategy for several processes"
 
 
 def _too_many_devices(facts: Component, constraints: Constraints) -> Incompatibility | None:

@@ -147,7 +147,9 @@ def _local(
     reason = f"one per {'device' if per_node == constraints.num_devices else 'machine'}"
     if method == "popen" and constraints.test_runner is not None:
         # Running it again would run all tests again in each rank, and end this process after the first of them.
-        method = _method_in_a_test()
+        # Forked processes cannot use CUDA where this one has done so.
+        torch = sys.modules.get("torch")
+        method = "spawn" if torch is not None and torch.cuda.is_initialized() else "fork"
         reason += f"; {constraints.test_runner} runs this, and is no script to run again by 'popen'"
     if max_restarts:
         reason += f"; up to {max_restarts} restart{'s' if max_restarts > 1 else ''}"
@@ -159,12 +161,6 @@ def _local(
         max_restarts=max_restarts,
         reason=reason,
     )
-
-
-def _method_in_a_test() -> StartMethod:
-    """Return a start method that runs the function only; copies of a process cannot use CUDA where it has done so."""
-    torch = sys.modules.get("torch")
-    return "spawn" if torch is not None and torch.cuda.is_initialized() else "fork"
 
 
 def _start_method(strategy: Selection[Strategy], world_size: int) -> StartMethod:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import BrokenComponentError, ConflictError, RequestError
 from dstrat.interfaces.strategy import Parts
@@ -80,7 +80,9 @@ def _decide(
     """Return the plan, and a function that composes its strategy."""
     catalog = get_catalog() if catalog is None else catalog
     environ = os.environ if environ is None else environ
-    num_nodes = _checked_num_nodes(request.num_nodes)
+    num_nodes: Any = request.num_nodes
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
     wanted = requested_strategy(request.strategy, catalog)
     strategy = None if wanted is None else wanted.selection
     requested = requested_components(request, strategy, catalog)
@@ -174,13 +176,17 @@ def _compose(
         launcher = _launcher(plan, strategy, cluster, checkpoint_io, environ)
     else:
         launcher.receive(processes_per_node=plan.processes_per_node, num_nodes=plan.num_nodes)
+    precision_plugin: Precision | None = None
+    if precision.from_catalog:  # a flag, for which a strategy or an accelerator may have an implementation
+        flag = precision_flag(precision)
+        precision_plugin = strategy.precision_for(flag) or accelerator.instance.precision_for(flag)
     strategy.receive(
         Parts(
             accelerator=accelerator.instance,
             parallel_devices=_parallel_devices(plan, accelerator),
             cluster_environment=cluster,
             checkpoint_io=checkpoint_io,
-            precision_plugin=_precision_plugin(precision, strategy, accelerator.instance),
+            precision_plugin=precision_plugin or precision.instance,
             launcher=launcher,
         )
     )
@@ -191,12 +197,6 @@ def _compose(
             f"{type(used).__name__}, which does not: leave it out, or choose another strategy or launcher"
         )
     return strategy
-
-
-def _checked_num_nodes(num_nodes: object) -> int:
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
-    return num_nodes
 
 
 def _choose_checkpoint_io(requested: Requested | None, catalog: Catalog) -> Selection[CheckpointIO]:
@@ -221,14 +221,6 @@ def _parallel_devices(plan: Plan, accelerator: Selection[Accelerator]) -> tuple[
             f"type {', '.join(map(repr, sorted(others)))}"
         )
     return devices or None
-
-
-def _precision_plugin(precision: Selection[Precision], strategy: Strategy, accelerator: Accelerator) -> Precision:
-    """Return the precision for a flag: the strategy's, else the accelerator's, else the catalog's."""
-    if not precision.from_catalog:
-        return precision.instance
-    flag = precision_flag(precision)
-    return strategy.precision_for(flag) or accelerator.precision_for(flag) or precision.instance
 
 
 def _launcher(

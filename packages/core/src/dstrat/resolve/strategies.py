@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrat.errors import CatalogError, ClusterError, ConflictError, DeviceError, DstratError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
@@ -251,18 +251,16 @@ def suggest_strategies(
         fits: Returns whether a strategy with these facts would do.
         instead_of: The strategy that does not fit.
     """
-    package = None if instead_of is None else _package_of(instead_of)
+    package = None
+    if instead_of is not None:
+        record = instead_of.record
+        module = type(instead_of.instance).__module__ if record is None else record.target_name
+        package = module.partition(".")[0].partition(":")[0]
     fitting = [offer.component for offer in catalog.offers("strategy") if _is_usable(offer, catalog, fits)]
     fitting.sort(key=lambda c: (not c.target_name.startswith(f"{package}."), c.auto is None, len(c.requires)))
     plain = [component for component in fitting if not any(_extends(component, other) for other in fitting)]
     aliases = ", ".join(repr(component.alias) for component in plain[:_MOST_SUGGESTIONS])
     return f" ({aliases})" if aliases else ""
-
-
-def _package_of(strategy: Selection[Any]) -> str:
-    """Return the Python package of a strategy."""
-    module = type(strategy.instance).__module__ if strategy.record is None else strategy.record.target_name
-    return module.partition(".")[0].partition(":")[0]
 
 
 def _is_usable(offer: Offer, catalog: Catalog, fits: Callable[[Component], bool]) -> bool:
