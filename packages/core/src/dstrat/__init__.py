@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from dstrat.training.callbacks.timer import Timer as Timer
     from dstrat.training.callbacks.tqdm_progress_bar import TQDMProgressBar as TQDMProgressBar
+    from dstrat.training.callbacks.tuner import Tuner as Tuner
     from dstrat.training.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from dstrat.training.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from dstrat.training.loggers.comet_logger import CometLogger as CometLogger
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
     from dstrat.training.state import TrainerFn as TrainerFn
     from dstrat.training.state import TrainerStatus as TrainerStatus
     from dstrat.training.trainer import Trainer as Trainer
-    from dstrat.training.tuner import Tuner as Tuner
 
     __version__: str
 
@@ -162,7 +162,7 @@ _HOMES = {
     "Trainer": "dstrat.training.trainer",
     "TrainerFn": "dstrat.training.state",
     "TrainerStatus": "dstrat.training.state",
-    "Tuner": "dstrat.training.tuner",
+    "Tuner": "dstrat.training.callbacks.tuner",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "apply_to_tensors": "dstrat.interfaces.batch",

@@ -13,6 +13,7 @@ from dstrat.interfaces.strategy import log_out_of_memory
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
+from dstrat.training.checkpoint.recovery import continued_checkpoint, join_attempt, rewind_loggers
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
 from dstrat.training.contexts import numerics
 from dstrat.training.hooks import HookRunner, hook_of, overrides
@@ -22,7 +23,6 @@ from dstrat.training.loops.stopping import Interrupted, Terminated
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
-from dstrat.training.recovery import continued_checkpoint, join_attempt, rewind_loggers
 from dstrat.training.results import FinalState, RunResult
 
 _log = logging.getLogger(__name__)

@@ -246,7 +246,7 @@ class Trainer(RunState):
             max_time=max_time,
         )
         if max_restarts:
-            from dstrat.training.recovery import StepCounter
+            from dstrat.training.checkpoint.recovery import StepCounter
 
             self.callbacks.insert(0, StepCounter())
         check_preemption(self)
@@ -404,9 +404,9 @@ class Trainer(RunState):
             MisuseError: The state does not exist any more: another module has run since, the fit ran in processes that
                 have ended, or the strategy has sharded the state and freed it.
         """
+        from dstrat.training.checkpoint.recovery import record_checkpoint
         from dstrat.training.checkpoint.save import collect_checkpoint
         from dstrat.training.contexts import warn_if_slow
-        from dstrat.training.recovery import record_checkpoint
         from dstrat.training.results import nothing_to_save_error
 
         path = os.path.expanduser(path)  # noqa: PTH111 - may be a URL; a custom CheckpointIO may not expand it

@@ -110,7 +110,7 @@ def find_batch_size(
         MisuseError: There is no attribute for the size, or not even one sample fits into memory.
         RequestError: An argument is out of range.
     """
-    from dstrat.training.trial import attribute_holders, restored_random_state, set_attribute
+    from dstrat.training.callbacks.trial import attribute_holders, restored_random_state, set_attribute
 
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
     if trainer.fast_dev_run:
@@ -165,7 +165,7 @@ class _BatchSizeTrial:
 
     def fits(self, batch_size: int) -> bool:
         """Return whether steps with a batch size fit into memory."""
-        from dstrat.training.trial import TrialTrainer, copy_module, run_trial, set_attribute
+        from dstrat.training.callbacks.trial import TrialTrainer, copy_module, run_trial, set_attribute
 
         limits = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), self._steps)
         trial = TrialTrainer(self._trainer, self._size, max_steps=self._steps, max_epochs=None, **limits)

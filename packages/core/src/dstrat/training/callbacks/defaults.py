@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat.training.adaptation import adapt_all, install_hint
-from dstrat.training.arguments import read_duration
+from dstrat.training.arguments import adapt_all, install_hint, read_duration
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.timer import Timer
 from dstrat.training.hooks import check_no_removed_hooks, overrides

@@ -174,7 +174,13 @@ def find_learning_rate(
         MisuseError: The module has no attribute for the rate, or not exactly one optimizer.
         RequestError: An argument is out of range.
     """
-    from dstrat.training.trial import TrialTrainer, copy_module, restored_random_state, run_trial, set_attribute
+    from dstrat.training.callbacks.trial import (
+        TrialTrainer,
+        copy_module,
+        restored_random_state,
+        run_trial,
+        set_attribute,
+    )
 
     _check_range(min_lr, max_lr, num_training, mode)
     if trainer.fast_dev_run:
@@ -275,7 +281,7 @@ def _check_range(min_lr: float, max_lr: float, num_training: int, mode: str) -> 
 
 def _attribute(module: TrainModule, attr_name: str) -> str:
     """Return the name of the attribute that has the learning rate."""
-    from dstrat.training.trial import attribute_holders
+    from dstrat.training.callbacks.trial import attribute_holders
 
     names = (attr_name,) if attr_name else _ATTRIBUTES
     for name in names:

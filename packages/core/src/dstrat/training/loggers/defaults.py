@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import LoggerError, RequestError
-from dstrat.training.adaptation import adapt_all, install_hint
+from dstrat.training.arguments import adapt_all, install_hint
 from dstrat.training.loggers.logger import Logger, Silence
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.data.combined_loader import is_structure, leaves
 from dstrat.data.loaders import check_loaders
 from dstrat.errors import MisuseError
-from dstrat.training.adaptation import adapt, install_hint
+from dstrat.training.arguments import adapt, install_hint
 from dstrat.training.hooks import check_no_removed_hooks, hook_of, overrides
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks

@@ -12,7 +12,7 @@ import pytest
 from dstrat import Adapter, Callback, Trainer
 from dstrat.errors import AmbiguousAliasError, BrokenComponentError, InvalidComponentError, MisuseError
 from dstrat.plugins.catalog import get_catalog, refresh_catalog
-from dstrat.training.adaptation import adapt
+from dstrat.training.arguments import adapt
 
 LIBRARY = """
 from torch import nn
