@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import pickle
@@ -24,7 +23,7 @@ from dstrat.training.loops.batches import batch_mover, device_batches, device_to
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
 from dstrat.training.loops.stopping import EvaluationVotes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
-from dstrat.training.metrics.values import is_metric
+from dstrat.training.metrics.metric_objects import unchanged_metrics
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -410,13 +409,8 @@ def discard_results(trainer: Trainer, module: TrainModule, batch: Any) -> Iterat
     logged, trainer.context.logged = trainer.context.logged, LoggedValues(training=False)
     trainer.context.logged.start_epoch()
     trainer.context.logged.in_step, trainer.context.logged.batch = True, batch
-    metrics: list[Any] = [submodule for submodule in module.modules() if is_metric(submodule)]
-    states = [(copy.deepcopy(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001 - torchmetrics has no public way to restore it
     try:
-        yield
+        with unchanged_metrics(module):
+            yield
     finally:
         trainer.context.logged = logged
-        for metric, (state, count) in zip(metrics, states, strict=True):
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, None  # noqa: SLF001 - the same

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import MisuseError
+from dstrat.training.metrics.metric_objects import MetricEntry, is_metric
 from dstrat.training.metrics.reduction import Options, changed
-from dstrat.training.metrics.values import DATALOADER_SUFFIX, MetricEntry, NumberEntry, is_metric
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, NumberEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,8 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrat.training.loggers.defaults import call_loggers
 from dstrat.training.metrics.logged import entry_of
+from dstrat.training.metrics.metric_objects import MetricEntry
 from dstrat.training.metrics.reduction import LocalSummary, exchange_epoch, exchange_steps
-from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, MetricEntry, NumberEntry, version_of
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, NumberEntry, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
