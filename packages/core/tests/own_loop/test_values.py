@@ -1,6 +1,8 @@
 """What an own loop prints, logs, reduces and gathers."""
 
 import csv
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -45,6 +47,25 @@ def test_collections_of_tensors_and_numbers_are_reduced_and_gathered():
     assert reduced == [[1.0, 4.0], 3, 1.0, "x"]
     assert gathered == [[[0.0, 2.0], [1.0, 2.0]], [1, 2]]
     assert places == [{"rank": 1}, 2, True, 0, 0, "cpu"]
+
+
+class Pair(NamedTuple):
+    loss: float
+    count: int
+
+
+@dataclass
+class Report:
+    total: int
+
+
+def test_numbers_in_named_tuples_and_dataclasses_are_reduced():
+    def values(loop):
+        rank = loop.global_rank
+        pair, report = loop.all_reduce([Pair(float(rank), 1), Report(rank)], reduce_op="sum")
+        return type(pair).__name__, float(pair.loss), int(pair.count), int(report.total)
+
+    assert launch(values) == ("Pair", 1.0, 2, 1)
 
 
 def test_on_one_device_a_gathered_number_has_one_value():

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import contextmanager
-from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, numbers_to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    import torch
     from torch import Tensor
 
     from dstrat.interfaces.strategy import Strategy
@@ -24,17 +21,7 @@ if TYPE_CHECKING:
 
 def collect(data: Any, device: torch.device, function: Callable[[Tensor], Any]) -> Any:
     """Return a collection with a function applied to each of its tensors and numbers, as tensors on a device."""
-    return apply_to_tensors(_with_tensors(data, device), lambda tensor: function(tensor.to(device)))
-
-
-def _with_tensors(data: Any, device: torch.device) -> Any:
-    if isinstance(data, Number):
-        return torch.tensor(data, device=device)
-    if isinstance(data, Mapping) and type(data) is dict:
-        return {key: _with_tensors(value, device) for key, value in data.items()}
-    if type(data) in (list, tuple):
-        return type(data)(_with_tensors(value, device) for value in data)
-    return torch.as_tensor(data) if type(data).__module__ == "numpy" else data
+    return apply_to_tensors(numbers_to_tensors(data, device), lambda tensor: function(tensor.to(device)))
 
 
 def as_loggers(value: Any) -> list[Logger]:
