@@ -81,7 +81,7 @@ class SavesAlone(Callback):
 
 
 def test_a_rank_that_saves_alone_says_that_it_waits_until_the_job_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(contexts, "SECONDS_UNTOLD", 0.5)
+    monkeypatch.setattr(contexts, "SECONDS_BEFORE_WARNING", 0.5)
     monkeypatch.setattr(logging.getLogger("dstrat"), "handlers", [logging.FileHandler(tmp_path / "log", delay=True)])
     strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=2))
     ddp_program.run(tmp_path, "alone", devices=2, strategy=strategy, callbacks=[SavesAlone(tmp_path / "saved")])

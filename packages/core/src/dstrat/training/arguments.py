@@ -100,7 +100,7 @@ def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_
     if barebones:
         _check_bare({**requested, "fast_dev_run": fast_dev_run})
     if fast_dev_run:
-        values["num_sanity_val_steps"] = 0
+        values["num_sanity_val_steps"] = 0  # validation itself is as short
     return FeatureDefaults(**values)
 
 
@@ -163,7 +163,7 @@ def _check_statement(value: Any, name: str) -> None:
 
 def _check_order(trainer: Trainer, unit: str) -> None:
     least, most = getattr(trainer, f"min_{unit}"), getattr(trainer, f"max_{unit}")
-    if 0 <= most < least:
+    if 0 <= most < least:  # -1 is no limit
         raise ConflictError(f"min_{unit}={least} is more than max_{unit}={most}: make it smaller, or leave one out")
 
 
@@ -208,6 +208,7 @@ def _check_interval(value: Any, epochs: Any) -> None:
             f"val_check_interval={value!r} must be a number of batches (int), "
             "a fraction of the epoch (float, up to 1.0), or a length of time such as '00:30:00'"
         )
+    # 1.0 needs no number of batches: it is the end of an epoch.
     if fraction and value != 1.0 and epochs is None:
         raise ConflictError(
             f"val_check_interval={value!r} is a fraction of an epoch, and check_val_every_n_epoch=None counts batches "
@@ -236,7 +237,7 @@ def _check_overfitting(trainer: Trainer) -> None:
 # Durations
 
 
-_WRITTEN = re.compile(r"(?:(\d+):)?(\d+):(\d{1,2}):(\d{1,2})")
+_DURATION = re.compile(r"(?:(\d+):)?(\d+):(\d{1,2}):(\d{1,2})")
 
 
 def read_duration(value: Any, name: str) -> timedelta:
@@ -250,7 +251,7 @@ def read_duration(value: Any, name: str) -> timedelta:
     Raises:
         RequestError: The value is none of these, or not positive.
     """
-    duration = _read(value)
+    duration = _parse_duration(value)
     if duration is None or duration <= timedelta(0):
         raise RequestError(
             f"{name}={value!r} is not a length of time: give a timedelta, a dict such as {{'hours': 1}}, "
@@ -259,7 +260,7 @@ def read_duration(value: Any, name: str) -> timedelta:
     return duration
 
 
-def _read(value: Any) -> timedelta | None:
+def _parse_duration(value: Any) -> timedelta | None:
     if isinstance(value, timedelta):
         return value
     if isinstance(value, Mapping):
@@ -267,7 +268,7 @@ def _read(value: Any) -> timedelta | None:
             return timedelta(**value)
         except TypeError:
             return None
-    match = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return None
     days, hours, minutes, seconds = (int(digits or 0) for digits in match.groups())
@@ -278,13 +279,14 @@ def _read(value: Any) -> timedelta | None:
 
 
 def adapt(value: Any, expected: type[Any]) -> Any:
-    """Return an object that a Trainer takes: the object itself, or what a plugin makes of another library's.
-
-    What no plugin converts to the expected class is returned as it is, for the caller's check of the type.
+    """Return an object of an expected class, converted by a plugin if it is another library's.
 
     Args:
-        value: What the user passed, None too.
+        value: The object that the user passed, or None.
         expected: TrainModule, DataModule, Callback or Logger.
+
+    Returns:
+        The object; unchanged if no plugin converts it to the expected class, for the caller's check of the type.
 
     Raises:
         CatalogError: Two plugins convert it, or the one that does cannot be imported.
@@ -299,11 +301,11 @@ def adapt(value: Any, expected: type[Any]) -> Any:
 
 
 def adapt_all(values: Iterable[Any], expected: type[Any]) -> list[Any]:
-    """Return several objects, each as :func:`adapt` does."""
+    """Return the result of :func:`adapt` for each of several objects."""
     return [adapt(value, expected) for value in values]
 
 
 def install_hint(value: object) -> str:
-    """Return the advice to install what converts an object, beginning with a semicolon; empty if nothing is known."""
+    """Return the end of a message: the plugin to install that converts an object; empty if none is known."""
     requirement = known_adapter(type(value))
     return f"; {pip_command(requirement)} lets it run as it is" if requirement else ""

@@ -61,6 +61,7 @@ def creating_modules(strategy: Strategy, *, is_empty: bool) -> Iterator[None]:
     launcher = strategy.launcher
     with ExitStack() as stack:
         stack.enter_context(strategy.tensor_init_context())
+        # Not if the module is sent to other processes: CUDA that is in use here cannot be used after a fork.
         if launcher is None or launcher.runs_here:
             stack.enter_context(strategy.root_device)
         if is_empty:
@@ -75,6 +76,7 @@ class _SkipInit(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Layers make their parameters by torch.empty, and fill them by these functions in place.
         if getattr(func, "__module__", None) == torch.nn.init.__name__:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
@@ -85,7 +87,7 @@ class _SkipInit(TorchFunctionMode):
 
 _log = logging.getLogger(__name__)
 
-SECONDS_UNTOLD = 10.0
+SECONDS_BEFORE_WARNING = 10.0
 """Seconds of waiting after which a rank logs a warning."""
 
 
@@ -101,11 +103,11 @@ def warn_if_slow(trainer: Trainer, call: str) -> Iterator[None]:
         yield
         return
     line = (
-        f"rank {trainer.global_rank} has waited {SECONDS_UNTOLD:g} s in {call} for the others: every process calls it, "
-        "also where only one writes; take it out of `if trainer.is_global_zero:` and the like"
+        f"rank {trainer.global_rank} has waited {SECONDS_BEFORE_WARNING:g} s in {call} for the others: every process "
+        "calls it, also where only one writes; take it out of `if trainer.is_global_zero:` and the like"
     )
-    timer = threading.Timer(SECONDS_UNTOLD, _log.warning, [line])
-    timer.daemon = True
+    timer = threading.Timer(SECONDS_BEFORE_WARNING, _log.warning, [line])  # this thread is blocked in the collective
+    timer.daemon = True  # a process that exits in between does not wait for it
     timer.start()
     try:
         yield

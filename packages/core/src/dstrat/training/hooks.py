@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def overrides(owner: object, name: str, base: type) -> bool:
     """Return whether an object, or its class, overrides a hook of a base class; a hook that is None does not."""
-    attributes = getattr(owner, "__dict__", {})
+    attributes = getattr(owner, "__dict__", {})  # users assign hooks to instances too
     if name in attributes:
         return attributes[name] is not None
     method = getattr(type(owner), name, None)
@@ -40,7 +40,7 @@ class HookRunner:
 
     def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Sequence[Callback]) -> None:
         from dstrat.training.callbacks.callback import Callback
-        from dstrat.training.module.train_module import TrainModule
+        from dstrat.training.module.train_module import TrainModule  # only runs need it
 
         self._trainer, self._module = trainer, module
         self._early = [callback for callback in callbacks if not callback.runs_last]
@@ -72,6 +72,7 @@ class HookRunner:
             type(owner).__name__
             for owner, base in owners
             if overrides(owner, name, base)
+            # A str where the user's file has "from __future__ import annotations".
             and getattr(getattr(owner, name), "__annotations__", {}).get("return", Any) not in (None, "None")
         ]
 
@@ -104,7 +105,7 @@ class HookRunner:
         return self._trainer.profiled(f"{type(owner).__name__}.{name}", hook)
 
 
-# Hooks that Lightning has removed: without an error they would silently never be called
+# Hooks that Lightning has removed, which would silently never be called
 
 
 _WITHOUT_OUTPUTS = "which gets no outputs: append them to a list of the module in the step"

@@ -72,6 +72,7 @@ class RunResult:
         """Collect the result of a run; collective."""
         if not trainer.ran_elsewhere:
             return cls(result=result)
+        # A collective of all ranks, before the others return.
         weights = trainer.strategy.module_state_dict() if trainer.is_fitting else None
         if not trainer.is_global_zero:
             return cls(result=None)
@@ -82,8 +83,9 @@ class RunResult:
             ckpt_path=trainer.ckpt_path,
             metrics=trainer.metrics.state_dict(),
             callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.called_callbacks},
+            # Other values may be large, or impossible to pickle; the caller's module has them.
             hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
-            random_state=RandomState.capture(),
+            random_state=RandomState.capture(),  # the caller goes on as after a run in its own process
         )
         return cls(result=_on_cpu(result), changes=changes, stopped_by=stopped_by)
 
@@ -99,9 +101,8 @@ class RunResult:
         trainer.fit_loop.data.num_batches = self.changes.num_training_batches
         trainer.context.ckpt_path = self.changes.ckpt_path
         trainer.metrics.load_state_dict(self.changes.metrics)
-        trainer.callbacks = with_callbacks_of(
-            module, trainer.callbacks
-        )  # the run has done so in its copy of the Trainer
+        # The run has done so in its copy of the Trainer.
+        trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
         for callback in trainer.callbacks:
             if callback.state_key in self.changes.callbacks:
                 callback.load_state_dict(self.changes.callbacks[callback.state_key])
@@ -130,7 +131,7 @@ def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
         trained = weights.get(name)
         if isinstance(trained, Tensor) and isinstance(tensor, Tensor) and trained.dtype != tensor.dtype:
             tensor.data = tensor.data.to(trained.dtype)  # the precision has converted the run's copy
-    module.load_state_dict(weights, strict=False)
+    module.load_state_dict(weights, strict=False)  # names that differ are an error, after all else is restored
     added, removed = ([name for name in a if name not in b] for a, b in ((weights, current), (current, weights)))
     if added or removed:
         changes = {"made": added, "removed": removed}
@@ -208,17 +209,16 @@ class FinalState:
                 "" if weights_only else ", and the optimizers of the end of the fit",
             )
         strategy = trainer.strategy
+        # Again, as another Trainer may have run them since, and on_save_checkpoint reads their trainer.
         for attachable in (trainer.module, trainer.datamodule):
             if attachable is not None:
-                attachable.attach(
-                    trainer
-                )  # another Trainer may have run it since, and on_save_checkpoint reads trainer
+                attachable.attach(trainer)
         try:
             with warn_if_slow(trainer, "save_checkpoint"):
                 strategy.setup_environment()
             strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
         except BaseException as error:
-            strategy.on_exception(error)
+            strategy.on_exception(error)  # closes communication, in which other ranks wait
             raise
         finally:
             strategy.teardown()
@@ -285,12 +285,11 @@ def rows_of(stage: str, results: Sequence[Mapping[str, float]]) -> Rows:
     names = dict.fromkeys(name for values in plain for name in values)
     return [
         [stage, *heads],
-        *([name, *(_format(values.get(name)) for values in plain)] for name in names),
+        *(
+            [name, *(format_value(values[name], digits=_DIGITS) if name in values else "" for values in plain)]
+            for name in names
+        ),
     ]
-
-
-def _format(value: float | None) -> str:
-    return "" if value is None else format_value(value, digits=_DIGITS)
 
 
 def _lines(rows: Rows) -> list[str]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Status and stage of a Trainer, by Lightning's names
 
 
-class _Text(str, Enum):
+class _Text(str, Enum):  # Python 3.10 has no StrEnum
     """Constants that are equal to their values: users compare them with str."""
 
     def __str__(self) -> str:
@@ -162,6 +162,7 @@ class RunState:
     @property
     def world_size(self) -> int:
         """Number of processes of the job, also before their start and after their end."""
+        # The strategy of a process that is not launched yet has this process alone.
         return self.strategy.world_size if self.is_running else self.plan.world_size
 
     @property
@@ -198,6 +199,7 @@ class RunState:
     def device_ids(self) -> list[int]:
         """Indices of the devices of this machine that the job uses."""
         devices = self.strategy.parts.parallel_devices or (self.strategy.root_device,)
+        # The CPU has no index, however often a job uses it.
         return [index if device.index is None else device.index for index, device in enumerate(devices)]
 
     @property
@@ -372,7 +374,7 @@ class RunState:
         """Number of batches of each validation loader, from ``on_train_start`` on; None for an unknown one."""
         if self.stage not in ("fit", "validate") or self.context.evaluation_loop is None:
             return []
-        return self.context.evaluation_loop.num_batches
+        return self.context.evaluation_loop.num_batches  # not of the sanity check, as evaluation_batches is during it
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
@@ -397,7 +399,7 @@ class RunState:
         """
         if self.context.sources is None:
             raise MisuseError("estimated_stepping_batches is known during a fit: ask for it in configure_optimizers")
-        self.fit_loop.data.load(self.context.sources)
+        self.fit_loop.data.load(self.context.sources)  # the loop uses this loader later
         limit = math.inf if self.max_steps < 0 else self.max_steps
         batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
@@ -458,6 +460,7 @@ class RunState:
         Raises:
             MisuseError: The last fit ran in other processes, with which its optimizers have ended.
         """
+        # The strategy drops its own in teardown.
         return self.strategy.optimizers or list(self._after_fit.optimizers)
 
     @property

@@ -58,7 +58,7 @@ B = TypeVar("B")
 
 DEFAULT_MAX_EPOCHS = 1000
 
-_NEEDED: dict[str, tuple[Source, str]] = {
+_SOURCES: dict[str, tuple[Source, str]] = {
     "validate": ("val", "validation_step"),
     "test": ("test", "test_step"),
     "predict": ("predict", "predict_step"),
@@ -178,6 +178,7 @@ class Trainer(RunState):
         max_restarts: int = 0,
         preemption_deadline: float | None = None,
     ) -> None:
+        # Before all other arguments, as the lines below calculate with these two.
         check_fast_dev_run(fast_dev_run)
         check_count(max_steps, "max_steps", -1)
         arguments = {
@@ -248,8 +249,9 @@ class Trainer(RunState):
         if max_restarts:
             from dstrat.training.checkpoint.recovery import StepCounter
 
+            # First, so that a batch counts whose other callbacks fail.
             self.callbacks.insert(0, StepCounter())
-        check_preemption(self)
+        check_preemption(self)  # depends on the cluster and on callbacks that save
 
         self.should_stop = False
         self.interruption = Interruption(preemption_deadline)
@@ -340,11 +342,11 @@ class Trainer(RunState):
             dataloaders: One or several; by default the data module's or the module's own.
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             verbose: Whether the values are shown as a table on stderr, once for the job.
-            datamodule: Gives the loaders.
+            datamodule: Makes the loaders.
             weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
-        return self._shown("validate", results) if verbose else results
+        return self._show("validate", results) if verbose else results
 
     def test(
         self,
@@ -363,11 +365,11 @@ class Trainer(RunState):
             dataloaders: One or several; by default the data module's or the module's own.
             ckpt_path: A checkpoint whose weights are loaded first: its path, ``"best"`` or ``"last"``.
             verbose: Whether the values are shown as a table on stderr, once for the job.
-            datamodule: Gives the loaders.
+            datamodule: Makes the loaders.
             weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
-        return self._shown("test", results) if verbose else results
+        return self._show("test", results) if verbose else results
 
     def predict(
         self,
@@ -411,11 +413,12 @@ class Trainer(RunState):
 
         path = os.path.expanduser(path)  # noqa: PTH111 - may be a URL; a custom CheckpointIO may not expand it
         if self.is_running:
+            # If a rank does not call it, the others wait here, where a warning says so, not in some later collective.
             with warn_if_slow(self, "save_checkpoint"):
                 self.strategy.barrier("save_checkpoint")
             begin = monotonic()
             if not weights_only:
-                record_checkpoint(self, path)
+                record_checkpoint(self, path)  # before it is written: a restart checks whether it is complete
             self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
             self.context.save_seconds = monotonic() - begin
         elif self.final_state is not None:
@@ -438,6 +441,7 @@ class Trainer(RunState):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once for the whole job."""
         launcher = self.strategy.launcher
+        # A process that runs the script again would print a second time what comes before its launch.
         repeats = launcher is not None and launcher.repeats_the_script
         if self.is_global_zero and not repeats:
             print(*args, **kwargs)
@@ -489,13 +493,13 @@ class Trainer(RunState):
         module = self.module if model is None else model
         if module is None:
             raise MisuseError(f"{stage} needs a module: pass one, or call fit on this Trainer first")
-        source, step = _NEEDED[stage]
+        source, step = _SOURCES[stage]
         sources = DataSources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
         requested = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
         return self._launch(stage, sources.module, sources, requested, **settings)
 
-    def _shown(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
+    def _show(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
         """Print the results of an evaluation, and return them."""
         from dstrat.training.results import show_results
 
@@ -511,6 +515,7 @@ class Trainer(RunState):
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
                 "on another Trainer"
             )
+        # An evaluation of the same module keeps it: save_checkpoint works after a test that follows the fit.
         if stage == "fit" or module is not self.module:
             self.final_state = None
         self.should_stop = False
@@ -520,7 +525,7 @@ class Trainer(RunState):
             datamodule=sources.datamodule,
             sources=sources,
             metrics=Metrics(self.strategy),
-            log_dir=self.context.log_dir,
+            log_dir=self.context.log_dir,  # until the ranks agree on one: properties read it before
             **settings,
         )
         if stage == "fit":
@@ -528,7 +533,7 @@ class Trainer(RunState):
         self.status = TrainerStatus.RUNNING
         try:
             result = self._launch_stage(module, sources, ckpt_path)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt too
             self.status = TrainerStatus.INTERRUPTED
             raise
         self.status = TrainerStatus.FINISHED
@@ -557,7 +562,7 @@ class Trainer(RunState):
         if outcome is None:  # on machines without global rank 0
             return None
         self.optimization_ended_elsewhere |= self.is_fitting
-        module.attach(self)
+        module.attach(self)  # the run has attached its copy of the module only
         outcome.restore(self, module)
         if outcome.stopped_by:
             self.context.interrupted, self.interruption.requested = True, outcome.stopped_by

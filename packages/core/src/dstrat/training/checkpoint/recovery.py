@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class StepCounter(Callback):
-    """Lets the supervisor know the step that each rank is at, also after the rank was killed.
+    """Record the step of each rank for the supervisor, which reads it also after the rank was killed.
 
-    The Trainer adds it where ``max_restarts`` is given, before all others.
+    The Trainer adds it with ``max_restarts``.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,12 @@ class StepCounter(Callback):
 
 
 def join_attempt(trainer: Trainer) -> None:
-    """Find out which attempt this is, and let the loggers of global rank 0 write where the one before has written."""
+    """Look up this attempt of the job, and let the loggers of global rank 0 write to the folders of the last one."""
     context = trainer.context
     context.attempt = this_attempt()
     if context.attempt is None or not trainer.is_fitting:
         return
+    # By launch, as a script may call fit several times, and a restart repeats those before the failed one.
     context.save_point = context.attempt.save_point(current_launch())
     if context.save_point is not None and trainer.is_global_zero:
         for logger, folder in zip(trainer.loggers, context.save_point.log_dirs, strict=True):
@@ -56,12 +57,12 @@ def join_attempt(trainer: Trainer) -> None:
 
 
 def rewind_loggers(trainer: Trainer) -> None:
-    """Remove what the loggers have written after the save point; without one record the beginning of the fit."""
+    """Remove the loggers' values of after the save point; without a save point, record the beginning of the fit."""
     context = trainer.context
     if context.attempt is None or not trainer.is_fitting or not trainer.is_global_zero:
         return
     if context.save_point is None:
-        _record(trainer, None)
+        _record(trainer, None)  # a restart before the first checkpoint rewinds to here
     else:
         for logger, bookmark in zip(trainer.loggers, context.save_point.bookmarks, strict=True):
             if bookmark is not None:
@@ -69,13 +70,13 @@ def rewind_loggers(trainer: Trainer) -> None:
 
 
 def continued_checkpoint(trainer: Trainer) -> str | None:
-    """Return the checkpoint from which this attempt continues; None where it begins as the user asked."""
+    """Return the checkpoint from which this attempt continues; None if it starts as the user requested."""
     point = trainer.context.save_point
     return None if point is None else point.checkpoint
 
 
 def record_checkpoint(trainer: Trainer, path: str | Path) -> None:
-    """Record a checkpoint that is going to be saved, for a later attempt."""
+    """Record a checkpoint, before it is written, for a later attempt."""
     if trainer.context.attempt is not None and trainer.is_fitting and trainer.is_global_zero:
         _record(trainer, str(as_path(path).absolute()))
 
