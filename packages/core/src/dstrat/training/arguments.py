@@ -237,7 +237,7 @@ def _check_overfitting(trainer: Trainer) -> None:
 # Durations
 
 
-_DURATION = re.compile(r"(?:(\d+):)?(\d+):(\d{1,2}):(\d{1,2})")
+_DURATION = re.compile(r"(?:(\d{1,6}):)?(\d{1,6}):(\d{1,2}):(\d{1,2})")
 
 
 def read_duration(value: Any, name: str) -> timedelta:
@@ -266,7 +266,7 @@ def _parse_duration(value: Any) -> timedelta | None:
     if isinstance(value, Mapping):
         try:
             return timedelta(**value)
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):  # unknown units, NaN, more than timedelta can hold
             return None
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 
@@ -32,7 +33,19 @@ def test_durations_are_read(given, seconds):
     assert Timer(given).time_remaining() == seconds
 
 
-@pytest.mark.parametrize("given", ["soon", "00:00:00:00", {"fortnights": 1}, timedelta(0), 30])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "soon",
+        "00:00:00:00",
+        {"fortnights": 1},
+        timedelta(0),
+        30,
+        {"hours": 1e20},
+        {"days": math.nan},
+        "9999999999:0:0:0",
+    ],
+)
 def test_what_is_no_duration_is_refused(given):
     with pytest.raises(RequestError, match=r"duration=.* is not a length of time"):
         Timer(given)
