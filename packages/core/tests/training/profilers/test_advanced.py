@@ -62,7 +62,9 @@ def test_an_exception_leaves_the_outer_action_measured(tmp_path, capsys):
 
 
 def test_a_restriction_to_nothing_is_refused():
-    with pytest.raises(RequestError, match=r"AdvancedProfiler\(line_count_restriction=0\) must be positive"):
+    with pytest.raises(RequestError, match=r"AdvancedProfiler\(line_count_restriction=0\) must be an int"):
         AdvancedProfiler(line_count_restriction=0)
+    with pytest.raises(RequestError, match=r"line_count_restriction=20\.0\) must be an int .* or a fraction"):
+        AdvancedProfiler(line_count_restriction=20.0)
     with pytest.raises(RequestError, match=r"profiler='advance' is not 'simple', 'advanced', .* \(did you mean 'adv"):
         Trainer(accelerator="cpu", profiler="advance")

@@ -36,7 +36,7 @@ class AdvancedProfiler(Profiler):
             for ``python -m pstats``, snakeviz and similar tools.
 
     Raises:
-        RequestError: The restriction is not positive.
+        RequestError: The restriction is not positive, or a float above 1.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class AdvancedProfiler(Profiler):
         line_count_restriction: float = 1.0,
         dump_stats: bool = False,
     ) -> None:
-        if line_count_restriction <= 0:
-            raise RequestError(
-                f"AdvancedProfiler(line_count_restriction={line_count_restriction!r}) must be positive: a number of "
-                "functions, or a fraction as a float"
+        if line_count_restriction <= 0 or (isinstance(line_count_restriction, float) and line_count_restriction > 1):
+            raise RequestError(  # pstats would ignore it, and print all functions
+                f"AdvancedProfiler(line_count_restriction={line_count_restriction!r}) must be an int above 0, the "
+                "number of functions, or a fraction of them as a float up to 1.0"
             )
         self._dirpath, self._filename, self._dumps = dirpath, filename, dump_stats
         self._restriction = line_count_restriction
