@@ -15,7 +15,6 @@ from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
 from dstrat.training.hooks import overrides
-from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks
 
 if TYPE_CHECKING:
@@ -72,6 +71,7 @@ class TrainingData:
             loader = sources.loader("train")
             compiled = trainer.strategy.compiled_steps()
             self.batches_per_item = 1 if compiled is None else compiled.batches
+            # Unshuffled, so that overfit_batches are the same ones in every epoch.
             self.loader = prepare_training_loader(
                 sequential(loader) if trainer.overfit_batches else loader,
                 trainer.strategy,
@@ -170,12 +170,13 @@ class TrainingData:
         if done and beginning is not None:
             self.beginning = beginning
             num_remaining = None if num_remaining is None else max(0, num_remaining - done)
-        else:
+        else:  # before the loader draws the order of this epoch
             self.beginning, done, position = Beginning.of(self.loader), 0, None
         copies_ahead_to = device_to_copy_ahead_to(trainer, module)
         is_read_ahead = copies_ahead_to is not None or num_remaining is None or not length_is_certain(self.loader)
         loader = self._read_from(self.beginning, done, position, is_over=is_over, is_read_ahead=is_read_ahead)
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
+        # A resume after the last batch of an epoch has no batch left, which is no error.
         batches = trainer.profiled_batches(Batches(loader, num_remaining, None if done else "training"))
         prefetching = prefetching_strategy(trainer, module, loader)
         return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
@@ -227,7 +228,7 @@ class Batches:
         last = count - 1
         for index, batch in enumerate(self._loader):
             yield batch, index == last
-            if index >= last:
+            if index >= last:  # without a look at the next batch, which would draw random numbers
                 return
 
     def _ahead(self) -> Iterator[tuple[Any, bool]]:
@@ -325,10 +326,6 @@ def _hook_owners(trainer: Trainer, module: TrainModule) -> list[DataHooks | None
     """Return, for each transfer hook, the data module or module that overrides it; None if neither does."""
     owners: list[DataHooks | None] = [trainer.datamodule, module]
     return [
-        next((owner for owner in owners if owner is not None and overrides(owner, name, _base(owner))), None)
+        next((owner for owner in owners if owner is not None and overrides(owner, name, DataHooks)), None)
         for name in _TRANSFER_HOOKS
     ]
-
-
-def _base(owner: DataHooks) -> type:
-    return DataModule if isinstance(owner, DataModule) else DataHooks

@@ -30,13 +30,13 @@ class CompiledOptimization:
 
     Attributes:
         optimizers: The result of the module's ``optimizers`` method.
-        is_in_backward: Always False, as no other code runs during a backward pass.
+        is_in_backward: Always False.
 
     Raises:
         ConflictError: The module, a callback or an argument of the Trainer needs to run within the step.
     """
 
-    is_in_backward = False
+    is_in_backward = False  # no hook can save a checkpoint within the call
 
     def __init__(self, trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> None:
         _check(trainer, module, compiled)

@@ -89,6 +89,7 @@ class EvaluationLoop:
     def load(self, loaders: Any) -> None:
         """Replace the loaders."""
         trainer = self._trainer
+        passed = as_list(loaders)
         prepared = [
             prepare_evaluation_loader(
                 loader,
@@ -96,10 +97,10 @@ class EvaluationLoop:
                 distribute=trainer.use_distributed_sampler,
                 records_indices=self._records_indices,
             )
-            for loader in as_list(loaders)
+            for loader in passed
         ]
         self.loaders = [loader for loader, _ in prepared]
-        self._passed_loaders = as_list(loaders)
+        self._passed_loaders = passed  # undivided, for padding batches of a rank without any
         self._longest: list[int] | None = None
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
@@ -146,6 +147,7 @@ class EvaluationLoop:
             self.logged.start_epoch()
         self._outputs = []
         self._votes = EvaluationVotes(trainer.strategy, trainer.interruption) if trainer.world_size > 1 else None
+        # Not restored by train(): frozen layers may be in evaluation mode during training too.
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         try:
             hook_of(self._module, f"on_{purpose}_model_eval", TrainModule)()
@@ -165,7 +167,7 @@ class EvaluationLoop:
             self.logged.reset_metrics()
             for hook in hooks.late(f"on_{purpose}_end"):
                 hook()
-        finally:  # another fit may follow one whose validation has failed
+        finally:  # also after an error, as another fit may follow
             for submodule, was_training in modes:
                 submodule.training = was_training
         hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
@@ -179,7 +181,7 @@ class EvaluationLoop:
         strategy = self._trainer.strategy
         if not any(self._divided):
             return self._outputs
-        readers = self._readers()
+        readers = self._reader_ranks()
         try:
             outputs_of_ranks = [strategy.broadcast(self._outputs, src=rank) for rank in readers]
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -189,11 +191,11 @@ class EvaluationLoop:
                 "tensors, or pass return_predictions=False and write them with a PredictionWriter"
             ) from error
         return [
-            _interleaved([outputs[index] for outputs in outputs_of_ranks]) if divided else self._outputs[index]
+            _interleave([outputs[index] for outputs in outputs_of_ranks]) if divided else self._outputs[index]
             for index, divided in enumerate(self._divided)
         ]
 
-    def _readers(self) -> list[int]:
+    def _reader_ranks(self) -> list[int]:
         """Return the first rank of each share of the data; ranks of model parallelism read the same share."""
         strategy = self._trainer.strategy
         share = strategy.distributed_sampler_kwargs["rank"]
@@ -216,7 +218,7 @@ class EvaluationLoop:
         if self._longest is None:
             lengths = [-1 if count is None else count for count in self.num_batches]
             most = strategy.reduce(torch.tensor(lengths, device=strategy.root_device), reduce_op="max")
-            self._longest = most.tolist()
+            self._longest = most.tolist()  # kept until the loaders change: one collective, not one per validation
         longest = [_smaller(count, at_most) or 0 for count in self._longest]
         return [0 if count is None else most - count for count, most in zip(counts, longest, strict=True)]
 
@@ -227,8 +229,9 @@ class EvaluationLoop:
         takes_index = self._num_arguments > 1
         takes_loader = self._num_arguments > 2 and (index_of_loader or self._requires_index)
         index_for_step = (dataloader_idx,) if takes_loader else ()
+        # Looked up once, as attributes cost time for each batch.
         logged, keeps = self.logged, self.keeps_outputs
-        step = self._observed_step() if num_missing else self._step
+        step = self._observed_step() if num_missing else self._step  # only a rank that pads must know its last batch
         is_alone, interruption = self._votes is None, self._trainer.interruption
         publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
         batch_start = self._with_index(f"on_{self._purpose}_batch_start", 2, dataloader_idx)
@@ -237,7 +240,8 @@ class EvaluationLoop:
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         batch_idx = -1
         indices = itertools.count(0, self._per_item)
-        for batch_idx, batch in zip(indices, self._batches(dataloader_idx, loader, count), strict=False):
+        batches = self._batches(dataloader_idx, loader, count)
+        for batch_idx, batch in zip(indices, batches, strict=False):  # indices are endless
             logged.batch = batch
             if self._records_indices:
                 self.batch_indices = take_indices(loader)
@@ -252,7 +256,7 @@ class EvaluationLoop:
                 self._publish_step(dataloader_idx)
             if profiler is not None:
                 profiler.step()
-            if is_alone and interruption.requested:
+            if is_alone and interruption.requested:  # several ranks vote on it, in _batches
                 stop_by(interruption.requested)
         if num_missing:
             self._pad(dataloader_idx, batch_idx, num_missing // self._per_item)
@@ -348,7 +352,7 @@ class EvaluationLoop:
             votes.count()
 
 
-def _interleaved(rank_batches: list[list[Any]]) -> list[Any]:
+def _interleave(rank_batches: list[list[Any]]) -> list[Any]:
     """Return batches in the order of the dataset: the first of each rank, then the second of each, and so on."""
     longest = max(map(len, rank_batches))
     return [batches[index] for index in range(longest) for batches in rank_batches if index < len(batches)]

@@ -104,17 +104,14 @@ class FitLoop(Position):
         """Prepare the training of a module, after the strategy's setup."""
         self._module, self._sources = module, sources
         self.is_in_batch, self._before_validation, self._broken_off = False, None, None
-        self._optimization = self._find_optimization(module)
-        self._schedulers = SchedulerSteps(self._trainer, module)
-
-    def _find_optimization(
-        self, module: TrainModule
-    ) -> AutomaticOptimization | ManualOptimization | CompiledOptimization:
         compiled = self._trainer.strategy.compiled_steps()
         if compiled is not None:
-            return CompiledOptimization(self._trainer, module, compiled)
-        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
-        return optimization(self._trainer, module)
+            self._optimization = CompiledOptimization(self._trainer, module, compiled)
+        elif module.automatic_optimization:
+            self._optimization = AutomaticOptimization(self._trainer, module)
+        else:
+            self._optimization = ManualOptimization(self._trainer, module)
+        self._schedulers = SchedulerSteps(self._trainer, module)
 
     def run(self, validation: EvaluationLoop | None) -> None:
         """Train until ``max_epochs`` or ``max_steps`` is reached, or ``should_stop`` or a signal stops the training.
@@ -125,7 +122,7 @@ class FitLoop(Position):
         trainer = self._trainer
         self._validation = validation
         self.data.open(self._sources, self.epoch)
-        if self.scales_position:
+        if self.scales_position:  # only now, as the length of this rank's loader is known
             self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
             self.scales_position = False
         self.data.check_position(self.batches_done)
@@ -159,7 +156,7 @@ class FitLoop(Position):
         set_epoch(self.data.loader, self.epoch)
         continuation, goes_on = self._continuation, self.batches_done > 0
         if continuation is not None and not goes_on:
-            continuation.restore()
+            continuation.restore()  # saved between epochs, before the hook, which may draw random numbers
         self.logged.start_epoch()
         hooks.call("on_train_epoch_start")
         if continuation is not None and goes_on:
@@ -175,11 +172,11 @@ class FitLoop(Position):
             self._broken_off = self.logged.state_dict()  # for a resume within the epoch; the publication resets it
         trainer.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
         if completed:
-            self._schedulers.after_epoch(self.epochs_done)
+            self._schedulers.after_epoch(self.epochs_done)  # which may monitor a value of the publication
         self.logged.reset_metrics()  # late hooks save checkpoints, from which the next epoch starts
         for hook in hooks.late("on_train_epoch_end"):
             hook()
-        self.epoch = self.epochs_done
+        self.epoch = self.epochs_done  # after the hooks, for which the epoch is the one that has ended
 
     def _reload_when_due(self) -> None:
         num_batches = self.data.num_batches
@@ -210,6 +207,8 @@ class FitLoop(Position):
                     break
             self._train_batch(batch, batch_idx, is_last=is_last)
             self._follow_up()
+            # A signal reaches the ranks of a job at different batches: they decide together, after the batch that the
+            # last vote has set.
             if is_alone:
                 is_due = interruption.requested or trainer.should_stop or is_timed
             else:
@@ -248,6 +247,7 @@ class FitLoop(Position):
         self._accumulate = 1 if is_compiled else trainer.accumulate_grad_batches
         self._batches_per_item = self.data.batches_per_item
         self._batch_end = trainer.context.hooks.of("on_train_batch_end")
+        # Also without loggers if there are several ranks: callbacks read values of sync_dist=True, reduced then.
         self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
         self._steps_schedulers = self._schedulers.step_with_batches
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
@@ -266,11 +266,11 @@ class FitLoop(Position):
         self.in_group = 0 if applies else in_group
         self.batches_seen += self._batches_per_item
         self.batches_done += self._batches_per_item
-        self.is_in_batch = False
+        self.is_in_batch = False  # a checkpoint that is saved from here on does not repeat the batch
         if self._steps_schedulers and self.global_step != self.steps_before:
             self._schedulers.after_step(self.global_step)
         if self._batch_end:
-            self.phase = "batch_end"
+            self.phase = "batch_end"  # a hook may save a checkpoint, whose resume begins with _follow_up
             if batch is not None:
                 outputs = _outputs_for_hooks(outputs)
             for hook in self._batch_end:
@@ -303,7 +303,9 @@ class FitLoop(Position):
         has_stepped = self.global_step != self.steps_before
         if self.phase != "validated":  # a resumed checkpoint may have been saved at the end of this validation
             if has_stepped and self._publishes:
-                self._publish_when_due()
+                every = self._trainer.log_every_n_steps
+                if self.global_step // every != self.steps_before // every:  # a batch may take several steps
+                    self._trainer.publisher.publish_step(self.logged)
             if self._validation is not None:
                 self._validate_when_due()
         if has_stepped and self._steps_schedulers:
@@ -319,11 +321,6 @@ class FitLoop(Position):
             return accumulate
         start = batch_idx - batch_idx % accumulate
         return min(accumulate, self.data.num_batches - start)
-
-    def _publish_when_due(self) -> None:
-        every = self._trainer.log_every_n_steps
-        if self.global_step // every != self.steps_before // every:
-            self._trainer.publisher.publish_step(self.logged)
 
     # Validation and stopping
 
@@ -368,7 +365,7 @@ class FitLoop(Position):
             random_state = self._before_validation = RandomState.capture()
             try:
                 self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
-            except BaseException:
+            except BaseException:  # a signal too, after which a checkpoint is saved
                 self.phase = "batch_end"
                 random_state.restore()
                 raise
@@ -385,7 +382,7 @@ class FitLoop(Position):
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
         if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
             hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
-        self.data.record_position()
+        self.data.record_position()  # of training, as validation may read the same dataset
         self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()
         self._trainer.context.log_to(self.logged)
@@ -401,7 +398,7 @@ class FitLoop(Position):
             stop_by(signal)
         if validate:
             self._validate()
-            return bool(stop) or self._decide()
+            return bool(stop) or self._decide()  # again, as the validation may have set should_stop
         return bool(stop)
 
     # State

@@ -68,7 +68,7 @@ class OptimizerProxy:
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        if "optimizer" not in self.__dict__:  # unpickling looks up attributes before it sets any: endless recursion
+        if "optimizer" not in self.__dict__:  # unpickling looks up attributes before it sets any, and would recurse
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -110,7 +110,7 @@ class AutomaticOptimization:
         strategy, hooks = trainer.strategy, trainer.context.hooks
         self._trainer, self._module, self._strategy = trainer, module, strategy
         self.optimizers = strategy.optimizers
-        self._optimizer = _only(strategy.optimizers)
+        self._optimizer = _single(strategy.optimizers)
         self._training_step = trainer.profiled("training_step", bind_step(strategy, module, "training_step"))
         self._backward = trainer.profiled("backward", bind_backward(strategy))
         self._unscale = bind_unscaling(strategy)
@@ -128,6 +128,7 @@ class AutomaticOptimization:
         self._after_backward = hooks.of("on_after_backward")
         self._before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
+        # State of the current batch, in attributes, so that one closure serves all batches.
         self._arguments: tuple[Any, ...] = ()
         self._group_size = 1
         self._applies = True
@@ -140,6 +141,7 @@ class AutomaticOptimization:
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
         if not overrides(module, "optimizer_step", TrainModule):
             return bind_optimizer_step(self._strategy, module, optimizer)
+        # The user's method calls its step, which has to be the strategy's if that is not the optimizer's own.
         step_optimizer: Any = (
             optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
         )
@@ -171,10 +173,11 @@ class AutomaticOptimization:
         """
         self._arguments, self._group_size, self._applies = arguments, group_size, applies
         try:
+            # A strategy that accumulates by itself counts the batches in its optimizer's step.
             if applies or self._strategy.accumulates_gradients:
                 self._optimizer_step(self._closure)
                 if self._outputs is None:
-                    raise closure_not_called(self._module, self._optimizer)
+                    raise closure_not_called_error(self._module, self._optimizer)
             else:
                 with self._strategy.no_backward_sync():
                     self._closure()
@@ -184,10 +187,11 @@ class AutomaticOptimization:
             if applies and not self._clears:  # earlier batches of the group have gradients
                 self._optimizer_step(self._prepare_step)
         except RuntimeError as error:
-            if (explained := unusable_loss(self._outputs, self._module)) is not None:
+            # Only when torch has failed: a check of each loss would take time in every step.
+            if (explained := unusable_loss_error(self._outputs, self._module)) is not None:
                 raise explained from error
             raise
-        finally:
+        finally:  # the batch and its graph must not stay in memory during the next forward pass
             outputs, self._outputs, self._arguments = self._outputs, None, ()
         self.is_in_backward = False
         if applies:
@@ -231,7 +235,7 @@ class AutomaticOptimization:
         if isinstance(loss, Tensor):
             return loss
         if outputs is not None:
-            raise no_loss(outputs)
+            raise no_loss_error(outputs)
         if self._strategy.world_size > 1:
             raise MisuseError(
                 f"training_step returned None on rank {self._strategy.global_rank} of {self._strategy.world_size}: "
@@ -276,7 +280,7 @@ def with_divided_loss(outputs: Any, group_size: int) -> Any:
     return outputs
 
 
-def _only(optimizers: list[Optimizer]) -> Optimizer:
+def _single(optimizers: list[Optimizer]) -> Optimizer:
     if len(optimizers) == 1:
         return optimizers[0]
     if not optimizers:
@@ -363,7 +367,7 @@ class ManualOptimizer(OptimizerProxy):
         self._step = end_graph_after("optimizer_step", super().step, trainer.strategy)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        def prepared() -> Any:
+        def prepared() -> Any:  # called within the strategy's step, so that hooks get the closure's gradients unscaled
             loss = closure() if closure is not None else None
             self._strategy.unscale_gradients(self.optimizer)
             for hook in self._before_step:
@@ -423,17 +427,17 @@ def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
 _FIX = "return the loss, a tensor with one element that depends on the parameters, or a dict with it as 'loss'"
 
 
-def no_loss(outputs: Any) -> MisuseError:
+def no_loss_error(outputs: Any) -> MisuseError:
     """Return the error about outputs whose loss is not a tensor."""
     if isinstance(outputs, Mapping) and "loss" in outputs:
-        return MisuseError(f"training_step returned a dict whose 'loss' is {_described(outputs['loss'])}: {_FIX}")
+        return MisuseError(f"training_step returned a dict whose 'loss' is {_describe(outputs['loss'])}: {_FIX}")
     if isinstance(outputs, Mapping):
         keys = ", ".join(map(repr, outputs)) or "nothing"
         return MisuseError(f"training_step returned a dict with {keys} and without 'loss': {_FIX}")
-    return MisuseError(f"training_step returned {_described(outputs)}: {_FIX}")
+    return MisuseError(f"training_step returned {_describe(outputs)}: {_FIX}")
 
 
-def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
+def unusable_loss_error(outputs: Any, module: nn.Module) -> MisuseError | None:
     """Return the error about a loss without gradients; None for a usable loss.
 
     Args:
@@ -449,7 +453,7 @@ def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
     if loss.is_complex():
         return MisuseError(f"training_step returned {shape} and {loss.dtype}: return a real number, such as loss.abs()")
     if loss.requires_grad:
-        return None
+        return None  # torch failed for another reason
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return MisuseError(
             f"training_step returned {shape} without gradients, as no parameter of {type(module).__name__} requires "
@@ -461,7 +465,7 @@ def unusable_loss(outputs: Any, module: nn.Module) -> MisuseError | None:
     )
 
 
-def closure_not_called(module: TrainModule, optimizer: Optimizer) -> MisuseError:
+def closure_not_called_error(module: TrainModule, optimizer: Optimizer) -> MisuseError:
     """Return the error about an optimizer step that did not call the closure.
 
     Args:
@@ -483,5 +487,5 @@ def closure_not_called(module: TrainModule, optimizer: Optimizer) -> MisuseError
     )
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})" if isinstance(value, int | float | str) else type(value).__name__

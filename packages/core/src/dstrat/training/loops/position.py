@@ -87,7 +87,7 @@ class Position:
         """Restore the counters."""
         for name in _SAVED:
             setattr(self, name, state[name])
-        self.epoch = self.epochs_done
+        self.epoch = self.epochs_done  # it is not saved: a checkpoint at the end of an epoch resumes with the next
 
 
 # Per-rank state of a resume: random state, position in the data, gradients
@@ -122,9 +122,10 @@ def rank_state(
         "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
+        # The name of this key is part of the format.
         "place": None if in_first else loop.data.position(None if _is_over(trainer) else loop.batches_done),
         "logged": logged,
-        "gradients": _gradients(trainer) if has_gradients else None,
+        "gradients": _collect_gradients(trainer) if has_gradients else None,
     }
 
 
@@ -133,7 +134,7 @@ def _is_over(trainer: Trainer) -> bool:
     return trainer.fit_loop.ends_epoch or not trainer.fit_loop.batches_done
 
 
-def _gradients(trainer: Trainer) -> dict[str, Any] | None:
+def _collect_gradients(trainer: Trainer) -> dict[str, Any] | None:
     strategy = trainer.strategy
     if strategy.saves_gradients:  # in its own rank state
         return None

@@ -59,11 +59,11 @@ class SchedulerSteps:
                 continue
             if config.monitor is None:
                 self._step_one(config.scheduler, None)
-            elif (value := _monitored(config, self._trainer.callback_metrics)) is not None:
+            elif (value := _monitored_value(config, self._trainer.callback_metrics)) is not None:
                 self._step_one(config.scheduler, value)
 
 
-def _monitored(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | None:
+def _monitored_value(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | None:
     assert config.monitor is not None  # noqa: S101 - checked by the caller
     if config.monitor not in metrics and config.strict:
         raise MisuseError(
@@ -94,7 +94,7 @@ class ValidationSchedule:
         self._seconds: float | None = None
         self._last_time = time.monotonic()
         if isinstance(interval, int | float):
-            if interval != 1.0 or isinstance(interval, int):
+            if interval != 1.0 or isinstance(interval, int):  # 1.0 is the end of the epoch, 1 is each batch
                 self._batches = self._count(interval, num_batches)
         elif interval is not None:
             self._seconds = read_duration(interval, "val_check_interval").total_seconds()
@@ -120,7 +120,8 @@ class ValidationSchedule:
             batches: Number of batches in a call of the compiled step; otherwise 1.
         """
         if self._seconds is not None:
-            return False
+            return False  # all ranks decide by their votes, as their clocks differ
+        # "<" rather than "== 0": a call of several batches may pass a multiple of the interval.
         if self._epochs is None:
             return is_last if self._batches is None else batches_seen % self._batches < batches
         if (epoch + 1) % self._epochs != 0:

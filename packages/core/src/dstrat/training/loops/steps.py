@@ -32,12 +32,14 @@ def bind_step(strategy: Strategy, module: TrainModule, name: StepName) -> Callab
     step: Callable[..., Any]
     if overrides(strategy, name, Strategy):
         step = getattr(strategy, name)
+    # A precision without autocast returns a null context, which need not be entered for each batch.
     elif overrides(strategy, "run_step", Strategy) or not isinstance(
         strategy.precision_plugin.forward_context(), nullcontext
     ):
         step = partial(strategy.run_step, name, getattr(module, name))
     else:
         step = getattr(module, name)
+    # The graph of a training step goes on into the backward pass.
     return step if name == "training_step" else end_graph_after("evaluation_step", step, strategy)
 
 
@@ -64,6 +66,7 @@ def bind_backward(strategy: Strategy) -> Callable[..., None]:
         or overrides(precision, "backward", Precision)
         or overrides(precision, "scale_loss", Precision)
     )
+    # Tensor.backward(loss) is loss.backward(), without a function in between.
     return end_graph_after("backward", strategy.backward if is_changed else Tensor.backward, strategy)
 
 

@@ -71,7 +71,7 @@ class Interruption:
             lambda _: leave_lost_terminal(),
             lambda number: obey_when_peers_end(number, is_over),
         )
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python has handlers in this thread only
             for number in stop_signals(includes_preemption=self._seconds is not None):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler installed by C code
                     self._previous[number] = signal.signal(number, self._on_signal)
@@ -92,8 +92,8 @@ class Interruption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
         self.requested, self._requested_at = number, time.monotonic()
-        self._restore()
-        if number == signal.SIGUSR1:
+        self._restore()  # a second signal acts at once
+        if number == signal.SIGUSR1:  # schedulers may repeat it while the checkpoint is saved, and its default kills
             self._previous = {number: signal.signal(number, signal.SIG_IGN)}
         for act in self._actions:
             act(number)
@@ -191,11 +191,10 @@ class Votes:
     """
 
     def __init__(self, strategy: Strategy, step: int = 0) -> None:
-        self._strategy = strategy
         from dstrat.launch.progress import beat  # only runs need it
 
-        self._beat = beat
-        self._alone = strategy.world_size == 1
+        self._strategy, self._beat = strategy, beat
+        self._is_alone = strategy.world_size == 1
         self.next_at = step + 1
         self._last_vote = (step, time.monotonic())
 
@@ -209,7 +208,7 @@ class Votes:
         Returns:
             The largest number of any rank, for each request.
         """
-        if self._alone:
+        if self._is_alone:
             return requests
         last_step, last_time = self._last_vote
         interval = 1  # the time of a step is unknown before the first one
@@ -219,7 +218,7 @@ class Votes:
         # Negative, so that the maximum is the shortest interval of any rank.
         ballot = torch.tensor([*requests, -interval], device=self._strategy.root_device)
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
-        self._beat()
+        self._beat()  # all ranks have come here: the job does not hang
         self.next_at = step - steps
         self._last_vote = (step, time.monotonic())
         return tuple(agreed)
