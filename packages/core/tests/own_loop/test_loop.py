@@ -67,7 +67,7 @@ def by_hand(accumulate=1, clip=None, steps=12):
     return losses
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.1), (1, 0.1)])
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.1), (1, 0.1), (1, 0)])
 def test_the_losses_are_those_of_plain_torch_to_the_last_bit(accumulate, clip):
     losses = make_loop().launch(train, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
     assert losses == by_hand(accumulate, clip)

@@ -145,8 +145,10 @@ def test_lbfgs_is_stepped_with_a_closure(loop):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"accumulate_grad_batches": 0}, RequestError, "accumulate_grad_batches=0 must be at least 1"),
-        ({"gradient_clip_algorithm": "Norm"}, RequestError, "'Norm' is not 'norm' or 'value'"),
+        ({"accumulate_grad_batches": 0}, RequestError, "accumulate_grad_batches=0 must be an int of at least 1"),
+        ({"accumulate_grad_batches": 1.5}, RequestError, "accumulate_grad_batches=1.5 must be an int of at least 1"),
+        ({"gradient_clip_val": -1.0}, RequestError, "gradient_clip_val=-1.0 must be a positive number, or None or 0"),
+        ({"gradient_clip_algorithm": "Norm"}, RequestError, "'Norm' must be 'norm' or 'value'"),
         ({"accumulate_grad_batches": 2, "make_optimizers": two}, ConflictError, "there are 2: leave it out"),
     ],
 )

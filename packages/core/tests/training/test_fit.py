@@ -473,6 +473,17 @@ def test_clipping_takes_what_it_is_not_given_from_the_trainer(quiet_trainer, mak
     assert quiet_trainer(gradient_clip_algorithm=None).gradient_clip_algorithm == "norm"
 
 
+def test_a_maximum_of_0_clips_nothing(quiet_trainer, make_line, loader):
+    class Clipping(type(make_line())):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            self.clip_gradients(optimizer, 0)
+
+    ours, theirs = make_line(Clipping), make_line()
+    quiet_trainer().fit(ours, loader())
+    quiet_trainer().fit(theirs, loader())
+    assert torch.equal(weights(ours), weights(theirs))
+
+
 def test_two_processes_shuffle_into_disjoint_parts(quiet_trainer, make_line, loader, averaging):
     class Seen(type(make_line())):
         def on_train_epoch_start(self):

@@ -137,7 +137,8 @@ class OwnLoop:
                 optimizer, or any result that ``configure_optimizers`` of a module may have.  Several modules are as
                 many arguments, in their order.  None if the module is only evaluated.
             accumulate_grad_batches: Number of batches whose gradients make up one optimizer step.
-            gradient_clip_val: Maximal norm or value of gradients, to which :meth:`step` clips them.
+            gradient_clip_val: Maximal norm or value of gradients, to which :meth:`step` clips them; None and 0 do not
+                clip.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
             sync_batchnorm: Whether batch-norm layers synchronize their statistics between all processes.
         """

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.parallel.separate_modules import SeparateModules
+from dstrat.training.arguments import check_clipping, check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +148,7 @@ class Steps:
         limit, algorithm = self._settings.gradient_clip_val, self._settings.gradient_clip_algorithm
 
         def prepare() -> None:
-            if clips and limit is not None:
+            if clips and limit:
                 self._strategy.unscale_gradients(optimizer)
                 self._strategy.clip_gradients(optimizer, limit, algorithm)
 
@@ -166,7 +167,7 @@ class Settings:
         make_optimizers: Returns an optimizer of a module, or any result that ``configure_optimizers`` may have; None if
             the module is only evaluated.
         accumulate_grad_batches: Number of batches whose gradients make up one optimizer step.
-        gradient_clip_val: Maximal norm or value of gradients; None does not clip.
+        gradient_clip_val: Maximal norm or value of gradients; None and 0 do not clip.
         gradient_clip_algorithm: How gradients are clipped.
     """
 
@@ -182,10 +183,8 @@ class Settings:
                 f"setup was given a {type(self.make_optimizers).__name__} where it takes a function: optimizers are "
                 "made after the module has been sharded, so pass lambda module: torch.optim.AdamW(module.parameters())"
             )
-        if self.accumulate_grad_batches < 1:
-            raise RequestError(f"accumulate_grad_batches={self.accumulate_grad_batches!r} must be at least 1")
-        if self.gradient_clip_algorithm not in ("norm", "value"):
-            raise RequestError(f"gradient_clip_algorithm={self.gradient_clip_algorithm!r} is not 'norm' or 'value'")
+        check_count(self.accumulate_grad_batches, "accumulate_grad_batches", 1)
+        check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
 
     @property
     def is_fitting(self) -> bool:

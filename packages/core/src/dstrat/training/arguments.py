@@ -138,7 +138,7 @@ def check_arguments(trainer: Trainer) -> None:
     _check_order(trainer, "epochs")
     _check_order(trainer, "steps")
     _check_interval(trainer.val_check_interval, trainer.check_val_every_n_epoch)
-    _check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     if trainer.deterministic not in (None, False, True, "warn"):
         raise RequestError(f"deterministic={trainer.deterministic!r} must be True, False or 'warn'")
     _check_overfitting(trainer)
@@ -216,7 +216,8 @@ def _check_interval(value: Any, epochs: Any) -> None:
         )
 
 
-def _check_clipping(value: Any, algorithm: Any) -> None:
+def check_clipping(value: Any, algorithm: Any) -> None:
+    """Raise a RequestError unless a value and an algorithm can clip gradients; None and 0 clip nothing."""
     if algorithm not in ("norm", "value"):
         raise RequestError(f"gradient_clip_algorithm={algorithm!r} must be 'norm' or 'value'")
     number = isinstance(value, int | float) and not isinstance(value, bool)

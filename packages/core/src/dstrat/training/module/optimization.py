@@ -44,6 +44,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     }
     if norms:
         device = next(iter(norms.values())).device
+        # The p-norm of all elements is the p-norm of the parameters' p-norms.
         stacked = torch.stack([norm.to(device) for norm in norms.values()])
         norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(stacked, order)
     return norms
@@ -113,7 +114,7 @@ class OptimizationMethods:
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any]
     ) -> None:
         """Run the closure, which computes the gradients, and step the optimizer."""
-        self.trainer.strategy.optimizer_step(_plain(optimizer), optimizer_closure, self)  # type: ignore[arg-type]  # a Module
+        self.trainer.strategy.optimizer_step(_unwrap(optimizer), optimizer_closure, self)  # type: ignore[arg-type]  # a Module
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear the gradients of an optimizer."""
@@ -144,14 +145,15 @@ class OptimizationMethods:
 
         Args:
             optimizer: Has the parameters.
-            gradient_clip_val: Maximal norm or value; by default the Trainer's, without which nothing is clipped.
+            gradient_clip_val: Maximal norm or value; by default the Trainer's, without which nothing is clipped.  0
+                does not clip.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``; by default the Trainer's.
         """
         trainer = self.trainer
         clip_val = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        if clip_val is not None:
+        if clip_val:
             algorithm = gradient_clip_algorithm or trainer.gradient_clip_algorithm
-            trainer.strategy.clip_gradients(_plain(optimizer), clip_val, algorithm)
+            trainer.strategy.clip_gradients(_unwrap(optimizer), clip_val, algorithm)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss in manual optimization, with strategy, precision and hooks.
@@ -180,6 +182,7 @@ class OptimizationMethods:
         if self._was_trainable is not None:
             raise MisuseError("an optimizer is toggled already: call untoggle_optimizer before you toggle another one")
         selected = set(_parameters(optimizer))
+        # Parameters that optimizers share stay trainable.
         remaining = [p for other in self.trainer.strategy.optimizers for p in _parameters(other) if p not in selected]
         self._was_trainable = {parameter: parameter.requires_grad for parameter in remaining}
         for parameter in remaining:
@@ -210,9 +213,10 @@ class OptimizationMethods:
         return manual
 
 
-def _plain(optimizer: Any) -> Optimizer:
-    plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return plain
+def _unwrap(optimizer: Any) -> Optimizer:
+    """Return the optimizer of a proxy; an optimizer itself."""
+    unwrapped: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return unwrapped
 
 
 def _parameters(optimizer: Any) -> list[Parameter]:
