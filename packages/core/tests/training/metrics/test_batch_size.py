@@ -50,7 +50,7 @@ def test_a_mean_over_batches_whose_size_is_unknown_is_an_error_unless_it_is_give
     texts = [["a"], ["abc"]]
     module = make_line(Texts)
     message = (
-        r"log\('length'\): no tensor in the batch \(a list\) tells its size.*: give it, as log\(\.\.\., batch_size=n\)"
+        r"log\('length'\): the batch \(a list\) has no tensor with its size.*: pass it, log\(\.\.\., batch_size=n\)"
     )
     with pytest.raises(MisuseError, match=message):
         quiet_trainer().test(module, Loader(texts))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.training.metrics.metric_objects import MetricEntry, is_metric
-from dstrat.training.metrics.reduction import Options, changed
+from dstrat.training.metrics.reduction import Options, changed_options_error
 from dstrat.training.metrics.values import DATALOADER_SUFFIX, NumberEntry
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OF_LOGGERS = {"step", "epoch"}
 """Columns of the loggers beside the values."""
 
-_ADD_DATALOADER_IDX = Options._fields.index("add_dataloader_idx")
+_ADD_DATALOADER_IDX = Options._fields.index("add_dataloader_idx")  # log passes a plain tuple, which is faster to make
 
 
 class LoggedValues:
@@ -138,7 +138,7 @@ class LoggedValues:
             )
         if existing is not None:
             if existing.options != arguments:
-                raise changed(name, existing.options, arguments)
+                raise changed_options_error(name, existing.options, arguments)
             raise MisuseError(
                 f"log({name!r}) was called {_describe_context(existing.in_step)} before, now "
                 f"{_describe_context(self.in_step)}: use two names"
@@ -155,7 +155,7 @@ class LoggedValues:
         entry = self._entries[name]
         try:
             self._check_names(entry, has_loggers=bool(module.trainer.loggers))
-        except MisuseError:
+        except MisuseError:  # the user's code may catch it, and log another name
             del self._entries[name]
             raise
         self.writes_steps = self.writes_steps or (entry.on_step and entry.is_written)
@@ -180,12 +180,12 @@ class LoggedValues:
 
     def _weight(self, name: str) -> int:
         if not self.in_step:
-            return 1
+            return 1  # values of hooks count equally
         size = size_of(self._batch)
         if size is None:
             raise MisuseError(
-                f"log({name!r}): no tensor in the batch (a {type(self._batch).__name__}) tells its size, by which the "
-                "mean over the epoch is weighted: give it, as log(..., batch_size=n)"
+                f"log({name!r}): the batch (a {type(self._batch).__name__}) has no tensor with its size, by which the "
+                "mean over the epoch is weighted: pass it, log(..., batch_size=n)"
             )
         self._batch_size = size
         return size

@@ -70,7 +70,7 @@ class Publisher:
         """
         trainer, metrics = self._trainer, self._trainer.context.metrics
         metrics.start_epoch()
-        values = metrics.of_epoch(logged)
+        values = metrics.of_epoch(logged)  # before the hooks, which read them
         for hook in hooks:
             hook()
         values |= metrics.of_epoch(logged)
@@ -85,7 +85,7 @@ class Publisher:
         if num_loaders == 1:
             return [values]
         suffixes = [f"{DATALOADER_SUFFIX}{index}" for index in range(num_loaders)]
-        loaders_of = self._trainer.strategy.broadcast(logged.loaders_of)  # this rank may have no batch of a loader
+        loaders_of = self._trainer.strategy.broadcast(logged.loaders_of)  # this rank may have had no batch of a loader
 
         def is_of(name: str, suffix: str) -> bool:
             return name.endswith(suffix) if DATALOADER_SUFFIX in name else suffix in loaders_of.get(name, suffixes)
@@ -168,6 +168,7 @@ class Metrics:
 
         What a logger has read, the progress bar does not read again.
         """
+        # By identity: "==" of tensors compares elements, and one value may have two names.
         tensors = {id(value): value for value in values.values() if isinstance(value, Tensor)}.values()
         unread = [tensor for tensor in tensors if self._numbers.get(tensor, (None,))[0] != version_of(tensor)]
         if unread:
@@ -239,9 +240,10 @@ def take_step(logged: LoggedValues, strategy: Strategy) -> dict[str, Tensor | fl
         MisuseError: Ranks have logged different names with ``sync_dist=True``.
     """
     if strategy.world_size > 1:
+        # All ranks come here, also one without such values: it has to take part.
         shared = _sorted(entry for entry in _fresh(logged) if isinstance(entry, NumberEntry) and entry.sync_step)
-        statement = LocalSummary({e.name: e.resolved for e in shared}, [e.step_share for e in shared])
-        values = exchange_steps(statement, strategy)
+        summary = LocalSummary({e.name: e.resolved for e in shared}, [e.step_share for e in shared])
+        values = exchange_steps(summary, strategy)
         for entry in shared:
             entry.reduced = values[entry.step_name]
     return take_local_step(logged)
@@ -294,15 +296,15 @@ def _reduced_values(
     names = {entry.name: entry.resolved for entry in (*numbers, *metrics)}
     shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
     had_data = logged.has_batches and not logged.lacks_a_loader
-    agreement = exchange_epoch(LocalSummary(names, shares, had_data), strategy)
-    if agreement.names is not names:  # this rank lacks names, and takes part in their reduction with its peers' names
-        peers = [entry_of(name, options, module) for name, options in agreement.names.items()]
+    exchanged = exchange_epoch(LocalSummary(names, shares, had_data), strategy)
+    if exchanged.names is not names:  # this rank lacks names, and takes part in their reduction with its peers' names
+        peers = [entry_of(name, options, module) for name, options in exchanged.names.items()]
         numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]
         metrics = [entry for entry in peers if isinstance(entry, MetricEntry)]
     for entry in numbers:
         if entry.sync_step:
-            entry.reduced = agreement.values[entry.step_name]
-    reduced: Values = [(entry, agreement.values[entry.epoch_name]) for entry in numbers if entry.sync_epoch]
+            entry.reduced = exchanged.values[entry.step_name]
+    reduced: Values = [(entry, exchanged.values[entry.epoch_name]) for entry in numbers if entry.sync_epoch]
     return local + reduced, metrics
 
 

@@ -62,6 +62,7 @@ class LocalSummary(NamedTuple):
         Options of display and loggers are excluded, since only rank 0 uses them.
         """
         same = [(name, *_common(options)) for name, options in sorted(self.names.items())]
+        # Not hash(), which differs between processes; as a float64 the 32 bits are exact.
         return zlib.crc32(repr(same).encode()) + 1 if same else 0
 
 
@@ -81,72 +82,74 @@ class ReducedValues(NamedTuple):
     values: dict[str, float]
 
 
-def exchange_steps(statement: LocalSummary, strategy: Strategy) -> dict[str, float]:
+def exchange_steps(summary: LocalSummary, strategy: Strategy) -> dict[str, float]:
     """Return the reduced values of a step; collective.
 
     Raises:
         MisuseError: Ranks have logged different names.
     """
-    gathered = _gather_first(statement, strategy)
-    if not statement.names:  # without reading the result, which would wait for the device
+    gathered = _gather_first(summary, strategy)
+    if not summary.names:  # without reading the result, which would wait for the device
         return {}
     table = gathered.cpu()
     digests, counts = table[:, 0].tolist(), table[:, 1].tolist()
     if 0 in digests:
-        silent = [str(rank) for rank, digest in enumerate(digests) if digest == 0]
-        raise _different(strategy.global_rank, sorted(statement.names), f"{', '.join(silent)} did not")
+        lacking = [str(rank) for rank, digest in enumerate(digests) if digest == 0]
+        raise _mismatch_error(strategy.global_rank, sorted(summary.names), f"{', '.join(lacking)} did not")
     if len(set(digests)) > 1:
-        _raise_different(statement, list(range(strategy.world_size)), strategy)
-    return _reduce_all(table, statement.shares, int(max(counts)), strategy)
+        _raise_mismatch(summary, list(range(strategy.world_size)), strategy)
+    return _reduce_all(table, summary.shares, int(max(counts)), strategy)
 
 
-def exchange_epoch(statement: LocalSummary, strategy: Strategy) -> ReducedValues:
+def exchange_epoch(summary: LocalSummary, strategy: Strategy) -> ReducedValues:
     """Return the reduced values of an epoch; collective.
 
     Raises:
         MisuseError: Ranks have logged different names.
     """
-    table = _gather_first(statement, strategy).cpu()
+    table = _gather_first(summary, strategy).cpu()
     digests, counts, had_data = (table[:, column].tolist() for column in range(_HEADER))
     complete = [rank for rank in range(strategy.world_size) if had_data[rank]]
     if len({digests[rank] for rank in complete}) > 1:
-        _raise_different(statement, complete, strategy)
+        _raise_mismatch(summary, complete, strategy)
+    # A rank without data lacks names, and has logged others perhaps: the names are those of a rank with data.
     source = max(complete or range(strategy.world_size), key=lambda rank: (digests[rank] > 0, counts[rank]))
     if len(set(digests)) > 1:
-        statement = _completed(statement, source, strategy)
+        summary = _completed(summary, source, strategy)
         if set(digests) - {0, digests[source]}:  # some ranks have sent fewer values, in other columns
-            table = _gather_first(statement, strategy).cpu()
-    return ReducedValues(statement.names, _reduce_all(table, statement.shares, int(max(counts)), strategy))
+            table = _gather_first(summary, strategy).cpu()
+    return ReducedValues(summary.names, _reduce_all(table, summary.shares, int(max(counts)), strategy))
 
 
-def _completed(statement: LocalSummary, source: int, strategy: Strategy) -> LocalSummary:
+def _completed(summary: LocalSummary, source: int, strategy: Strategy) -> LocalSummary:
     """Return the summary of a rank, completed by empty contributions to the names that it lacks; collective.
 
     Args:
-        statement: The summary of this rank.
+        summary: The summary of this rank.
         source: A rank with all names.
         strategy: Has the collectives.
     """
-    names, outline = strategy.broadcast((statement.names, [share[:2] for share in statement.shares]), src=source)
+    names, outline = strategy.broadcast((summary.names, [share[:2] for share in summary.shares]), src=source)
     if any(options.sync_dist_group for options in names.values()):
         raise MisuseError(
             "sync_dist_group cannot be used where a process has no data: leave it out, or use fewer processes"
         )
-    for name, options in statement.names.items():
+    for name, options in summary.names.items():
         if name not in names or _common(options) != _common(names[name]):
-            raise _different(strategy.global_rank, [name], f"{source} did not")
-    shares_by_name = {share.name: share for share in statement.shares}
+            raise _mismatch_error(strategy.global_rank, [name], f"{source} did not")
+    shares_by_name = {share.name: share for share in summary.shares}
     shares = [shares_by_name.get(name, Contribution(name, reduction, 0.0, 0.0)) for name, reduction in outline]
-    return statement._replace(names=names, shares=shares)
+    return summary._replace(names=names, shares=shares)
 
 
 # Gathering
 
 
-def _gather_first(statement: LocalSummary, strategy: Strategy) -> Tensor:
-    header = [statement.digest, len(statement.shares), statement.had_data]
+def _gather_first(summary: LocalSummary, strategy: Strategy) -> Tensor:
+    header = [summary.digest, len(summary.shares), summary.had_data]
+    # Values of groups are reduced within these, and have empty rows here.
     first_shares = [
-        share if share.group is None else share._replace(total=0.0) for share in statement.shares[:FIRST_ROWS]
+        share if share.group is None else share._replace(total=0.0) for share in summary.shares[:FIRST_ROWS]
     ]
     return _gather(header, first_shares, FIRST_ROWS, strategy)
 
@@ -156,6 +159,7 @@ def _gather(
 ) -> Tensor:
     if group is None and not strategy.is_first_reader:  # ranks that read the same data count once
         shares = [share._replace(total=0.0, weight=0.0) for share in shares]
+    # Tensors are copied on the device below: reading them would wait for the device.
     numbers = [x for s in shares for x in (0.0 if isinstance(s.total, Tensor) else s.total, s.weight)]
     padding = [0.0] * (2 * rows - len(numbers))
     sent = torch.tensor([*header, *numbers, *padding], dtype=torch.float64, device=strategy.root_device)
@@ -174,6 +178,7 @@ def _reduce_all(table: Tensor, shares: Sequence[Contribution], count: int, strat
         remaining = _gather((), shares[FIRST_ROWS:], count - FIRST_ROWS, strategy)
         rows = torch.cat([rows, remaining.cpu()], dim=1)
     values = {share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(shares)}
+    # The shares are sorted by name, and groups may alternate: each run of one group is a collective of its own.
     for group, members in groupby([share for share in shares if share.group is not None], lambda share: share.group):
         group_shares = list(members)
         rows = _gather((), group_shares, len(group_shares), strategy, group).cpu()
@@ -189,29 +194,30 @@ def _combine(share: Contribution, totals: Tensor, weights: Tensor) -> float:
         return float(totals.sum() / weights.sum())
     if share.reduction == "sum":
         return float(totals.sum())
-    present = totals[weights > 0]
+    present = totals[weights > 0]  # a rank without a value has sent a zero
     return float(present.max() if share.reduction == "max" else present.min())
 
 
 # Errors
 
 
-def _raise_different(statement: LocalSummary, speakers: list[int], strategy: Strategy) -> None:
+def _raise_mismatch(summary: LocalSummary, ranks: list[int], strategy: Strategy) -> None:
     """Raise an error with the ranks and names that differ; collective."""
-    names_of = [strategy.broadcast(dict(statement.names), src=rank) for rank in range(strategy.world_size)]
-    first = speakers[0]
-    for rank in speakers[1:]:
+    # The digests say only that names differ.  All ranks come here, as they all have the same table.
+    names_of = [strategy.broadcast(dict(summary.names), src=rank) for rank in range(strategy.world_size)]
+    first = ranks[0]
+    for rank in ranks[1:]:
         for one, other in ((first, rank), (rank, first)):
             if missing := sorted(names_of[one].keys() - names_of[other].keys()):
-                raise _different(one, missing, f"{other} did not")
+                raise _mismatch_error(one, missing, f"{other} did not")
         for name in names_of[first]:
             options, theirs = _common(names_of[first][name]), _common(names_of[rank][name])
             if differing := [field for field in options._fields if getattr(options, field) != getattr(theirs, field)]:
-                raise _different(first, [name], f"{rank} did so with another {' and '.join(differing)}")
+                raise _mismatch_error(first, [name], f"{rank} did so with another {' and '.join(differing)}")
     raise AssertionError("the names are equal, and their digests differ")
 
 
-def _different(rank: int, names: Sequence[str], difference: str) -> MisuseError:
+def _mismatch_error(rank: int, names: Sequence[str], difference: str) -> MisuseError:
     return MisuseError(
         f"rank {rank} logged {', '.join(map(repr, names))} and rank {difference}: values that are reduced over all "
         "processes must be logged by all of them with the same options (or with sync_dist=False or rank_zero_only=True)"
@@ -222,7 +228,7 @@ def _different(rank: int, names: Sequence[str], difference: str) -> MisuseError:
 
 
 REDUCTIONS = ("mean", "sum", "max", "min")
-_SAME: dict[Any, str] = {
+_NAMES_BY_ARGUMENT: dict[Any, str] = {
     **{name: name for name in REDUCTIONS},
     "avg": "mean",
     torch.mean: "mean",
@@ -260,8 +266,8 @@ class Options(NamedTuple):
         """
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         try:
-            return _SAME[reduce_fx]
-        except (KeyError, TypeError):
+            return _NAMES_BY_ARGUMENT[reduce_fx]
+        except (KeyError, TypeError):  # a TypeError for objects without a hash
             shown = repr(reduce_fx) if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
             raise MisuseError(
                 f"reduce_fx {shown} of {name!r} is not one of {', '.join(REDUCTIONS)}: no other can be put together "
@@ -288,7 +294,7 @@ class Options(NamedTuple):
             )
 
 
-def changed(name: str, before: Options, now: Sequence[Any]) -> MisuseError:
+def changed_options_error(name: str, before: Options, now: Sequence[Any]) -> MisuseError:
     """Return the error about a name whose options have changed."""
     pairs = [(field, old, new) for field, old, new in zip(Options._fields, before, now, strict=True) if old != new]
     had = ", ".join(f"{field}={old!r}" for field, old, _ in pairs)

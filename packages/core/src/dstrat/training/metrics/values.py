@@ -203,7 +203,7 @@ class NumberEntry(LoggedValue):
                 value = value.item()
             except RuntimeError:
                 raise _not_one_number(self.name, value) from None
-        elif type(value) is not float:
+        elif type(value) is not float:  # an identity test is faster than isinstance
             value = _number(self.name, value)
         self.latest, self._last_weight = value, weight
         if self.on_epoch:
@@ -221,7 +221,7 @@ class NumberEntry(LoggedValue):
         value = value.detach()
         if value.dim():
             value = value.reshape(())
-        self._version = version_of(value)
+        self._version = version_of(value)  # the tensor is not copied, but must not change until it is read
         self.latest, self._last_weight = value, weight
         if self.on_epoch:
             self.weight += weight
@@ -232,7 +232,7 @@ class NumberEntry(LoggedValue):
         if total is None:
             # Later values may come outside of inference mode, in which tensors of inference mode cannot be changed.
             with torch.inference_mode(mode=False), torch.no_grad():
-                dtype = torch.float32 if value.device.type == "mps" else torch.float64
+                dtype = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
                 # Copied to the device, and with a dimension: a lazy device makes zeros created on it, and any 0-dim
                 # zero, a constant of the graph, and would compile the first step of each epoch again.
                 total = torch.zeros(1, dtype=dtype).to(value.device)
@@ -241,7 +241,7 @@ class NumberEntry(LoggedValue):
         elif total.device != value.device:
             if total.is_cpu:  # loaded from a checkpoint
                 total = total.to(value.device)
-            else:
+            else:  # logged from several devices of this process
                 value = value.to(total.device)
         if self.adds:
             return total.add_(value, alpha=weight)
@@ -299,7 +299,7 @@ class NumberEntry(LoggedValue):
         if self._device_total is None:
             assert total is not None  # noqa: S101 - the caller checks was_logged
             return total
-        on_device = self._device_total.reshape(())
+        on_device = self._device_total.reshape(())  # Python numbers and device tensors may be mixed under one name
         if total is None:
             return on_device
         if self.adds:
