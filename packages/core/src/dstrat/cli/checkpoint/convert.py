@@ -8,7 +8,7 @@ import click
 
 from dstrat.cli.checkpoint.group import CHECKPOINT_PATH
 from dstrat.cli.output import json_option, print_json
-from dstrat.training.checkpoint.lightning import Conversion, converted
+from dstrat.training.checkpoint.lightning import Conversion, convert_checkpoint
 
 if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
@@ -35,7 +35,7 @@ def convert(path: CheckpointPath, output: CheckpointPath, as_json: bool) -> None
     with Console(stderr=True).status("reading ..."):  # shown in terminals only
         reader = reader_of(str(path), loaded_catalog())
         if reader is None:
-            conversion = converted(StandInCheckpointIO().load_checkpoint(str(path)), path)
+            conversion = convert_checkpoint(StandInCheckpointIO().load_checkpoint(str(path)), path)
         else:
             conversion = as_conversion(reader[1].load_checkpoint(str(path)))
     with Console(stderr=True).status("writing ..."):

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch Lightning: read as they are, and converted."""
+"""Checkpoints of PyTorch Lightning: reading for a run, and conversion."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.state_dict import listed
 from dstrat.training.checkpoint.restore import training_entries
+from dstrat.training.checkpoint.save import CHECKPOINT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,25 +24,26 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
 
 DSTRAT_KEY = "dstrat"
-"""Where a file that Lightning can load too has the entries that Lightning does not know."""
+"""The key of dstrat's own entries in a file that Lightning can load too."""
 
 _VERSION_KEY = "pytorch-lightning_version"
 
 
 def is_lightning_file(path: str | Path) -> bool:
-    """Return whether a path has a file of Lightning; its tensors are not read."""
+    """Return whether a path is a file of Lightning, without reading its tensors."""
     file = Path(path)
     if not (file.is_file() and zipfile.is_zipfile(file)):
         return False
     with zipfile.ZipFile(file) as archive:
+        # Searched for as bytes: unpickling could run code.
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return any(_VERSION_KEY.encode() in archive.read(name) for name in pickles)
 
 
 class LightningFileIO(CheckpointIO):
-    """Reads checkpoints of Lightning for a run that goes on from one; dstrat-lightning writes them too.
+    """Read-only checkpoint io for a run that resumes from a file of Lightning; dstrat-lightning writes such files.
 
-    What Lightning has in files of objects of other classes is left out, as ``dstrat checkpoint convert`` does.
+    Objects of other classes than tensors and Python's own are omitted, as by ``dstrat checkpoint convert``.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:  # noqa: ARG002 - the interface's
@@ -52,13 +54,13 @@ class LightningFileIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         source = StandInCheckpointIO().load_checkpoint(path)
-        if DSTRAT_KEY in source:  # written by dstrat, which goes on exactly
+        if DSTRAT_KEY in source:  # written by dstrat-lightning: the run resumes exactly
             shared = {key: value for key, value in source.items() if key in SHARED_KEYS}
             return {**shared, **source[DSTRAT_KEY]}
-        checkpoint = converted(source, str(path)).checkpoint
+        checkpoint = convert_checkpoint(source, str(path)).checkpoint
         checkpoint.pop("optimizers", None)
         if source.get("optimizer_states"):
-            # By numbers, which each strategy divides as it needs; some strategies of Lightning write names.
+            # By number, which each strategy divides as it needs; some strategies of Lightning write names.
             states = source["optimizer_states"]
             checkpoint["optimizer_states"] = [
                 number_parameters(state) if _is_named(state) else state for state in states
@@ -74,7 +76,7 @@ SHARED_KEYS = (
     *("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "callbacks"),
     *("hyper_parameters", "datamodule_hyper_parameters"),
 )
-"""Entries that are the same in both."""
+"""Entries that are the same in files of Lightning and of dstrat."""
 
 
 # Conversion
@@ -85,9 +87,9 @@ class Conversion:
     """A converted checkpoint.
 
     Attributes:
-        checkpoint: Under our keys; a fit can go on from it where the source has optimizers.
-        entries: The converted entries, as texts.
-        dropped: The entries that were not converted, each with the reason.
+        checkpoint: The content by dstrat's keys; a fit can resume from it if the source has optimizers.
+        entries: Descriptions of the converted entries.
+        dropped: Descriptions of the other entries, each with the reason.
     """
 
     checkpoint: dict[str, Any]
@@ -95,21 +97,20 @@ class Conversion:
     dropped: list[str]
 
 
-_CHECKPOINT_VERSION = 2
 _COPIED_KEYS = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name")
 _SCALER_KEY = "MixedPrecision"
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm; a state dict does not mark buffers
 
 
-def converted(source: Mapping[str, Any], path: str | CheckpointPath) -> Conversion:
-    """Convert what a Lightning checkpoint holds.
+def convert_checkpoint(source: Mapping[str, Any], path: str | CheckpointPath) -> Conversion:
+    """Convert the content of a Lightning checkpoint.
 
     Args:
-        source: Its content, which may have stand-ins for objects of other classes.
-        path: Its place, for messages.
+        source: The content, which may have stand-ins for objects of other classes.
+        path: Of the file, for messages.
 
     Raises:
-        CheckpointError: It is none, or has stand-ins in what a training needs.
+        CheckpointError: It is not a checkpoint of Lightning, or has stand-ins in entries that a training needs.
     """
     if _VERSION_KEY not in source or "state_dict" not in source:
         raise CheckpointError(f"{str(path)!r} is no checkpoint of PyTorch Lightning: it has no {_VERSION_KEY!r}")
@@ -117,16 +118,17 @@ def converted(source: Mapping[str, Any], path: str | CheckpointPath) -> Conversi
     _check_readable(unknown, path)
     weights = dict(source["state_dict"])
     checkpoint: dict[str, Any] = {
-        "dstrat_checkpoint_version": _CHECKPOINT_VERSION,
+        "dstrat_checkpoint_version": CHECKPOINT_VERSION,
         "converted_from": f"PyTorch Lightning {source[_VERSION_KEY]}",
         "epoch": source.get("epoch", 0),
         "global_step": source.get("global_step", 0),
         "state_dict": weights,
     }
     entries = [f"{len(weights)} weights", f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}"]
+    # Absent with save_weights_only.
     if source.get("optimizer_states"):
         checkpoint |= _training(source, weights)
-        entries += _numbers_of(checkpoint)
+        entries += _describe_optimization(checkpoint)
     for key in _COPIED_KEYS:
         if key in source:
             checkpoint[key] = source[key]
@@ -149,7 +151,7 @@ def _check_readable(unknown: Mapping[str, str], path: str | CheckpointPath) -> N
 
 
 def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a fit needs to go on."""
+    """Return the entries with which a fit resumes."""
     return {
         **_position(source),
         **_optimizers(source["optimizer_states"], weights),
@@ -159,13 +161,13 @@ def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str
 
 
 def _optimizers(states: list[Mapping[str, Any]], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states by names, or by numbers where it is not certain which name has which number."""
+    """Return the states by name, or by number if the name of a number is not certain."""
     named = [_by_name(state, weights) for state in states]
     return {"optimizer_states": list(states)} if None in named else {"optimizers": named}
 
 
 def _position(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where the fit is: at the beginning of an epoch, as Lightning does not say which data it has read."""
+    """Return the counters of the fit at the beginning of an epoch, as Lightning does not save the position in data."""
     loop = source.get("loops", {}).get("fit_loop", {})
     batches = loop.get("epoch_loop.batch_progress", {})
     step = source.get("global_step", 0)
@@ -177,15 +179,16 @@ def _position(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _epochs_done(source: Mapping[str, Any], loop: Mapping[str, Any], batches: Mapping[str, Any]) -> int:
-    """Return how many epochs are done; one that was left in the middle is not."""
+    """Return the number of complete epochs."""
     epochs: Mapping[str, int] | None = loop.get("epoch_progress", {}).get("current")
     if epochs is None:
-        return int(source.get("epoch", 0))  # before 1.6 it was the number of the next
-    is_at_its_end = epochs["started"] > epochs["processed"] and batches.get("is_last_batch", False)
-    return epochs["processed"] + is_at_its_end
+        return int(source.get("epoch", 0))  # before Lightning 1.6, whose value is the index of the next epoch
+    # A checkpoint of the last validation in an epoch is saved before Lightning counts the epoch.
+    is_at_end = epochs["started"] > epochs["processed"] and batches.get("is_last_batch", False)
+    return epochs["processed"] + is_at_end
 
 
-def _numbers_of(checkpoint: Mapping[str, Any]) -> list[str]:
+def _describe_optimization(checkpoint: Mapping[str, Any]) -> list[str]:
     is_named = "optimizers" in checkpoint
     optimizers, schedulers = checkpoint["optimizers" if is_named else "optimizer_states"], checkpoint["lr_schedulers"]
     order = "" if is_named else " (which must be made of the same parameters in the same order again)"
@@ -197,10 +200,8 @@ def _counted(items: list[Any], name: str) -> str:
 
 
 def _by_name(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an optimizer's state by names instead of numbers; None where the shapes leave doubts.
-
-    Lightning numbers the parameters in the order of the module, in which buffers come between them.
-    """
+    """Return an optimizer's state by name instead of by number; None if the shapes do not fit."""
+    # Usually the parameters are numbered in the order of the state dict, in which buffers come between them.
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     names = [name for name in weights if not name.endswith(_BUFFERS)]
     if numbers != list(range(len(names))):

@@ -1,4 +1,4 @@
-"""Resolution of a checkpoint argument: a path, "last", "best" or the newest."""
+"""Resolution of a request for a checkpoint: a path, "last", "best" or the newest."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class _SearchResult:
 class Search(Enum):
     """Searches for a checkpoint without a path or a name."""
 
-    NEWEST = "the complete one with the most steps, or a fresh start where there is none"
-    BEST_OF_LAST_FIT = "the one that evaluation uses where it is called without a module"
+    NEWEST = "the complete one with the most steps; a fresh start without one"
+    BEST_OF_LAST_FIT = "the one that evaluation uses if it is called without a module"
 
 
 def requested_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> CheckpointRequest:
@@ -97,7 +97,7 @@ def _find(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
     """Search for a checkpoint, and log the result; on rank 0 only."""
     try:
         result = _best_of_last_fit(trainer) if requested is Search.BEST_OF_LAST_FIT else _search(trainer, requested)
-    except OSError as error:
+    except OSError as error:  # sent to all ranks, which would wait for the broadcast if it was raised here
         return _SearchResult(error=f"no checkpoint could be looked for: {error}")
     if result.path is not None:
         _log.warning("%s", _description(trainer, requested, result.path))
@@ -202,7 +202,7 @@ def _folders(trainer: Trainer) -> list[CheckpointPath]:
     callback_folders = [
         as_path(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))
     ]
-    callback_folders = [folder for folder in dict.fromkeys(callback_folders) if folder.is_dir()]
+    callback_folders = [folder for folder in dict.fromkeys(callback_folders) if folder.is_dir()]  # without duplicates
     if _newest(callback_folders, trainer.strategy.checkpoint_io) is not None:
         return callback_folders
     root = trainer.default_root_dir.absolute()
@@ -216,7 +216,7 @@ def _newest(folders: Iterable[CheckpointPath], io: CheckpointIO) -> CheckpointPa
     """Return the complete checkpoint with the most steps, and of equal ones the latest; None if there is none."""
     paths = [path for folder in folders for path in _complete_in(folder, io)]
     if len(paths) < 2:
-        return paths[0] if paths else None
+        return paths[0] if paths else None  # without reading its step, for which a file is opened
     steps = {path: _step_of(path, io) for path in paths}
     if None in steps.values():  # some formats have no steps without reading the full file: compare by time only
         steps = dict.fromkeys(paths, 0)
@@ -228,6 +228,7 @@ def _step_of(path: CheckpointPath, io: CheckpointIO) -> int | None:
         from dstrat.checkpoint.portable.newest import step_of
 
         return step_of(path)
+    # A file of a store would be downloaded, and one of a custom checkpoint io may be of any format.
     if not storage_of(path).is_local or not is_builtin(io):
         return None
     try:
@@ -256,8 +257,8 @@ def written_ns(path: CheckpointPath) -> int:
         from dstrat.checkpoint.portable.reader import read_manifest
 
         try:
-            return read_manifest(path).created_ns
-        except StoreError:
+            return read_manifest(path).created_ns  # not the folder's time, which a copy changes
+        except StoreError:  # a CheckpointError too
             raise
         except CheckpointError:  # a folder of a custom checkpoint io
             pass

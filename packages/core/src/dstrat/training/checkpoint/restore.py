@@ -88,6 +88,7 @@ class CheckpointRestore:
         if "dstrat_checkpoint_version" not in checkpoint:
             raise CheckpointError(f"{self._path} was written by another program: {how_to_convert(self._path)}")
         trainer = self._trainer
+        # Stepped before the optimizers' states are loaded, as steps change these; the rates are set afterwards.
         if "converted_from" in checkpoint and not checkpoint["lr_schedulers"]:
             schedulers = SteppedSchedulers(trainer, checkpoint["loops"])
             restore_optimization(trainer.strategy, {**checkpoint, "lr_schedulers": schedulers.states}, self._path)
@@ -144,6 +145,7 @@ class CheckpointRestore:
 
     def _saved_ranks(self, saved_by: int) -> list[dict[str, Any]]:
         """Return the states of the ranks that saved; without accumulated gradients that of rank 0 only."""
+        # Of other ranks only accumulated gradients are needed, which are averaged.
         first = self._io.load_rank(self._path, 0)
         if first is None:
             return []
@@ -163,7 +165,7 @@ class CheckpointRestore:
 
 
 def _io_for(path: str | Path, run_io: CheckpointIO) -> CheckpointIO:
-    """Return what reads a checkpoint: also a file of Lightning."""
+    """Return the checkpoint io that reads a checkpoint, which may be a file of Lightning."""
     from dstrat.training.checkpoint.lightning import LightningFileIO, is_lightning_file  # only such files need it
 
     return LightningFileIO() if is_lightning_file(path) else io_for(path, run_io)
@@ -193,7 +195,7 @@ def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Load the states of callbacks and data module, also for an evaluation: some average weights, or split data."""
     states = checkpoint.get("callbacks", {})
     for callback in trainer.called_callbacks:
-        if callback.state_key in states:
+        if callback.state_key in states:  # a callback that is new since the checkpoint starts anew
             callback.load_state_dict(states[callback.state_key])
     if trainer.datamodule is not None and "datamodule" in checkpoint:
         trainer.datamodule.load_state_dict(checkpoint["datamodule"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dstrat.training.results import FinalState
     from dstrat.training.trainer import Trainer
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 2  # of the entries below; the portable format and its files have versions of their own
 
 
 def collect_checkpoint(
@@ -38,6 +38,7 @@ def collect_checkpoint(
         )
         if trainer.is_fitting or ended is not None:
             checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer) if ended is None else ended.rank_state)
+    # On every rank, also where only rank 0 writes: a hook may call collectives.
     trainer.context.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
@@ -58,6 +59,7 @@ def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
     else:
         checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # _weights leaves buffers to global rank 0
     trainer.context.hooks.call("on_save_checkpoint", checkpoint)
+    # A collective checkpoint io would wait for ranks that have ended.
     writes_alone = trainer.world_size == 1 or not io.is_collective
     (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
 
