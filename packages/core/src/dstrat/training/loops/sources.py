@@ -9,6 +9,7 @@ from dstrat.data.loaders import check_loaders
 from dstrat.errors import MisuseError
 from dstrat.training.arguments import adapt, install_hint
 from dstrat.training.hooks import check_no_removed_hooks, hook_of, overrides
+from dstrat.training.module.compiling import wrapped_module
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks
 from dstrat.training.module.train_module import TrainModule
@@ -46,7 +47,7 @@ class DataSources:
             if isinstance(loaders, DataModule) and datamodule is None:  # fit(module, datamodule) by position
                 del self._passed[source]
                 datamodule = loaders
-        for candidate in (datamodule, *self._passed.values()):
+        for candidate in (datamodule, *self._passed.values()):  # loaders too: a data module may be passed by position
             _check_datamodule(candidate)
         self.datamodule = datamodule
         check_no_removed_hooks(datamodule)
@@ -70,6 +71,7 @@ class DataSources:
     def require(self, source: Source, step: str) -> None:
         """Raise a MisuseError unless the module has a step, and the source a loader."""
         name = type(self.module).__name__
+        # TrainModule has a predict_step, but a user may set it to None.
         is_needed = step != "predict_step" or getattr(self.module, step) is None
         if is_needed and not self.has_step(step):
             _raise_missing(self.module, step)
@@ -163,7 +165,7 @@ def _check_datamodule(candidate: Any) -> None:
 def _check_module(module: Any) -> None:
     if isinstance(module, TrainModule):
         return
-    if isinstance(getattr(module, "_orig_mod", None), TrainModule):  # a wrapper of torch.compile
+    if isinstance(wrapped_module(module), TrainModule):
         raise MisuseError(
             "torch.compile(module) wraps the module, and its steps would run uncompiled: call module.compile() and "
             "pass the module itself"

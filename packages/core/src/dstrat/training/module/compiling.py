@@ -12,7 +12,9 @@ from dstrat.errors import MisuseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-_WRAPPED = "_orig_mod"  # the attribute of torch.compile's wrapper that holds the plain module
+# torch's private names of compilation, for torch 2.9 to 2.13, are in this module: the wrapper's attribute for the
+# module, which is in the names of weights too; and below, the compiled and the plain implementation of module(...).
+_WRAPPED = "_orig_mod"
 
 
 class CompilingMethods(nn.Module):
@@ -36,13 +38,13 @@ class CompilingMethods(nn.Module):
                 "after they are made, at the end of __init__ or of configure_model"
             )
         for target in targets:
-            # Like nn.Module.compile, which silently skips torch's own layers.
+            # As nn.Module.compile does, whose compiled function silently skips torch's own layers (see _calling).
             target._compiled_call_impl = torch.compile(_calling(target), *args, **kwargs)  # noqa: SLF001
         self._compile_options = (args, kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves its types out
-        if self._compile_options is not None:  # pickles and copies have no compiled code
+        if self._compile_options is not None:  # torch leaves compiled code out of pickles and copies
             args, kwargs = self._compile_options
             self.compile(*args, **kwargs)
 
@@ -51,10 +53,10 @@ class CompilingMethods(nn.Module):
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         if any(_WRAPPED in name for name in state):
-            metadata = getattr(state, "_metadata", {})
+            metadata = getattr(state, "_metadata", {})  # versions of layers by name, which load_state_dict reads
             for names in (state, metadata):
                 plain = {_plain_after(prefix, name): value for name, value in names.items()}
-                names.clear()
+                names.clear()  # in place: the caller, a parent module too, keeps this dict
                 names.update(plain)
         return state
 
@@ -64,6 +66,11 @@ class CompilingMethods(nn.Module):
         if compiled_names or any(_WRAPPED in name for name in state_dict):
             state_dict = _renamed(state_dict, super().state_dict())
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def wrapped_module(wrapper: Any) -> Any:
+    """Return the module in a wrapper of ``torch.compile``; None for any other object."""
+    return getattr(wrapper, _WRAPPED, None)
 
 
 def plain_name(name: str) -> str:

@@ -72,6 +72,7 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
         module = cls(**init_kwargs)
         for source, datasets in datasets_by_source.items():
             if datasets is not None:
+                # Not a lambda, which cannot be pickled for ranks in other processes.
                 make = partial(_loaders, datasets, source == "train", batch_size=batch_size, num_workers=num_workers)
                 setattr(module, f"{source}_dataloader", make)
         return module

@@ -33,6 +33,7 @@ class ExportMethods(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "dstrat"]
+        # Those of this framework only: torch.jit compiles a user's property that forward reads.
         properties = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]
         annotated = [name for base in ours for name in vars(base).get("__annotations__", {})]
         cls.__jit_unused_properties__ = properties
@@ -78,6 +79,7 @@ class ExportMethods(nn.Module):
                 scripted: torch.jit.ScriptModule = torch.jit.script(self, **kwargs)
             else:
                 args, by_name = self._inputs(example_inputs, "to_torchscript(method='trace')", "example_inputs")
+                # torch.jit.trace takes one of the two.
                 inputs = {"example_kwarg_inputs": by_name} if by_name else {"example_inputs": args}
                 scripted = torch.jit.trace(self, **inputs, **kwargs)
         if file_path is not None:

@@ -37,7 +37,7 @@ class AttributeDict(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
-        except KeyError:
+        except KeyError:  # copy and pickle look up attributes that are absent, and expect an AttributeError
             keys = ", ".join(map(repr, self)) or "nothing"
             raise AttributeError(f"there is no {name!r}, only {keys}") from None
 
@@ -108,8 +108,10 @@ def _plain_scalar(value: Any) -> Any:
     """Return a number or str of a subclass, such as numpy's or an Enum, as Python's own."""
     if value is None or isinstance(value, bool):
         return value
+    # numpy's numbers are registered with these abstract classes.
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
+    # Not str(value), which is the name of an Enum's member.
     return str.__str__(value) if isinstance(value, str) else str(value)
 
 
@@ -196,6 +198,7 @@ def _constructs(frame: FrameType, owner: object) -> bool:
 
 
 def _call_of(frame: FrameType) -> Call:
+    # A frame has current values only: an argument that __init__ has assigned anew is saved with its new value.
     names, args, kwargs, values = inspect.getargvalues(frame)
     named = {name: values[name] for name in names[1:] if name in values}
     return Call(
@@ -233,13 +236,13 @@ class Constructor:
         for init in _inits(constructed):
             parameters = list(inspect.signature(init).parameters.values())[1:]
             names |= {parameter.name: None for parameter in parameters if parameter.kind in _NAMED}
-            annotations = type_hints(init) | annotations
+            annotations = type_hints(init) | annotations  # those of subclasses come first, and stay
             defaults = {p.name: p.default for p in parameters if p.default is not p.empty} | defaults
             if required is None:  # of the subclass only, which passes those of its base classes
                 required = tuple(p.name for p in parameters if p.kind in _NAMED and p.default is p.empty)
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
             if not takes_any:
-                break
+                break  # base classes get only what this one passes
         return cls(
             required=required or (),
             names=tuple(names),
@@ -445,7 +448,7 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
 
 def _is_default(owner: HyperparametersMixin, name: str, value: Any) -> bool:
     defaults = Constructor.of(type(owner)).defaults
-    return name in defaults and defaults[name] is value
+    return name in defaults and defaults[name] is value  # "==" of arrays and tensors is no bool
 
 
 def log_hyperparameters(trainer: Trainer) -> None:

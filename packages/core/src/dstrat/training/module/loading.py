@@ -140,6 +140,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
+        # Such as a hparams.yaml of Lightning.
         raise RequestError(
             f"hparams_file={str(path)!r} has no JSON object, which is what loggers write as hparams.json: pass the "
             "hyperparameters by name instead, load_from_checkpoint(..., name=value)"
@@ -210,7 +211,7 @@ def _read_file_object(file: Any) -> dict[str, Any]:
         copy.flush()
         try:
             return TorchCheckpointIO().load_checkpoint(copy.name)
-        except CheckpointError as error:
+        except CheckpointError as error:  # names the copy, which the user does not know
             raise CheckpointError(str(error).replace(repr(copy.name), repr(file))) from error
 
 
@@ -232,11 +233,12 @@ def construct(
     constructor = Constructor.of(cls)
     saved, argument = dict(checkpoint.get(keys.values, {})), checkpoint.get(keys.argument)
     containers = checkpoint.get(keys.containers, ())
-    if argument not in overrides:
+    if argument not in overrides:  # which has the omitted values too
         omitted = {
             name: description for name, description in checkpoint.get(keys.omitted, {}).items() if name not in overrides
         }
         _check_complete(cls, constructor, omitted, path, takes_fields=argument in constructor.names)
+    # The class takes all hyperparameters as one argument: overrides replace single fields of it.
     if argument in constructor.names and argument not in overrides:
         fields = {name: value for name, value in overrides.items() if name not in constructor.names}
         overrides = {name: value for name, value in overrides.items() if name not in fields}

@@ -126,7 +126,7 @@ class LoggingMethods:
         context.logged.log(
             name,
             value,
-            (
+            (  # a plain tuple in the order of Options, which compares equal to it: log is called in every step
                 prog_bar,
                 logger,
                 on_step,
@@ -177,8 +177,9 @@ class LoggingMethods:
 
 
 def _items(dictionary: Any) -> Iterable[tuple[str, Any]]:
-    torchmetrics = sys.modules.get("torchmetrics")
+    torchmetrics = sys.modules.get("torchmetrics")  # imported already where a collection of it exists
     if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
+        # With the collection's prefix, and without a copy of state that its metrics share.
         items: Iterable[tuple[str, Any]] = dictionary.items(keep_base=False, copy_state=False)
         return items
     if not hasattr(dictionary, "items"):

@@ -38,7 +38,7 @@ class TrainModule(
     ModuleLoading,
     CompilingMethods,
     ExportMethods,
-    nn.Module,
+    nn.Module,  # last, since the classes above extend its methods
 ):
     """An ``nn.Module`` with its training and evaluation steps, optimizers and hooks.
 
@@ -59,7 +59,7 @@ class TrainModule(
 
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: Trainer | None = None
+        self._trainer: Trainer | None = None  # a strong reference: modules read their Trainer after the run too
 
     # Steps
 
