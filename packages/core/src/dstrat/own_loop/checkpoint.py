@@ -85,15 +85,14 @@ def load(
     checkpoint = read_checkpoint(strategy, io, path, has_optimizers=bool(strategy.optimizers))
     if "own_loop" not in checkpoint:
         raise CheckpointError(
-            f"{path} was not saved by OwnLoop.save_checkpoint: it has the weights, which are loaded, and no place in "
-            "the data to go on from"
+            f"{path} was not saved by OwnLoop.save_checkpoint: its weights are loaded, and it has no position in the "
+            "data to continue at"
         )
     entry = checkpoint["own_loop"]
-    for evaluated, seeds in zip(
-        evaluation_loaders, entry.get("evaluation", ()), strict=False
-    ):  # absent in older checkpoints
+    # Not strict: older checkpoints lack the seeds, and the number of evaluation loaders may change.
+    for evaluated, seeds in zip(evaluation_loaders, entry.get("evaluation", ()), strict=False):
         evaluated.share(seeds)
-    if strategy.optimizers:
+    if strategy.optimizers:  # a loop that only evaluates has no position in training data
         restore_optimization(strategy, checkpoint, path)
         check_same_number("training loaders", list(loaders), entry["loaders"], path)
         is_moved = checkpoint["world_size"] != strategy.world_size
@@ -134,7 +133,7 @@ def _restore_ranks(
             strategy.load_rank_state(saved["strategy"])
         if saved["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, saved["device_random"])
-        RandomState.from_state_dict(saved["random"]).restore()
+        RandomState.from_state_dict(saved["random"]).restore()  # last, as the steps above may draw numbers
     elif strategy.is_global_zero:
         _log.warning(
             "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "

@@ -71,15 +71,16 @@ class TrainingLoader:
         # The loader comes first in the zip, as it may end before the limit.
         batches = (batch for batch, _ in zip(loader, remaining, strict=False))
         for batch in _on_device(batches, self._strategy, loader):
-            self.batches_done += 1
+            self.batches_done += 1  # before the block: a checkpoint that it saves resumes after this batch
             yield batch
         self.epoch, self.batches_done = self.epoch + 1, 0
 
     def _read_from(self) -> Any:
         """Return an iterable of the remaining batches of the epoch, or of a new one."""
+        # The position is taken before the iterator of the last epoch, which knows it, is dropped.
         loader, position, self._stateful, self._position = self._loader, self._latest_position(), None, None
         goes_on = self.batches_done > 0 and self._beginning is not None
-        if not goes_on:
+        if not goes_on:  # captured before the loader draws the order of the epoch
             self._beginning, self.batches_done, position = Beginning.of(loader), 0, None
         assert self._beginning is not None  # noqa: S101 - as above
         if is_stateful(loader) and (position is not None or not goes_on):
@@ -137,12 +138,13 @@ class TrainingLoader:
         """
         beginning = None if state["beginning"] is None else Beginning.from_state_dict(state["beginning"])
         self._keep_order(beginning is not None and any(seed is not None for seed in beginning.seeds))
-        # No "place" in older checkpoints.
+        # The key "place" is part of the format; older checkpoints lack it.
         self._stateful, self._position = None, state.get("place") if is_exact else None
         if self._position is not None and not self.batches_done and is_stateful(self._loader):
             restore_end_position(self._loader, self._position)
         set_generator_states(self._loader, state["generators"])
         if beginning is not None:
+            # Between epochs the saved state is of the beginning of the last one.
             beginning.derive_seed(self._loader, self.epoch if self.batches_done else self.epoch - 1)
             beginning.share_order(self._loader)
             self._beginning = beginning
@@ -173,6 +175,7 @@ class EvaluationLoader:
     """
 
     def __init__(self, loader: Any, strategy: Strategy, *, distribute: bool = True) -> None:
+        # Uneven shards would let ranks wait in a step that others do not run.
         replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)
         is_even = (length_of(loader) or 1) % replicas == 0
         distribute = distribute and (is_even or not strategy.evaluates_together)
@@ -202,9 +205,10 @@ def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Itera
     if type(strategy).prefetch is not Strategy.prefetch and loads_in_workers(loader):
         return strategy.prefetch(batches, move)
     if not _copies_ahead(strategy):
-        return map(move, batches)
+        return map(move, batches)  # a generator would cost time for each batch
     return (batch for batch, _ in prefetch(((batch, False) for batch in batches), move, device))
 
 
 def _copies_ahead(strategy: Strategy) -> bool:
+    # Not with a strategy's own transfer, which may rely on the stream or on the order of calls.
     return strategy.root_device.type == "cuda" and type(strategy).batch_to_device is Strategy.batch_to_device

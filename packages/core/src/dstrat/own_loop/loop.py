@@ -97,6 +97,7 @@ class OwnLoop:
         launcher = self.strategy.launcher
         if launcher is None:
             return self._run(None, function, args, kwargs)
+        # The first random numbers in the ranks are those that would follow here, as if the loop ran in this process.
         random_state = None if launcher.runs_here else RandomState.capture()
         result: T = launcher.launch(self._run, random_state, function, args, kwargs)
         return result

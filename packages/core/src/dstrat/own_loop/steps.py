@@ -73,6 +73,7 @@ class Steps:
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss, divided by the number of accumulated batches."""
+        # Some optimizers have stepped since the last backward pass, and the others' gradients are of that pass.
         if 0 < len(self._due) < len(self._strategy.optimizers):
             for optimizer in self._due:
                 optimizer.zero_grad()
@@ -90,6 +91,7 @@ class Steps:
         strategy = self._strategy
         self._in_group += 1
         is_complete = self._in_group == self._settings.accumulate_grad_batches
+        # A strategy that accumulates by itself counts the batches in its optimizer's step.
         if is_complete or strategy.accumulates_gradients:
             strategy.optimizer_step(optimizer, self._preparation(optimizer, clips=is_complete), strategy.model)
             strategy.accelerator.end_graph("optimizer_step")
@@ -148,7 +150,7 @@ class Steps:
         limit, algorithm = self._settings.gradient_clip_val, self._settings.gradient_clip_algorithm
 
         def prepare() -> None:
-            if clips and limit:
+            if clips and limit:  # without clipping, the precision unscales within its step
                 self._strategy.unscale_gradients(optimizer)
                 self._strategy.clip_gradients(optimizer, limit, algorithm)
 
@@ -196,4 +198,4 @@ class Settings:
         assert self.make_optimizers is not None  # noqa: S101 - a strategy asks only where is_fitting is True
         module = self.strategy.module
         modules = module.children() if isinstance(module, SeparateModules) else (module,)
-        return read_optimizers(self.make_optimizers(*modules), steps_schedulers=False)
+        return read_optimizers(self.make_optimizers(*modules), steps_schedulers=False)  # the user's loop steps them

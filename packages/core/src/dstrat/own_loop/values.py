@@ -48,7 +48,7 @@ def open_loggers(loggers: list[Logger], strategy: Strategy) -> Iterator[None]:
     from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 
     for logger in loggers:
-        logger.root_dir = logger.root_dir or Path.cwd()
+        logger.root_dir = logger.root_dir or Path.cwd()  # a Trainer sets its default_root_dir
     agree_on_folders(loggers, strategy)
     status = "failed"
     try:

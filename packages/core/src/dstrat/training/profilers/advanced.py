@@ -64,7 +64,7 @@ class AdvancedProfiler(Profiler):
             yield
             return
         inner = self._profiles.setdefault(name, cProfile.Profile())
-        if self._running:
+        if self._running:  # two enabled profiles are an error since Python 3.12
             self._running[-1].disable()
         self._running.append(inner)
         inner.enable()

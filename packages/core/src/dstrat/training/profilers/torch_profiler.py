@@ -128,19 +128,19 @@ class TorchProfiler(Profiler):
     def _start_cycle(self) -> None:
         self._in_cycle = 0
         schedule = torch.profiler.schedule(wait=self._wait, warmup=self._warmup, active=self._active, repeat=1)
-        self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._take, **self._options)
+        self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._report, **self._options)
         self._profile.start()
 
     def _end_cycle(self) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             self._cycles += 1
-            profile.stop()
+            profile.stop()  # calls _report
 
-    def _take(self, profile: torch.profiler.profile) -> None:
-        """Write the trace of a cycle that is over."""
+    def _report(self, profile: torch.profiler.profile) -> None:
+        """Write the trace of a complete cycle, and add its table to the reports."""
         if self._in_cycle <= self._wait + self._warmup:
-            return  # the run ends with the batch before the first that would be kept
+            return  # torch calls this also for a run that ended before the first recorded batch
         report = self._table(profile)
         if self._on_trace_ready is not None:
             self._on_trace_ready(profile)
@@ -171,13 +171,13 @@ class TorchProfiler(Profiler):
 
 
 def _check_options(sort_by_key: str | None, options: Mapping[str, Any]) -> None:
-    """Raise RequestError where torch's profiler has no such option, or its table no such column."""
+    """Raise a RequestError for an option that torch's profiler lacks, or a column that its table lacks."""
     possible = [name for name in inspect.signature(torch.profiler.profile).parameters if name != "schedule"]
     for name in options:
         if name not in possible:
             when = ": wait, warmup, active and repeat are its schedule" if name == "schedule" else ""
             raise RequestError(f"TorchProfiler has no option {name!r}{when or ', only ' + ', '.join(possible)}")
-    column = (sort_by_key or "").replace("cuda", "device")  # as torch calls it
+    column = (sort_by_key or "").replace("cuda", "device")  # torch renamed these columns, and takes both names
     if sort_by_key is not None and not hasattr(torch.autograd.profiler_util.FunctionEventAvg(), column):
         raise RequestError(
             f"TorchProfiler(sort_by_key={sort_by_key!r}) is no column of torch's table: choose one such as "
