@@ -153,9 +153,17 @@ def test_what_was_asked_for_and_where_it_began_is_known(quiet_trainer, make_line
     assert trainer.ckpt_path == str(tmp_path / "end")
 
 
-def test_the_number_of_steps_is_known_only_in_a_run(quiet_trainer):
+def test_the_number_of_steps_is_known_only_in_a_fit_and_after_it(quiet_trainer, line, loader):
+    trainer = quiet_trainer(max_epochs=1)
     with pytest.raises(MisuseError, match="estimated_stepping_batches is known during a fit"):
-        _ = quiet_trainer().estimated_stepping_batches
+        _ = trainer.estimated_stepping_batches
+    trainer.validate(line, loader(8))
+    with pytest.raises(MisuseError, match="estimated_stepping_batches is known during a fit"):
+        _ = trainer.estimated_stepping_batches
+    trainer.fit(line, loader(8))
+    steps = trainer.global_step
+    trainer.validate(line, loader(8))
+    assert trainer.estimated_stepping_batches == steps > 0
 
 
 def test_something_is_printed_once_for_the_job(quiet_trainer, line_class, loader, averaging, capfd):

@@ -396,10 +396,15 @@ class RunState:
         """Number of optimizer steps until training ends; infinite if nothing ends it.
 
         For use in ``configure_optimizers``, such as in ``OneCycleLR(total_steps=...)``.
+
+        Raises:
+            MisuseError: There is no fit, during which the training loader can be made.
         """
-        if self.context.sources is None:
-            raise MisuseError("estimated_stepping_batches is known during a fit: ask for it in configure_optimizers")
-        self.fit_loop.data.load(self.context.sources)  # the loop uses this loader later
+        sources = self.context.sources
+        if self.fit_loop.data.loader is None:
+            if sources is None or not self.is_fitting:
+                raise MisuseError("estimated_stepping_batches is known during a fit: read it in configure_optimizers")
+            self.fit_loop.data.load(sources)  # the loop uses this loader later
         limit = math.inf if self.max_steps < 0 else self.max_steps
         batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
