@@ -41,6 +41,8 @@ def validated_at(quiet_trainer, line, loader):
         ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9]),
         ({"val_check_interval": "01:00:00"}, []),
         ({"limit_val_batches": 0}, []),
+        ({"limit_train_batches": 0, "val_check_interval": 2}, []),
+        ({"limit_train_batches": 0, "val_check_interval": 0.5}, []),
     ],
 )
 def test_validation_runs_where_the_schedule_says(validated_at, options, batches):

@@ -68,7 +68,8 @@ def _monitored_value(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any
     if config.monitor not in metrics and config.strict:
         raise MisuseError(
             f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged; "
-            f"logged were: {', '.join(sorted(metrics)) or 'no values'}"
+            f"logged were: {', '.join(sorted(metrics)) or 'no values'}; log it, or change 'monitor' in "
+            "configure_optimizers"
         )
     return metrics.get(config.monitor)
 
@@ -100,14 +101,14 @@ class ValidationSchedule:
             self._seconds = read_duration(interval, "val_check_interval").total_seconds()
 
     def _count(self, interval: float, num_batches: int | None) -> int:
-        if self._epochs is not None and num_batches is not None and interval > num_batches:
+        if self._epochs is not None and num_batches and interval > num_batches:  # with 0 there is no training at all
             raise MisuseError(
                 f"val_check_interval={interval!r} is more than the {num_batches} training batches of an epoch: "
                 "validation would never run; pass check_val_every_n_epoch=None too, to count batches across epochs"
             )
         if self._epochs is None:
             return int(interval)
-        return max(1, limit_of(interval, num_batches, "val_check_interval") or 1)
+        return limit_of(interval, num_batches, "val_check_interval") or 1
 
     def is_due(self, *, batches_done: int, is_last: bool, epoch: int, batches_seen: int, batches: int = 1) -> bool:
         """Return whether validation is due after a batch, or after the last batch of a call of a compiled step.
