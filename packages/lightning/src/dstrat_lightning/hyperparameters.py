@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrat.training.module.hyperparameters import AttributeDict, HyperparametersMixin, Saved, fields_of
+from dstrat.training.module.hyperparameters import HyperparametersMixin, Saved
+from dstrat.training.module.plain_values import AttributeDict, fields_of
 
 
 def take_hyperparameters(owner: HyperparametersMixin) -> None:

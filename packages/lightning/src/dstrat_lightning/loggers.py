@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrat import Logger
-from dstrat.training.module.hyperparameters import AttributeDict
+from dstrat.training.module.plain_values import AttributeDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,8 +18,8 @@ from torch import nn
 from dstrat import DataModule, TrainModule
 from dstrat.errors import MisuseError
 from dstrat.training.loggers.logger import Logger
-from dstrat.training.module.hyperparameters import to_plain
 from dstrat.training.module.loading import read_checkpoint
+from dstrat.training.module.plain_values import to_plain
 
 
 class Net(TrainModule):

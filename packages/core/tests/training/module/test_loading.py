@@ -16,7 +16,8 @@ from dstrat import DataModule, HyperparametersMixin, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError, RequestError
-from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries, from_plain
+from dstrat.training.module.hyperparameters import MODULE_KEYS, checkpoint_entries
+from dstrat.training.module.plain_values import from_plain
 
 
 class Net(TrainModule):

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from dstrat.checkpoint.paths import as_path
 from dstrat.errors import MissingRequirementError, RequestError
 from dstrat.plugins.known import pip_command
-from dstrat.training.module.hyperparameters import fields_of
+from dstrat.training.module.plain_values import fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

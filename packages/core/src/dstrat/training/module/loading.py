@@ -17,7 +17,8 @@ from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.state_dict import check_names, load_by_names
-from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, Constructor, from_plain, to_container
+from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, Constructor
+from dstrat.training.module.plain_values import from_plain, to_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,7 +163,7 @@ def _device_of(map_location: MapLocation) -> Any:
         return map_location.get("cpu", "cpu")
     if isinstance(map_location, torch.device) or not callable(map_location):
         return map_location
-    storage = torch.empty(1).untyped_storage()  # the function may only be asked with a storage
+    storage = torch.empty(1).untyped_storage()  # torch.load calls such a function with each storage
     mapped = map_location(storage, "cpu")
     return (storage if mapped is None else mapped).device
 
