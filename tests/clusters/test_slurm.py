@@ -110,7 +110,7 @@ def test_announced_end_of_a_job_saves_and_queues_it_again(cluster, tmp_path, exp
     assert fields["JobState"] == "COMPLETED", printed
     assert int(fields["Restarts"]) == 1 or announced_by == "time limit"  # which each attempt may reach
     assert int(fields["Restarts"]) >= 1
-    assert "the job is queued again, and goes on from its checkpoint" in printed
+    assert "the job is queued again, and resumes from its checkpoint" in printed
     assert "resume='auto': training goes on from" in printed
     assert 0 < checks.read_identities(tmp_path / "job", attempt=1)[0]["begin"] < 12
     checks.check_losses(tmp_path / "job", expected)

@@ -182,14 +182,16 @@ def test_a_run_of_another_module_ends_the_time_for_saving(quiet_trainer, make_li
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(make_line(), loader())
     trainer.test(make_line(), loader())
-    with pytest.raises(MisuseError, match="test has run since with a module of which none has come to its end"):
+    with pytest.raises(
+        MisuseError, match="the last run was test with a module that no fit has trained: call it after fit"
+    ):
         trainer.save_checkpoint(tmp_path / "end")
 
 
 def test_processes_that_are_gone_cannot_save(quiet_trainer, line, loader, averaging, tmp_path):
     trainer = quiet_trainer(max_epochs=1, strategy=averaging(), devices=2)
     trainer.fit(line, loader())
-    with pytest.raises(MisuseError, match=r"ran in other processes \(start_method='fork'\), .*call it in on_train_end"):
+    with pytest.raises(MisuseError, match=r"was in other processes \(start_method='fork'\), .*call it in on_train_end"):
         trainer.save_checkpoint(tmp_path / "end")
 
 
@@ -197,7 +199,7 @@ def test_a_sharded_state_is_gone_after_the_fit(quiet_trainer, line, loader, tmp_
     trainer = quiet_trainer(max_epochs=1)
     trainer.strategy.replicates_state = False
     trainer.fit(line, loader())
-    with pytest.raises(MisuseError, match="SingleDeviceStrategy has given up its part of the sharded state"):
+    with pytest.raises(MisuseError, match="SingleDeviceStrategy has freed its shards of the state"):
         trainer.save_checkpoint(tmp_path / "end")
 
 
@@ -209,5 +211,7 @@ def test_a_broken_fit_has_no_end(quiet_trainer, line, loader, tmp_path):
     trainer = quiet_trainer(callbacks=Breaking())
     with pytest.raises(ValueError, match="broken"):
         trainer.fit(line, loader())
-    with pytest.raises(MisuseError, match=r"did not come to its end: take ModelCheckpoint\(save_on_exception=True\)"):
+    with pytest.raises(
+        MisuseError, match=r"the last fit did not complete: use ModelCheckpoint\(save_on_exception=True\)"
+    ):
         trainer.save_checkpoint(tmp_path / "end")

@@ -85,8 +85,8 @@ def load(
     checkpoint = read_checkpoint(strategy, io, path, has_optimizers=bool(strategy.optimizers))
     if "own_loop" not in checkpoint:
         raise CheckpointError(
-            f"{path} was not saved by OwnLoop.save_checkpoint: its weights are loaded, and it has no position in the "
-            "data to continue at"
+            f"{str(path)!r} was not saved by OwnLoop.save_checkpoint: its weights are loaded, and it has no position "
+            "in the data to continue at"
         )
     entry = checkpoint["own_loop"]
     # Not strict: older checkpoints lack the seeds, and the number of evaluation loaders may change.

@@ -85,7 +85,7 @@ class RunResult:
             callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in trainer.called_callbacks},
             # Other values may be large, or impossible to pickle; the caller's module has them.
             hparams={name: value for name, value in trainer.strategy.module.hparams.items() if _is_plain(value)},
-            random_state=RandomState.capture(),  # the caller goes on as after a run in its own process
+            random_state=RandomState.capture(),  # the caller continues as after a run in its own process
         )
         return cls(result=_on_cpu(result), changes=changes, stopped_by=stopped_by)
 
@@ -137,8 +137,8 @@ def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
         changes = {"made": added, "removed": removed}
         changed = "; ".join(f"{verb} {', '.join(names)}" for verb, names in changes.items() if names)
         raise MisuseError(
-            f"the run has {changed} in {type(module).__name__}, in other processes than this one, which lacks that and "
-            "got the other weights: make layers in __init__ or in configure_model, which is called here too, or choose "
+            f"the run has {changed} in {type(module).__name__} in other processes, and in this one only the other "
+            "weights are restored: make layers in __init__ or in configure_model, which is called here too, or choose "
             "a strategy that runs in this process"
         )
 
@@ -148,7 +148,7 @@ def _restore_weights(module: TrainModule, weights: Mapping[str, Any]) -> None:
 
 _log = logging.getLogger(__name__)
 
-_IN_A_RUN = "call it in on_train_end of the module or a callback, or take ModelCheckpoint(save_last=True)"
+_IN_A_RUN = "call it in on_train_end of the module or a callback, or use ModelCheckpoint(save_last=True)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,18 +230,15 @@ def nothing_to_save_error(trainer: Trainer) -> MisuseError:
         why = "there has been none: call it after fit, or in a hook of the module or a callback"
     elif trainer.ran_elsewhere:
         why = (
-            f"this one ran in other processes (start_method={trainer.plan.start_method!r}), which have ended with "
+            f"the last run was in other processes (start_method={trainer.plan.start_method!r}), which have ended with "
             f"their optimizers: {_IN_A_RUN}"
         )
     elif _is_sharded(trainer):
-        why = (
-            f"{type(trainer.strategy).__name__} has given up its part of the sharded state with the end of this one: "
-            f"{_IN_A_RUN}"
-        )
+        why = f"{type(trainer.strategy).__name__} has freed its shards of the state at the end of the run: {_IN_A_RUN}"
     elif not trainer.is_fitting:
-        why = f"{trainer.stage} has run since with a module of which none has come to its end: call it after fit"
+        why = f"the last run was {trainer.stage} with a module that no fit has trained: call it after fit"
     else:
-        why = "this one did not come to its end: take ModelCheckpoint(save_on_exception=True)"
+        why = "the last fit did not complete: use ModelCheckpoint(save_on_exception=True)"
     return MisuseError(f"save_checkpoint works during a run and after a fit, and {why}")
 
 

@@ -268,7 +268,7 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
 
 def _requeue(cluster: ClusterEnvironment) -> None:
     cluster.requeue()
-    _log.warning("the job is queued again, and goes on from its checkpoint with fit(resume='auto')")
+    _log.warning("the job is queued again, and resumes from its checkpoint with fit(resume='auto')")
 
 
 def _ordered_hooks(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
@@ -293,7 +293,7 @@ def _stop(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | 
 def _finish(trainer: Trainer) -> None:
     errors = _run_all(_cleanup_steps(trainer, "success"))
     for error in errors[1:]:
-        _log.error("another part of the end of the run failed too", exc_info=error)
+        _log.error("another step of the cleanup after the run failed too", exc_info=error)
     if errors:
         raise errors[0]
 

@@ -473,7 +473,7 @@ class RunState:
         if self.optimization_ended_elsewhere and not self.is_running:
             raise MisuseError(
                 f"the last fit ran in other processes (start_method={self.strategy.start_method!r}), which have ended "
-                "with their optimizers and schedulers: ask for them in a hook such as on_train_end, or choose "
+                "with their optimizers and schedulers: read them in a hook such as on_train_end, or choose "
                 "start_method='popen', with which each rank runs the whole script"
             )
         return self.final_optimization

@@ -240,7 +240,7 @@ def test_a_metric_that_was_only_updated_has_no_value_of_the_step(quiet_trainer, 
         ({"reduce_fx": "sum"}, "which reduces itself: leave out reduce_fx"),
         ({"sync_dist": False}, "which reduces itself"),
         ({"rank_zero_only": True}, "which reduces itself"),
-        ({"metric_attribute": "cat"}, "Net has another or no metric as 'cat'"),
+        ({"metric_attribute": "cat"}, "Net has no such attribute, or it is another metric"),
     ],
 )
 def test_options_that_are_not_for_metrics_are_refused(quiet_trainer, make_scored, loader, options, message):

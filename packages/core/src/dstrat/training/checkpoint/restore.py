@@ -77,16 +77,16 @@ class CheckpointRestore:
         """Resume from the checkpoint: exactly on the same number of ranks, approximately on another."""
         if "own_loop" in checkpoint:
             raise CheckpointError(
-                f"{self._path} was saved by OwnLoop.save_checkpoint, and a Trainer cannot continue that loop: go on "
-                "with OwnLoop.load_checkpoint, or load the weights into the module and call fit without ckpt_path"
+                f"{str(self._path)!r} was saved by OwnLoop.save_checkpoint, and a Trainer cannot continue that loop: "
+                "use OwnLoop.load_checkpoint, or load the weights into the module and call fit without ckpt_path"
             )
         if "loops" not in checkpoint:
             raise CheckpointError(
-                f"{self._path} has weights only, and cannot continue a training: "
+                f"{str(self._path)!r} has weights only, and cannot continue a training: "
                 "load the weights into the module, and call fit without ckpt_path"
             )
         if "dstrat_checkpoint_version" not in checkpoint:
-            raise CheckpointError(f"{self._path} was written by another program: {how_to_convert(self._path)}")
+            raise CheckpointError(f"{str(self._path)!r} was written by another program: {how_to_convert(self._path)}")
         trainer = self._trainer
         # Stepped before the optimizers' states are loaded, as steps change these; the rates are set afterwards.
         if "converted_from" in checkpoint and not checkpoint["lr_schedulers"]:

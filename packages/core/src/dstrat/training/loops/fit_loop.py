@@ -66,11 +66,7 @@ class FitLoop(Position):
     @property
     def finished(self) -> bool:
         """Whether ``max_epochs`` or ``max_steps`` is reached."""
-        return self._epochs_done or self._steps_done
-
-    @property
-    def _epochs_done(self) -> bool:
-        return 0 <= self._trainer.max_epochs <= self.epochs_done
+        return 0 <= self._trainer.max_epochs <= self.epochs_done or self._steps_done
 
     @property
     def _steps_done(self) -> bool:
@@ -333,7 +329,7 @@ class FitLoop(Position):
         answering = trainer.context.hooks.answering("on_train_batch_start")
         if answering and trainer.is_global_zero:
             _log.warning(
-                "on_train_batch_start of %s may return -1, so that the processes ask each other before every batch: "
+                "on_train_batch_start of %s may return -1, so that the processes communicate before every batch: "
                 "annotate it with '-> None' if it does not",
                 " and ".join(answering),
             )
@@ -441,7 +437,7 @@ class FitLoop(Position):
         keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)
         if keeps_order != self.data.keeps_order:
             self.data.keeps_order = keeps_order
-            self.data.loader = None  # configure_optimizers may have asked for its length already
+            self.data.loader = None  # configure_optimizers may have read its length already
 
 
 def _outputs_for_hooks(outputs: Any) -> Any:

@@ -96,7 +96,11 @@ class MetricEntry(LoggedValue):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        moved = {name: _moved(value, self.metric.device) for name, value in state["metric"].items()}
+        device = self.metric.device
+        moved = {
+            name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
+            for name, value in state["metric"].items()
+        }
         _set_state(self.metric, moved, state["update_count"])
 
     def _checked(self, value: Any, verb: str) -> Tensor | float:
@@ -119,17 +123,15 @@ class MetricEntry(LoggedValue):
         )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a state of a metric on a device: a tensor, or a list of tensors."""
-    return [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
-
-
 def _attribute_of(name: str, metric: Any, module: nn.Module, attribute: str | None) -> str:
     paths: list[str] = [path for path, submodule in module.named_modules(remove_duplicate=False) if submodule is metric]
     if attribute is not None:  # a nested module names it relative to itself
         matches = [path for path in paths if path == attribute or path.endswith(f".{attribute}")]
         if not matches:
-            raise MisuseError(f"log({name!r}): {type(module).__name__} has another or no metric as {attribute!r}")
+            raise MisuseError(
+                f"log({name!r}, metric_attribute={attribute!r}): {type(module).__name__} has no such attribute, or it "
+                "is another metric: pass the metric's own attribute, or leave metric_attribute out"
+            )
         return matches[0]
     if paths:
         return paths[0]

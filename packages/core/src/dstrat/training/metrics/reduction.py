@@ -270,8 +270,9 @@ class Options(NamedTuple):
         except (KeyError, TypeError):  # a TypeError for objects without a hash
             shown = repr(reduce_fx) if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
             raise MisuseError(
-                f"reduce_fx {shown} of {name!r} is not one of {', '.join(REDUCTIONS)}: no other can be put together "
-                "from batches and processes; log a torchmetrics Metric, or compute the value at the end of the epoch"
+                f"reduce_fx {shown} of {name!r} is not one of {', '.join(REDUCTIONS)}: the result of another would "
+                "depend on how data is divided into batches and processes; log a torchmetrics Metric, or compute the "
+                "value at the end of the epoch"
             ) from None
 
     def check(self, name: str, *, in_step: bool) -> None:
