@@ -473,19 +473,19 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
     except BaseException as error:
         from dstrat.launch.ended_peers import name_ended_ranks  # imported here, since only failing runs need it
 
-        steps = (partial(log_out_of_memory, strategy, error), partial(name_ended_ranks, error))
-        _end_after(error, *steps, partial(strategy.on_exception, error), end)
+        steps: tuple[Callable[[], None], ...] = (
+            partial(log_out_of_memory, strategy, error),  # before anything is freed
+            partial(name_ended_ranks, error),  # needs the process group, which the next step closes
+            partial(strategy.on_exception, error),
+            end,
+        )
+        for step in steps:
+            try:
+                step()
+            except Exception as other:  # noqa: BLE001, PERF203 - only logged, as the first error is raised
+                _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
         raise
     end()
-
-
-def _end_after(error: BaseException, *ends: Callable[[], None]) -> None:
-    """Clean up after an error; errors of the cleanup are only logged, as the first one is raised."""
-    for end in ends:
-        try:
-            end()
-        except Exception as other:  # noqa: BLE001, PERF203 - whatever it is; there are two
-            _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
 
 
 # Strategy from a request, ready to be launched

@@ -104,7 +104,7 @@ class Steps:
     def check_no_pending(self) -> None:
         """Raise an error if accumulated gradients wait for an optimizer step.
 
-        With several optimizers this cannot be told, as some gradients may never be used; nor with LBFGS, which runs its
+        Not checked with several optimizers, as some gradients may never be used, nor with LBFGS, which runs its
         backward passes itself.
 
         Raises:

@@ -249,7 +249,7 @@ class Trainer(RunState):
         if max_restarts:
             from dstrat.training.checkpoint.recovery import StepCounter
 
-            # First, so that a batch counts whose other callbacks fail.
+            # First, so that a batch counts even if another callback fails after it.
             self.callbacks.insert(0, StepCounter())
         check_preemption(self)  # depends on the cluster and on callbacks that save
 
@@ -308,6 +308,7 @@ class Trainer(RunState):
             MisuseError: The module lacks a method, or this Trainer has finished its training.
             RankFailedError: A process of the job failed.
         """
+        from dstrat.training.callbacks.callback import Callback
         from dstrat.training.checkpoint.path import requested_checkpoint
         from dstrat.training.loops.sources import DataSources
 
@@ -321,7 +322,9 @@ class Trainer(RunState):
         sources.require("train", "training_step")
         sources.require_optimizers()
         if requested is None:  # a resumed run has the learning rate and batch size that were found before
-            self._prepare_fit(sources.module, sources)
+            for callback in self.callbacks:
+                if overrides(callback, "on_before_fit", Callback):
+                    callback.on_before_fit(self, sources.module, sources)
         del self.fit_loop  # a cached property: each fit has a new loop
         self._launch("fit", sources.module, sources, requested)
 
@@ -470,13 +473,6 @@ class Trainer(RunState):
         return self.loggers if self.is_global_zero else []
 
     # Launching
-
-    def _prepare_fit(self, module: TrainModule, sources: DataSources) -> None:
-        from dstrat.training.callbacks.callback import Callback
-
-        for callback in self.callbacks:
-            if overrides(callback, "on_before_fit", Callback):
-                callback.on_before_fit(self, module, sources)
 
     def _evaluate(
         self,

@@ -1,1 +1,1 @@
-"""Checkpoints of a Trainer: their paths, what is saved, and what a resume restores."""
+"""Checkpoints of a Trainer: their paths, saved state, and its restoration."""

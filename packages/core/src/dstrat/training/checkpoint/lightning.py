@@ -152,18 +152,15 @@ def _check_readable(unknown: Mapping[str, str], path: str | CheckpointPath) -> N
 
 def _training(source: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries with which a fit resumes."""
+    states = source["optimizer_states"]
+    named = [_by_name(state, weights) for state in states]
     return {
         **_position(source),
-        **_optimizers(source["optimizer_states"], weights),
+        # By number, as in the source, if it is not certain which name has which number.
+        **({"optimizer_states": list(states)} if None in named else {"optimizers": named}),
         "lr_schedulers": source.get("lr_schedulers", []),
         "precision": source.get(_SCALER_KEY, {}),
     }
-
-
-def _optimizers(states: list[Mapping[str, Any]], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states by name, or by number if the name of a number is not certain."""
-    named = [_by_name(state, weights) for state in states]
-    return {"optimizer_states": list(states)} if None in named else {"optimizers": named}
 
 
 def _position(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The loops over epochs and batches, and what they do with a batch."""
+"""Loops over epochs and batches, and the work of a batch."""

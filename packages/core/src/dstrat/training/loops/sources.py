@@ -128,12 +128,9 @@ class DataSources:
 
     def prepare_data(self) -> None:
         """Call the hooks that download data."""
-        for owner in self._owners:
-            hook_of(owner, "prepare_data", DataHooks)()
-
-    @property
-    def _owners(self) -> list[DataModule | TrainModule]:
-        return [owner for owner in (self.datamodule, self.module) if owner is not None]
+        for owner in (self.datamodule, self.module):
+            if owner is not None:
+                hook_of(owner, "prepare_data", DataHooks)()
 
 
 def _raise_missing(module: TrainModule, name: str) -> None:

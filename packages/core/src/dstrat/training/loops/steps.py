@@ -1,4 +1,4 @@
-"""Binding of steps: the shortest function for what a strategy, a precision and a module do in a step."""
+"""Binding of steps: the shortest function for the work of strategy, precision and module in a step."""
 # Methods that nobody overrides are skipped: each Python call between loop and module costs as much as a small kernel.
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class CompilingMethods(nn.Module):
         """Load weights by the names of the uncompiled module, or by those of wrapped layers."""
         compiled_names = [name for name, _ in self.named_modules() if _WRAPPED in name]
         if compiled_names or any(_WRAPPED in name for name in state_dict):
-            state_dict = _renamed(state_dict, super().state_dict())
+            names = {plain_name(name): name for name in super().state_dict()}  # of this module, wrapped or not
+            state_dict = {names.get(plain_name(name), name): value for name, value in state_dict.items()}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -80,12 +81,6 @@ def plain_name(name: str) -> str:
 
 def _plain_after(prefix: str, name: str) -> str:
     return prefix + plain_name(name[len(prefix) :]) if name.startswith(prefix) else name
-
-
-def _renamed(state: Mapping[str, Any], local_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by the names of the local module."""
-    names = {plain_name(name): name for name in local_state}
-    return {names.get(plain_name(name), name): value for name, value in state.items()}
 
 
 def _calling(module: nn.Module) -> Callable[..., Any]:
