@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from dstrat.training.callbacks.progress import Progress, format_count, format_duration, format_speed, format_value
+from dstrat.training.callbacks.progress import (
+    Progress,
+    format_count,
+    format_duration,
+    format_remaining,
+    format_speed,
+    format_value,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +33,7 @@ def test_slow_loops_are_given_in_seconds_per_batch(speed, text):
     assert format_speed(speed) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(None, ""), (0.4, "0:00"), (65, "1:05"), (3599.9, "1:00:00")])
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (3599.9, "1:00:00")])
 def test_durations_are_minutes_and_seconds_and_hours_where_there_are(seconds, text):
     assert format_duration(seconds) == text
 
@@ -36,6 +43,7 @@ def test_a_loop_without_a_length_shows_what_is_done_and_no_end():
     progress.reach(3)
     assert format_count(progress) == "3"
     assert progress.seconds_remaining is None
+    assert format_remaining(progress) == ""
 
 
 def test_speed_and_time_left_follow_the_batches_lately(monkeypatch):

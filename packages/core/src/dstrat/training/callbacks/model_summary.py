@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from typing_extensions import override
 from dstrat.data.random_state import RandomState
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.progress_bar import has_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -52,8 +52,8 @@ class ModelSummary(Callback):
 
 
 def show(summary: Summary) -> None:
-    """Print a summary to stderr: with colours on a terminal, as plain text elsewhere."""
-    if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    """Print a summary to stderr: with colors on a terminal, as plain text elsewhere."""
+    if has_terminal():
         show_on_terminal(summary)
     else:
         print(as_text(summary), file=sys.stderr, flush=True)

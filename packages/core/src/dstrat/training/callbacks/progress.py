@@ -33,7 +33,7 @@ class Progress:
 
     def reach(self, done: int) -> None:
         """Update the number of batches done."""
-        if done != self.done:
+        if done != self.done:  # a redraw within a batch is no sample: the speed would fall until the batch ends
             self.done = done
             self._samples.append((monotonic(), done))
 
@@ -72,10 +72,14 @@ def format_speed(speed: float | None) -> str:
     return f"{format_value(1 / speed, digits=3)} s/it" if speed < 1 else f"{format_value(speed, digits=3)} it/s"
 
 
-def format_duration(seconds: float | None) -> str:
+def format_remaining(progress: Progress) -> str:
+    """Return the time until the end; empty if it is unknown."""
+    seconds = progress.seconds_remaining
+    return "" if seconds is None else f"{format_duration(seconds)} left"
+
+
+def format_duration(seconds: float) -> str:
     """Return a duration as ``m:ss`` or ``h:mm:ss``."""
-    if seconds is None:
-        return ""
     minutes, seconds_of_minute = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_of_minute:02d}" if hours else f"{minutes}:{seconds_of_minute:02d}"
@@ -83,7 +87,7 @@ def format_duration(seconds: float | None) -> str:
 
 def format_value(value: float | str, *, digits: int = 4) -> str:
     """Return a number with a number of significant digits, at least all before the point; integers without a point."""
-    if isinstance(value, str):  # from get_metrics
+    if isinstance(value, str):  # of a subclass's get_metrics
         return value
     if float(value).is_integer() and abs(value) < 1e9:
         return str(int(value))
@@ -143,7 +147,7 @@ class LineDisplay:
     """Display that prints a line to stderr at intervals, and one at the end of each loop."""
 
     seconds_between_updates = 10.0
-    starts_at_once = False
+    starts_at_once = False  # a short epoch has one line, that of its end
     shows_time = False
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
@@ -159,11 +163,10 @@ class LineDisplay:
 
 
 def _write(title: str, progress: Progress, values: Mapping[str, float | str]) -> None:
-    remaining = format_duration(progress.seconds_remaining)
     facts = [
         f"{format_count(progress)} batches",
         format_speed(progress.speed),
-        f"{remaining} left" if remaining else "",
+        format_remaining(progress),
         *(f"{name} {format_value(value)}" for name, value in values.items()),
     ]
     print(f"{title}: {', '.join(filter(None, facts))}", file=sys.stderr, flush=True)

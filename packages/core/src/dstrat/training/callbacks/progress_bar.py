@@ -56,7 +56,8 @@ class ProgressBar(Callback):
         self._refresh_seconds = refresh_seconds
         self._display: Display | None = None
         self._ticker: Ticker | None = None
-        self._drawn_at, self._next_update = 0.0, math.inf
+        self._drawn_at = 0.0
+        self._next_update = math.inf  # without a display: no batch is due on ranks other than 0
         self._training: Progress | None = None
         self._batches_before = 0
         self._evaluation: EvaluationProgress | None = None
@@ -181,9 +182,8 @@ class ProgressBar(Callback):
     def _count(self, trainer: Trainer, dataloader_idx: int) -> None:
         if self._evaluation is None:
             return
-        is_due = self._evaluation.count(dataloader_idx, self.refresh_rate)
-        if is_due and monotonic() >= self._next_update:
-            self._update(trainer)
+        if self._evaluation.count(dataloader_idx, self.refresh_rate):
+            self._update_when_due(trainer)
 
     def _end_evaluation(self, trainer: Trainer) -> None:
         evaluation, self._evaluation = self._evaluation, None
@@ -209,6 +209,7 @@ class ProgressBar(Callback):
             self._next_update = monotonic() + self._seconds_between(self._display)
 
     def _draw(self, trainer: Trainer) -> None:
+        # Read once: in the ticker's thread, the training thread may replace them meanwhile.
         display, training, evaluation = self._display, self._training, self._evaluation
         self._reach(trainer)
         running = [] if training is None else [training]
@@ -237,11 +238,12 @@ class ProgressBar(Callback):
             self._training.reach(trainer.fit_loop.batches_seen - self._batches_before)
 
     def _take_values(self, trainer: Trainer) -> None:
-        if not trainer.sanity_checking and trainer.module is not None:
+        if not trainer.sanity_checking and trainer.module is not None:  # values of a sanity check are discarded
             values = self.get_metrics(trainer, trainer.module)
             self._values = self._values | values  # a new dict, since the ticker's thread may be reading the old one
 
     def _open(self, trainer: Trainer) -> None:
+        # A sanity check has opened it before on_train_start.
         if self._display is not None or not trainer.is_global_zero or self.refresh_rate == 0:
             return
         self._training = self._evaluation = self._stop = None
@@ -276,6 +278,7 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     if trainer.max_steps < 0:
         return of_epoch
     loop = trainer.fit_loop
+    # Of the step that is being accumulated, in_group batches are done.
     remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - loop.in_group
     of_steps = loop.batches_done + remaining
     return of_steps if of_epoch is None else min(of_epoch, of_steps)
@@ -352,14 +355,14 @@ class Display(Protocol):
         """End the display."""
 
 
-def moves_bars() -> bool:
+def has_terminal() -> bool:
     """Return whether stderr is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def make_display() -> Display:
     """Return bars for a terminal that can move its cursor, lines for everything else."""
-    if moves_bars():  # rich is imported here only
+    if has_terminal():  # rich is imported only then
         from dstrat.training.callbacks.progress_terminal import LiveDisplay
 
         return LiveDisplay()
@@ -371,7 +374,7 @@ def make_display() -> Display:
 # Periodic updates from a thread
 
 
-_PROMPTS = ("bdb", "cmd", "code", "IPython", "ipdb", "pudb")
+_PROMPTS = ("bdb", "cmd", "code", "IPython", "ipdb", "pudb")  # modules that run while a user types
 
 
 class Ticker:
@@ -384,6 +387,7 @@ class Ticker:
     def __init__(self, tick: Callable[[], float | None]) -> None:
         self._tick = tick
         self._stopped = threading.Event()
+        # A daemon, so that a process that ends without teardown does not wait for it.
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 

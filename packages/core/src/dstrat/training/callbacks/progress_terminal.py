@@ -19,7 +19,13 @@ from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
-from dstrat.training.callbacks.progress import format_count, format_duration, format_speed, format_value
+from dstrat.training.callbacks.progress import (
+    format_count,
+    format_duration,
+    format_remaining,
+    format_speed,
+    format_value,
+)
 from dstrat.training.callbacks.rich_progress_bar import RichProgressBarTheme
 
 if TYPE_CHECKING:
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
 _drawing = threading.RLock()
 
 
-@cache
+@cache  # the hooks of a process cannot be removed
 def _forbid_forks_while_drawing() -> None:
     """Make forks wait for a thread that draws."""
     # A child forked meanwhile would inherit the locked locks of the streams, and wait forever.
@@ -81,7 +87,6 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], 
     for ratio, style in zip((None, 1, None, None, None, None), styles, strict=True):
         table.add_column(ratio=ratio, no_wrap=True, style=style)
     for progress in running:
-        remaining = format_duration(progress.seconds_remaining)
         table.add_row(
             progress.title,
             ProgressBar(
@@ -94,13 +99,13 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], 
             format_count(progress),
             format_speed(progress.speed),
             format_duration(progress.seconds),
-            remaining and f"{remaining} left",
+            format_remaining(progress),
         )
     return Group(table, _Values(values, theme)) if values else Group(table)
 
 
 class _Values:
-    """Names and values, wrapped into lines."""
+    """Names and values, wrapped into lines for the width that is known when they are drawn."""
 
     def __init__(self, values: Mapping[str, float | str], theme: RichProgressBarTheme) -> None:
         self._values, self._theme = values, theme
@@ -124,6 +129,7 @@ class _Values:
 # Lines at the bottom of a terminal, below the program's output
 
 
+# rich has no control code for this.  The list marks the text as one, which has no width.
 _ERASE_BELOW = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
 
 
@@ -131,11 +137,14 @@ class PinnedLines(RenderHook):
     """Lines that stay below all other output.
 
     The cursor rests on an empty line above them.  Output of this process is written there through the console; that of
-    other processes to the same terminal appears there too, and stays, because the next drawing starts after it.
+    other processes to the same terminal, such as other ranks, appears there too.
 
     Args:
         console: The console of a terminal.
     """
+
+    # Not rich.live.Live, on which rich.progress.Progress is based: its cursor rests below the lines, and to draw again
+    # it erases the lines above the cursor.  If another rank has printed there since, that is lost, and old bars stay.
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -158,15 +167,14 @@ class PinnedLines(RenderHook):
     def draw(self, content: RenderableType) -> None:
         """Draw other lines."""
         self._content = content
-        self._console.print(Control())
+        self._console.print(Control())  # nothing, to which process_renderables adds the lines
 
     def close(self) -> None:
         """Unpin the lines, and put the cursor below them."""
-        for stream in {id(new): new for _, new in self._replaced}.values():
-            stream.flush()
         for original, proxy in self._replaced:
+            proxy.flush()  # text without a line end
             move_handlers(proxy, original)
-            if sys.stdout is proxy:
+            if sys.stdout is proxy:  # the program may have replaced it since
                 sys.stdout = original
             if sys.stderr is proxy:
                 sys.stderr = original
@@ -202,7 +210,8 @@ class _Below:
         self._content = content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment | Control]:
-        lines = console.render_lines(self._content, options.update(height=None), pad=False)[: console.height - 1]
+        lines = console.render_lines(self._content, options.update(height=None), pad=False)
+        lines = lines[: console.height - 1]  # more would scroll the line of the cursor out of its reach
         for line in lines:
             yield Segment.line()
             yield from line

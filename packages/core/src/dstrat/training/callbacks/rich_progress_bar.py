@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.progress_bar import ProgressBar, moves_bars
+from dstrat.training.callbacks.progress_bar import ProgressBar, has_terminal
 
 if TYPE_CHECKING:
     from rich.style import Style
@@ -73,7 +73,7 @@ class RichProgressBar(ProgressBar):
 
     @override
     def make_display(self) -> Display:
-        if not moves_bars():
+        if not has_terminal():
             return super().make_display()
         from dstrat.training.callbacks.progress_terminal import LiveDisplay
 

@@ -71,6 +71,7 @@ class TQDMProgressBar(ProgressBar):
     def init_validation_tqdm(self) -> tqdm[Any]:
         """Create the bar of a validation, in a fit below that of the epoch."""
         is_inner = self._training is not None
+        # Positions are lines below the cursor: each process has two, of the epoch and of its validation.
         return self._bar(position=2 * self.process_position + is_inner, leave=not is_inner)
 
     def init_test_tqdm(self) -> tqdm[Any]:
@@ -135,7 +136,7 @@ class _TQDMDisplay:
             kind = next((maker for title, maker in makers.items() if progress.title.startswith(title)), None)
             self._callback.loop_options = {"desc": progress.title, "total": progress.total, "initial": progress.done}
             bar = self._callback.init_train_tqdm() if kind is None else kind()
-            if (bar.total, bar.n) != (progress.total, progress.done):  # a user's own
+            if (bar.total, bar.n) != (progress.total, progress.done):  # of an overridden method without loop_options
                 bar.reset(progress.total)
                 bar.n = bar.initial = progress.done
             self._shown.append((progress, bar))
