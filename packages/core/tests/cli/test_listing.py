@@ -55,6 +55,14 @@ def test_what_is_offered_or_whose_package_is_installed_is_no_hint(site, dstrat):
     assert "dstrat-xla" not in listing
 
 
+def test_a_misspelled_command_is_answered_with_the_nearest_one(dstrat):
+    for command, nearest in ((["stratgies"], "strategies"), (["checkpoint", "inspct"], "inspect")):
+        answer = dstrat(*command)
+        assert answer.returncode == 2
+        assert answer.stderr.endswith(f"there is no command {command[-1]!r}: did you mean {nearest!r}?\n")
+    assert "there is no command 'zzz': choose from accelerators, checkpoint, doctor, " in dstrat("zzz").stderr
+
+
 def test_nothing_installed_is_said(dstrat):
     listing = dstrat("accelerators")
     assert listing.stdout.startswith("no accelerators are installed\n\nnot installed (pip install ...):\n  dstrat-hpu ")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 from dstrat.errors import DstratError
+from dstrat.plugins.settings import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _HOMES = {
     "accelerators": "dstrat.cli.components",
@@ -29,18 +35,43 @@ _HOMES = {
 _OPTIONS_OF_TEST = ("--help", "--json", "--kind", "--tier", "-h")
 
 
-class _Commands(click.Group):
-    """The commands, each imported when it is used."""
+class LazyGroup(click.Group):
+    """A group of commands, each imported when it is used, so that listing strategies does not import torch.
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click passes it
-        return sorted(_HOMES)
+    Args:
+        homes: Modules by the names of commands, which the commands have in them too.
+        **options: Arguments of ``click.Group``.
+    """
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click passes it
-        if cmd_name not in _HOMES:
+    def __init__(self, *, homes: Mapping[str, str], **options: Any) -> None:
+        super().__init__(**options)
+        self._homes = homes
+
+    @override
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._homes)
+
+    @override
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._homes:
             return None
-        command: click.Command = getattr(importlib.import_module(_HOMES[cmd_name]), cmd_name)
+        command: click.Command = getattr(importlib.import_module(self._homes[cmd_name]), cmd_name)
         return command
 
+    @override
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self._homes and not name.startswith("-"):
+            near = nearest(name, self._homes)
+            meant = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {', '.join(self._homes)}"
+            ctx.fail(f"there is no command {name!r}: {meant}")
+        return super().resolve_command(ctx, args)
+
+
+class _Commands(LazyGroup):
+    @override
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -53,7 +84,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_Commands, homes=_HOMES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dstrat", message="%(package)s %(version)s")
 def commands() -> None:
     """Distributed-training strategies for PyTorch: what there is, what would run, and whether it would work.

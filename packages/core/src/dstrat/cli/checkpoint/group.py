@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import click
 from typing_extensions import override
 
 from dstrat.checkpoint.paths import as_path
+from dstrat.cli.main import LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,24 +17,10 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
 
 
-_NAMES = ("consolidate", "convert", "diff", "inspect", "verify")
+_HOMES = {name: f"dstrat.cli.checkpoint.{name}" for name in ("consolidate", "convert", "diff", "inspect", "verify")}
 
 
-class _CheckpointCommands(click.Group):
-    """The commands, each in a module of its name."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click passes it
-        return list(_NAMES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click passes it
-        if cmd_name not in _NAMES:
-            return None
-        module = importlib.import_module(f"dstrat.cli.checkpoint.{cmd_name}")
-        command: click.Command = getattr(module, cmd_name)
-        return command
-
-
-@click.command(cls=_CheckpointCommands)
+@click.command(cls=LazyGroup, homes=_HOMES)
 def checkpoint() -> None:
     """Look at checkpoints, verify, compare and convert them.
 
