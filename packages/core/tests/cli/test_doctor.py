@@ -76,6 +76,15 @@ def test_an_accelerator_says_what_drives_it():
     assert texts["accelerator engine"] == "1 by default (cpu), collectives by gloo; driver 1.2"
 
 
+def test_an_accelerator_that_lacks_a_requirement_is_reported_once():
+    catalog = Catalog({})
+    catalog.register(Component(kind="accelerator", alias="far", summary="", target=Driven, requires=("no-such>=2",)))
+    findings = [*check_plugins(catalog), *check_devices(catalog)]
+    (finding,) = [finding for finding in findings if finding.subject == "accelerator far"]
+    assert finding.state == "note"
+    assert "needs no-such>=2" in finding.text
+
+
 def test_an_accelerator_says_why_it_is_not_there():
     catalog = Catalog({})
     catalog.register(Component(kind="accelerator", alias="asleep", target=Asleep, summary=""))
@@ -110,6 +119,12 @@ def test_the_all_reduce_has_a_time_limit_and_leaves_no_process(seconds, monkeypa
     while (left := processes_with("DSTRAT_TEST_OF_THE_LIMIT")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+def test_a_time_limit_of_no_seconds_is_refused(installed_dstrat):
+    report = installed_dstrat("doctor", "--seconds=0")
+    assert report.returncode == 2
+    assert "Invalid value for '--seconds': 0.0 is not in the range x>0." in report.stderr
 
 
 def test_an_all_reduce_that_fails_says_why(torch_of_ranks):

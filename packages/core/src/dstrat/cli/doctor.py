@@ -36,7 +36,13 @@ _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
 @click.command(short_help="Check whether training would work here.")
-@click.option("--seconds", default=60.0, show_default=True, help="Time limit of the all-reduce.")
+@click.option(
+    "--seconds",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Time limit of the all-reduce.",
+)
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, seconds: float, as_json: bool) -> None:
@@ -192,18 +198,20 @@ def _about_offer(offer: Offer, catalog: Catalog) -> Iterator[Finding]:
 
 
 def check_devices(catalog: Catalog) -> Iterator[Finding]:
-    """Ask every accelerator what it finds."""
+    """Yield the devices that each accelerator finds."""
     for offer in catalog.offers("accelerator"):
-        yield _check_accelerator(offer, catalog)
+        try:
+            catalog.check_requirements(offer)
+            cls = catalog.load(offer)
+        except DstratError:  # check_plugins has reported it
+            continue
+        yield _check_accelerator(cls, offer)
 
 
-def _check_accelerator(offer: Offer, catalog: Catalog) -> Finding:
+def _check_accelerator(cls: type[Accelerator], offer: Offer) -> Finding:
     subject = f"accelerator {offer.component.alias}"
     try:
-        catalog.check_requirements(offer)
-        return Finding(subject=subject, text=_devices(catalog.load(offer)(**offer.component.options)))
-    except MissingRequirementError as error:
-        return Finding(subject=subject, text=str(error), state="note")
+        return Finding(subject=subject, text=_describe_devices(cls(**offer.component.options)))
     except DstratError as error:
         return Finding(subject=subject, text=str(error), state="problem")
     except Exception as error:  # noqa: BLE001 - a driver that does not fit raises many things
@@ -211,7 +219,7 @@ def _check_accelerator(offer: Offer, catalog: Catalog) -> Finding:
         return Finding(subject=subject, text=text, state="problem")
 
 
-def _devices(accelerator: Accelerator) -> str:
+def _describe_devices(accelerator: Accelerator) -> str:
     if not accelerator.is_available():
         hint = accelerator.hint_unavailable()
         return f"not on this machine: {hint}" if hint else "not on this machine"
