@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dstrat.plugins.offer import Offer, Plugin
 
 
-@click.command()
+@click.command(short_help="List the strategies, and count their variants.")
 @json_option
 @click.option("--all", "lists_all", is_flag=True, help="List each variant, and packages that are not published yet.")
 def strategies(as_json: bool, lists_all: bool) -> None:
@@ -165,7 +165,7 @@ _UNDECLARED = "as its class says"
 
 @click.command(short_help="Show all that is known of an alias.")
 @click.argument("alias")
-@click.option("--kind", type=click.Choice(KINDS), help="Where the alias names things of several kinds.")
+@click.option("--kind", type=click.Choice(KINDS), help="If the alias names components of several kinds.")
 @json_option
 def show(alias: str, kind: Kind | None, as_json: bool) -> None:
     """Show what ALIAS (or ALIAS@DISTRIBUTION, or the name of a group) is, who offers it, and what it needs."""

@@ -43,7 +43,7 @@ def test(ctx: click.Context, alias: str, path: Path | None, kind: Kind, tiers: t
 
     PATH is the author's own test file or folder: then its test class with that alias is run, with what it declares.
 
-    With the options of ``dstrat fit``, such as --config, a module is tested instead.
+    With the options of 'dstrat fit', such as --config, a module is tested instead.
     """
     offer = loaded_catalog().find(kind, alias)
     results = _run(kind, alias, path, tiers or _TIERS)

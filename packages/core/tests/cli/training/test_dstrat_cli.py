@@ -82,7 +82,10 @@ def test_help_has_docstrings_types_and_the_aliases_of_installed_packages(cli, ca
         cli("fit", "--help", model=Net)
     text = " ".join(capsys.readouterr().out.split())
     assert "--model.lr LR The step size of plain gradient descent. (type: float, default: 0.1)" in text
-    assert re.search(r"Installed: [^;]*\bddp, ddp2, ", text)
+    assert re.search(r"Installed: [^;]*\bddp, ddp2, [^;]*; dstrat strategies --all lists variants", text)
+    assert re.search(r"Installed: cpu, [^;]*; dstrat accelerators lists", text)
+    assert "Learning-rate schedulers of the optimizer:" in text
+    assert "<class" not in text
     assert "--resume" in text
     assert "``" not in text
 

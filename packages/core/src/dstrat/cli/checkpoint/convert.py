@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
 
 
-@click.command()
+@click.command(short_help="Convert a checkpoint of another program, such as Lightning.")
 @click.argument("path", type=CHECKPOINT_PATH)
 @click.argument("output", type=CHECKPOINT_PATH)
 @json_option

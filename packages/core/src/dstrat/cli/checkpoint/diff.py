@@ -29,7 +29,7 @@ Difference = tuple[str, str, str, str]
 """Name, what it is in the first, what it is in the second, and by how much."""
 
 
-@click.command()
+@click.command(short_help="Show where two checkpoints differ.")
 @click.argument("first", type=CHECKPOINT_PATH)
 @click.argument("second", type=CHECKPOINT_PATH)
 @json_option

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
 
 
-@click.command()
+@click.command(short_help="Read a checkpoint, and compare all checksums.")
 @click.argument("path", type=CHECKPOINT_PATH)
 @json_option
 @click.pass_context

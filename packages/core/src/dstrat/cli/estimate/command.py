@@ -152,7 +152,7 @@ def _measure(
 
     factory = load_factory(model)
     return measure_training(
-        lambda: read_training(factory(), f"--model {model}"),
+        lambda: read_training(factory(), f"--model {model!r}"),
         precision,
         device_type=device_type,
         world_size=devices * num_nodes,

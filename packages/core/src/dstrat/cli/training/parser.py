@@ -150,6 +150,8 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
     ) -> None:
         """Add the arguments of a scheduler, as :meth:`add_optimizer_args` does for an optimizer."""
         self._add_without(lr_scheduler_class, nested_key, "optimizer")
+        if isinstance(lr_scheduler_class, tuple):  # which jsonargparse would show as Python shows a tuple of classes
+            self.groups[nested_key].title = "Learning-rate schedulers of the optimizer"
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
     def _add_without(self, cls: Any, nested_key: str, argument: str) -> None:
@@ -211,19 +213,22 @@ def _with_translation(mode: str) -> str:
 
 
 class HelpFormatter(DefaultHelpFormatter):  # type: ignore[misc]
-    """Adds the aliases of installed packages to the help, and takes the marks of code away."""
+    """Adds the aliases of installed packages to the help, and removes the marks of code."""
 
-    _KINDS: ClassVar[dict[str, Kind]] = {"trainer.strategy": "strategy", "trainer.accelerator": "accelerator"}
+    _LISTED: ClassVar[dict[str, tuple[Kind, str]]] = {
+        "trainer.accelerator": ("accelerator", "dstrat accelerators lists what each needs"),
+        "trainer.strategy": ("strategy", "dstrat strategies --all lists variants"),
+    }
 
     @override
     def _get_help_string(self, action: Action) -> str:  # the method that formatters of argparse override
         text = str(super()._get_help_string(action)).replace("``", "")
-        kind = self._KINDS.get(action.dest)
-        if kind is None:
+        if action.dest not in self._LISTED:
             return text
+        kind, more = self._LISTED[action.dest]
         offers = get_catalog().offers(kind)
         aliases = [name for offer in offers if base_of(offer, offers) is None for name in offer.names]
-        return f"{text} Installed: {', '.join(aliases)}; dstrat strategies --all lists variants."
+        return f"{text} Installed: {', '.join(aliases)}; {more}."
 
 
 def import_named_classes() -> None:
