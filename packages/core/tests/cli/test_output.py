@@ -16,12 +16,12 @@ TEXT = "what it is, said in a great many words so that they do not fit into one 
 PRINT = f"from dstrat.cli.output import print_table\nprint_table([({ALIAS!r}, {TEXT!r}), ('[b]x', 'y')])"
 
 
-def in_terminal(bare, columns):
-    """What the script prints in a terminal of so many columns."""
+def in_terminal(bare, columns, script=PRINT):
+    """What a script prints in a terminal of so many columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(bare), "TERM": "xterm-256color"}
-    subprocess.run([sys.executable, "-S", "-c", PRINT], env=environ, stdout=theirs, timeout=60, check=True)
+    subprocess.run([sys.executable, "-S", "-c", script], env=environ, stdout=theirs, timeout=60, check=True)
     os.close(theirs)
     text = b""
     while True:
@@ -47,6 +47,11 @@ def test_a_terminal_gets_wrapped_lines_and_nothing_is_lost(bare_packages, column
     assert bare != shown
     assert max(map(len, bare.split("\n"))) <= columns
     assert sorted(bare.replace(" ", "").replace("\n", "")) == sorted(f"{ALIAS}{TEXT}[b]xy".replace(" ", ""))
+
+
+def test_a_line_that_is_cut_ends_in_an_ellipsis(bare_packages):
+    script = f"from dstrat.cli.output import print_table\nprint_table([('a_name', {TEXT!r})], is_cut=True)"
+    assert without_colours(in_terminal(bare_packages, 40, script)) == f"a_name  {TEXT[:31]}…\n"
 
 
 def test_names_are_not_broken_where_there_is_room(bare_packages):

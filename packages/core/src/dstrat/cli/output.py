@@ -1,4 +1,4 @@
-"""Printing: tables for people, plain lines for pipes, JSON for programs."""
+"""Output of commands: tables in terminals, plain lines in pipes, JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_MOST_OF_A_LINE = 0.7  # what the first column may take, so that names are not broken
+_MOST_OF_A_LINE = 0.7  # largest fraction of a terminal's width for a first column without line breaks in names
 
 json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON; what JSON does not know is shown as Python would show it."""
+    """Print a value as JSON, with the ``repr`` of objects that JSON does not have."""
     click.echo(json.dumps(value, indent=2, default=repr))
 
 
 def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, is_cut: bool = False) -> None:
-    """Print rows in columns: wrapped and with a bold header in a terminal, else each row on one line, nothing cut.
+    """Print rows in columns: in a terminal wrapped and with a bold header, elsewhere each row on one line.
 
     Args:
         rows: The cells of each row.
         headers: Names of the columns.
-        is_cut: Whether a row has one line in a terminal too, whatever is lost.
+        is_cut: Whether each row is cut to one line in a terminal, with an ellipsis.
     """
     if sys.stdout.isatty():
-        _print_for_people(rows, headers, is_cut=is_cut)
+        _print_in_terminal(rows, headers, is_cut=is_cut)
     else:
         _print_plain([headers, *rows] if headers else rows)
 
@@ -42,13 +42,20 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str], *, is_cut: bool) -> None:
+def _print_in_terminal(rows: Sequence[Sequence[str]], headers: Sequence[str], *, is_cut: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="bold")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        show_header=bool(headers),
+        header_style="bold",
+        expand=is_cut,
+    )
     for position, cells in enumerate(zip(*rows, strict=True)):
         widest = max(map(len, cells))
         table.add_column(
@@ -56,6 +63,9 @@ def _print_for_people(rows: Sequence[Sequence[str]], headers: Sequence[str], *, 
             overflow="ellipsis" if is_cut else "fold",
             style="cyan" if position == 0 else "",
             min_width=widest if is_cut and position == 0 else None,
+            # The others share the rest of the line.  Without a ratio rich narrows all columns, widens the first one
+            # again, and cuts the line where the terminal ends, without an ellipsis.
+            ratio=1 if is_cut and position else None,
             no_wrap=is_cut or (position == 0 and widest < _MOST_OF_A_LINE * console.width),
         )
     for row in rows:
