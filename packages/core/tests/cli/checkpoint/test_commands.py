@@ -190,6 +190,13 @@ def test_diff_compares_single_files_with_each_other_and_with_folders(single, pat
         assert all(difference == "" for difference in rows.values())
 
 
+def test_diff_does_not_compare_what_each_rank_has(single, invoke, tmp_path):
+    content = TorchCheckpointIO().load_checkpoint(str(single))
+    per_rank = {"random": {"seed": 3, "words": torch.ones(2)}}
+    TorchCheckpointIO().save_checkpoint({**content, "per_rank": per_rank}, tmp_path / "more.ckpt")
+    assert invoke("diff", single, tmp_path / "more.ckpt") == (0, "both hold the same values and tensors\n")
+
+
 def test_verify_reads_a_single_file_and_finds_damage(single, invoke):
     assert (
         "one.ckpt: the file can be read, and its checksums, those of torch.save, are right"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dstrat.checkpoint.portable.format import PER_RANK
 from dstrat.checkpoint.portable.newest import resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import storage_of
@@ -83,6 +84,6 @@ def _write_all(folder: CheckpointReader, output: CheckpointPath, advance: Callab
 
     checkpoint: dict[str, Any] = load(folder, rank=0, world_size=folder.manifest.world_size, advance=advance)
     if folder.manifest.world_size > 1:
-        del checkpoint["per_rank"]  # one file cannot continue what each of several ranks had
+        del checkpoint[PER_RANK]  # one file cannot continue what each of several ranks had
     TorchCheckpointIO().save_checkpoint(checkpoint, str(output))
     return len(folder.index())

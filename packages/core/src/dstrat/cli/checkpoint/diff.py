@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrat.checkpoint.portable.decode import join_name
-from dstrat.checkpoint.portable.format import STATE
+from dstrat.checkpoint.portable.format import PER_RANK, STATE
 from dstrat.checkpoint.portable.index import TensorEntry
 from dstrat.checkpoint.portable.newest import is_portable, resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
@@ -41,7 +41,10 @@ def diff(ctx: click.Context, first: CheckpointPath, second: CheckpointPath, as_j
     How they are cut into pieces, and what each rank has for itself, is not compared.
     """
     with content_of(first) as one, content_of(second) as other:
-        values = [*_values("", one.values, other.values), *_values("", dict(one.unknown), dict(other.unknown))]
+        values = [
+            *_values("", _without_ranks(one.values), _without_ranks(other.values)),
+            *_values("", dict(one.unknown), dict(other.unknown)),
+        ]
         size = sum(entry.num_bytes for entry in one.tensors.values())
         with progress_bar("comparing", size) as advance:
             tensors = list(_tensors(one, other, advance))
@@ -54,6 +57,11 @@ def diff(ctx: click.Context, first: CheckpointPath, second: CheckpointPath, as_j
     else:
         click.echo("both hold the same values and tensors")
     ctx.exit(1 if differences else 0)
+
+
+def _without_ranks(values: Any) -> Any:
+    """Return values without those of each rank, which only a single file has among them."""
+    return {name: value for name, value in values.items() if name != PER_RANK} if isinstance(values, dict) else values
 
 
 def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
@@ -83,7 +91,7 @@ def _distance(one: Any, other: Any) -> str:
 
 def _tensors(one: Content, other: Content, advance: Callable[[int], None]) -> Iterator[Difference]:
     ours, theirs = (
-        {name: entry for name, entry in content.tensors.items() if not name.startswith("per_rank/")}
+        {name: entry for name, entry in content.tensors.items() if not name.startswith(f"{PER_RANK}/")}
         for content in (one, other)
     )
     for name in [*ours, *(name for name in theirs if name not in ours)]:
