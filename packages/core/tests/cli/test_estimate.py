@@ -82,6 +82,10 @@ def reads_values():
     return Reading(), torch.ones(BATCH, 64)
 
 
+def fails():
+    raise ValueError("no data")
+
+
 def no_batch():
     return Net()
 
@@ -238,7 +242,8 @@ def test_a_size_without_sense_is_an_error(text):
     [
         (no_batch, r"returned a Net without a batch: return \(module, batch\)"),
         (lambda: 3, "returned a int, and must return a module with example_input_array"),
-        (reads_values, "cannot run on fake tensors"),
+        (fails, r"the training raised ValueError: no data\.  It"),
+        (reads_values, r"raised .*\.  It runs on fake tensors, which have no values"),
     ],
 )
 def test_a_factory_of_no_use_is_an_error_that_says_why(factory, message):

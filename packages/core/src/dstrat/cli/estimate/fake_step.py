@@ -265,8 +265,8 @@ def _explained() -> Iterator[None]:
         raise
     except Exception as error:
         raise MisuseError(
-            f"the training cannot run on fake tensors, which have no values ({type(error).__name__}: {error}): let the "
-            "factory return a module that reads no values of tensors, as .item() and conditions on tensors do"
+            f"the training raised {type(error).__name__}: {error}.  It runs on fake tensors, which have no values: if "
+            "it reads some, as .item() and conditions on tensors do, let the factory return a module that reads none"
         ) from error
 
 
