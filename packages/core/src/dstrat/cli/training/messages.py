@@ -40,7 +40,7 @@ def explain(message: str, options: Iterable[str]) -> str:
     if nested and keys[-1].rpartition(".")[2] != nested[1]:
         keys.append(nested[1])
     problem = _class_problem(message) or _type_problem(message)
-    return f"--{'.'.join(keys)}: {problem}" if problem else message
+    return f"--{'.'.join(keys)}: {problem}" if problem else re.sub(rf"^{_KEY.pattern}", r"--\1", message)
 
 
 def _missing_options(names: list[str], classes: list[str]) -> str:
