@@ -111,7 +111,7 @@ def test_names_follow_from_the_folder_and_the_alias(kind, folder, alias, names):
         (["-x-"], "'-x-' cannot be the name of a package"),
         (["größe"], "'größe' cannot be the name of a package"),
         (["Torch"], "Python has a module 'torch' already: choose another one, such as 'dstrat-torch'"),
-        (["dstrat-x", "--alias", "Ring"], "alias 'Ring' is not possible here: it must begin with a lower-case letter"),
+        (["dstrat-x", "--alias", "Ring"], "alias 'Ring' is not possible here: begin with a lower-case letter"),
         (["dstrat-x", "--alias", "a b"], "alias 'a b' is not possible here"),
         (["dstrat-x", "--alias", '"'], "alias '\"' is not possible here"),
         (["dstrat-x", "--alias", "ring_"], "alias 'ring_' is not possible here"),
@@ -131,14 +131,14 @@ def test_bad_names_are_refused_before_anything_is_written(tmp_path, monkeypatch,
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     (tmp_path / "dstrat-ring").mkdir()
     (tmp_path / "dstrat-ring" / "notes").write_text("mine")
-    with pytest.raises(DstratError, match=r"dstrat-ring' is not empty \(it has 'notes'\): choose a folder that is new"):
+    with pytest.raises(DstratError, match=r"dstrat-ring' is not empty \(it has 'notes'\): choose a new folder"):
         run_new(tmp_path / "dstrat-ring")
     assert files(tmp_path) == {"dstrat-ring/notes"}
 
 
 def test_a_file_is_left_alone(tmp_path):
     (tmp_path / "dstrat-ring").write_text("mine")
-    with pytest.raises(DstratError, match="dstrat-ring' is a file: choose a folder that is new"):
+    with pytest.raises(DstratError, match="dstrat-ring' is a file: choose a new folder"):
         run_new(tmp_path / "dstrat-ring")
     assert (tmp_path / "dstrat-ring").read_text() == "mine"
 
@@ -172,7 +172,8 @@ def test_an_alias_of_another_installed_package_is_refused(dstrat, site):
     site.add("acme-ring", site.component("ring", "acme_ring.strategy:Ring"))
     done = dstrat("new", "dstrat-ring")
     assert (
-        "alias 'ring' belongs to acme-ring 1.0, and who has both packages could use neither by that name" in done.stderr
+        "alias 'ring' belongs to acme-ring 1.0, and with both packages installed neither could be used by it"
+        in done.stderr
     )
 
 

@@ -67,25 +67,26 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
 def _rows(
     offers: Sequence[Offer], catalog: Catalog, variants: Mapping[int, int] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield, for each owner, a row with its name and then one for each of its components.
+    """Yield a row with the name of each owner, followed by one for each of its components.
 
     Args:
         offers: The components.
-        catalog: Knows what they need.
-        variants: How many variants a component has that are not shown, by the offer's id.
+        catalog: The catalog, for their missing requirements.
+        variants: Number of variants of a component that are not shown, by the ``id`` of its offer.
     """
     times = Counter(offer.component.alias for offer in offers)
     for owner, offered in groupby(sorted(offers, key=lambda offer: offer.owner), lambda offer: offer.owner_label):
         yield owner, ""
         for offer in offered:
             is_unique = times[offer.component.alias] == 1
+            # The alias of two owners alone would raise an error: with @owner it can be copied.
             name = ", ".join((*offer.names, *offer.component.groups)) if is_unique else offer.full_alias
             count = (variants or {}).get(id(offer), 0)
             yield f"  {name} (+{count})" if count else f"  {name}", _description(offer, catalog)
 
 
 def _print_folded(offers: Sequence[Offer], catalog: Catalog) -> None:
-    """Print each owner's strategies without variants, and in the end those that need what is not installed."""
+    """Print each owner's strategies without variants, and below them those whose requirements are missing."""
     bases = [offer for offer in offers if base_of(offer, offers) is None]
     variants = Counter(id(base) for offer in offers if (base := base_of(offer, offers)) is not None)
     usable = [offer for offer in bases if not catalog.missing_requirements(offer)]
@@ -125,7 +126,7 @@ def _description(offer: Offer, catalog: Catalog) -> str:
 
 
 def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
-    """Return what could be installed, quoted for a shell, and the aliases that each would bring."""
+    """Return the requirements that could be installed, quoted for a shell, each with its aliases."""
     offered = {name for offer in catalog.offers(kind) for name in offer.names}
     installed = {normalized(plugin.distribution) for plugin in catalog.plugins}
     hints: dict[str, list[str]] = {}
@@ -135,17 +136,18 @@ def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
     return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
 
 
-# Catalog for the command line, and records as JSON
+# The catalog without output of plugins, and its records for JSON
 
 
 def loaded_catalog() -> Catalog:
-    """Return the catalog of this process; what plugins print while they are loaded does not mix with our output."""
+    """Return the catalog of this process."""
+    # What a plugin prints while it is loaded must not get into a table or into JSON.
     with contextlib.redirect_stdout(sys.stderr):
         return get_catalog()
 
 
 def offer_as_dict(offer: Offer, catalog: Catalog) -> dict[str, Any]:
-    """Return all that is known of an offer without importing its class."""
+    """Return the facts of an offer, without importing its class."""
     component = offer.component
     facts = {field.name: getattr(component, field.name) for field in fields(component)}
     return {
@@ -157,10 +159,10 @@ def offer_as_dict(offer: Offer, catalog: Catalog) -> dict[str, Any]:
     }
 
 
-# ``dstrat show``: all that is known of one component, without importing its class.
+# ``dstrat show``: the facts of one component, without importing its class
 
 
-_UNDECLARED = "as its class says"
+_UNDECLARED = "as its class says"  # a fact that the record leaves open; reading it there would import the class
 
 
 @click.command(short_help="Show all that is known of an alias.")
@@ -172,7 +174,12 @@ def show(alias: str, kind: Kind | None, as_json: bool) -> None:
     catalog = loaded_catalog()
     offers = _offers(alias, [kind] if kind else _kinds(alias, catalog), catalog)
     if as_json:
-        print_json([_as_dict(offer, catalog) for offer in offers])
+        print_json(
+            [
+                {**offer_as_dict(offer, catalog), "docstring": first_line(offer.component.target_name)}
+                for offer in offers
+            ]
+        )
         return
     for number, offer in enumerate(offers):
         if number:
@@ -186,17 +193,13 @@ def _offers(alias: str, kinds: Sequence[Kind], catalog: Catalog) -> list[Offer]:
 
 
 def _kinds(alias: str, catalog: Catalog) -> list[Kind]:
-    """Return the kinds in which the name means something; that of strategies where it means nothing."""
+    """Return the kinds that have the name, or the kind of a component that could be installed, or the strategies."""
     bare = alias.partition("@")[0]
     matches = [
         kind for kind in KINDS if any(bare in (*offer.names, *offer.component.groups) for offer in catalog.offers(kind))
     ]
     installable: list[Kind] = [kind for kind in KINDS if bare in KNOWN.get(kind, {})]
     return matches or installable[:1] or ["strategy"]
-
-
-def _as_dict(offer: Offer, catalog: Catalog) -> dict[str, object]:
-    return {**offer_as_dict(offer, catalog), "docstring": first_line(offer.component.target_name)}
 
 
 def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
@@ -220,12 +223,12 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
 def _strategy_lines(component: Component) -> Iterable[tuple[str, str]]:
     yield "accelerators", ", ".join(component.accelerators) or "any"
     yield "device types", ", ".join(component.device_types) or "any"
-    yield "collectives", _said(component.uses_torch_distributed, "through torch.distributed", "its own, or none")
+    yield "collectives", _fact_text(component.uses_torch_distributed, "through torch.distributed", "its own, or none")
     yield "precisions", ", ".join(component.precisions) or "any"
     yield "devices", _devices(component)
-    yield "processes", _said(component.starts_processes, "one per device", "one")
-    yield "machines", _said(component.multi_node, "several", "one")
-    yield "notebooks", _said(component.notebook_safe, "yes", "no")
+    yield "processes", _fact_text(component.starts_processes, "one per device", "one")
+    yield "machines", _fact_text(component.multi_node, "several", "one")
+    yield "notebooks", _fact_text(component.notebook_safe, "yes", "no")
 
 
 def _devices(component: Component) -> str:
@@ -233,13 +236,13 @@ def _devices(component: Component) -> str:
         return f"at most {component.max_devices}"
     if component.starts_processes or component.drives_several_devices:
         return "any number"
-    return _said(component.drives_several_devices, "any number", "one")
+    return _fact_text(component.drives_several_devices, "any number", "one")
 
 
 def _accelerator_lines(component: Component) -> Iterable[tuple[str, str]]:
     yield "device type", component.device_type or _UNDECLARED
     yield "collectives", _collectives(component)
-    yield "devices", _said(component.devices_share_process, "several in a process", "one in each process")
+    yield "devices", _fact_text(component.devices_share_process, "several in a process", "one in each process")
     yield "strategies", ", ".join(f"{other} for {alias}" for alias, other in component.strategies.items())
 
 
@@ -251,8 +254,8 @@ def _collectives(component: Component) -> str:
     return f"{backend}{through[component.supports_torch_distributed]}"
 
 
-def _said(fact: bool | None, yes: str, no: str) -> str:
-    """Return a fact in words."""
+def _fact_text(fact: bool | None, yes: str, no: str) -> str:
+    """Return a text for a fact."""
     if fact is None:
         return _UNDECLARED
     return yes if fact else no
@@ -262,12 +265,13 @@ def _said(fact: bool | None, yes: str, no: str) -> str:
 
 
 def first_line(target: str) -> str:
-    """Return the first line of the docstring of ``"package.module:Class"``; empty where the source does not tell."""
+    """Return the first line of the docstring of ``"package.module:Class"``; empty if its source has none."""
+    # Parsed, since importing the class would import torch, and may fail where its backend is not installed.
     module, _, name = target.partition(":")
     try:
         source = _source(module)
         tree = ast.parse(source or "")
-    except (ImportError, OSError, SyntaxError, ValueError):  # whoever uses the class will hear of it
+    except (ImportError, OSError, SyntaxError, ValueError):  # an error for a user of the class, not of this listing
         return ""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -276,7 +280,8 @@ def first_line(target: str) -> str:
 
 
 def _source(module: str) -> str | None:
-    """Return the source of a module; ``importlib.util.find_spec`` would import the packages that it lies in."""
+    """Return the source of a module; None if it is not found."""
+    # Not importlib.util.find_spec, which imports the packages above the module.
     spec: ModuleSpec | None = None
     names = module.split(".")
     for depth in range(1, len(names) + 1):
@@ -289,7 +294,7 @@ def _source(module: str) -> str | None:
     return source
 
 
-# ``dstrat explain``: the plan for given options, with the reason for each choice, without running anything.
+# ``dstrat explain``: the plan for some options, with the reason for each choice
 
 
 @click.command(short_help="Explain what would run, and why.")
@@ -315,15 +320,15 @@ def explain(
         print_table([(row.subject, row.value, row.reason, row.owner) for row in plan.choices])
 
 
-# ``dstrat plugins``: every plugin that is installed, its state, and the reason for it.
+# ``dstrat plugins``: the installed plugins, their state, and the reason for it
 
 
-_NOT_PRINTED = ("components", "tombstones", "adapters")
+_NOT_PRINTED = ("components", "tombstones", "adapters")  # objects; what they offer is printed by alias
 
 
 @click.command(short_help="List the installed plugins.")
 @json_option
-@click.option("--traceback", "show_tracebacks", is_flag=True, help="Print where the failed ones failed.")
+@click.option("--traceback", "show_tracebacks", is_flag=True, help="Print the tracebacks of failed plugins.")
 @click.pass_context
 def plugins(ctx: click.Context, as_json: bool, show_tracebacks: bool) -> None:
     """List the installed plugins; exit with 1 if one of them does not work."""
@@ -333,7 +338,7 @@ def plugins(ctx: click.Context, as_json: bool, show_tracebacks: bool) -> None:
     else:
         print_table(
             [
-                (plugin.label, plugin.entry_point, plugin.state, _milliseconds(plugin), remark(plugin))
+                (plugin.label, plugin.entry_point, plugin.state, f"{plugin.seconds * 1000:.1f}", _remark(plugin))
                 for plugin in installed
             ],
             ["distribution", "entry point", "state", "ms", "what it offers, or why not"],
@@ -344,8 +349,8 @@ def plugins(ctx: click.Context, as_json: bool, show_tracebacks: bool) -> None:
     ctx.exit(1 if any(plugin.is_broken for plugin in installed) else 0)
 
 
-def remark(plugin: Plugin) -> str:
-    """Return what there is to say about a plugin in one line."""
+def _remark(plugin: Plugin) -> str:
+    """Return the numbers of components that a plugin offers, or the reason why it offers none."""
     if plugin.state != "loaded":
         return plugin.reason
     counts: dict[str, int] = {}
@@ -356,10 +361,6 @@ def remark(plugin: Plugin) -> str:
     offered = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())).replace("_", " ") or "nothing"
     heavy = "; it imports torch, which makes every listing slow" if plugin.imported_torch else ""
     return f"{offered}{heavy}"
-
-
-def _milliseconds(plugin: Plugin) -> str:
-    return f"{plugin.seconds * 1000:.1f}"
 
 
 def _plugin_as_dict(plugin: Plugin) -> dict[str, Any]:

@@ -35,6 +35,24 @@ if TYPE_CHECKING:
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
+FindingState = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A line of the report.
+
+    Attributes:
+        subject: The subject of the check.
+        text: The result, and what to do about it.
+        state: ``"ok"``; ``"note"`` if it may explain a surprise; ``"problem"`` if something will not work.
+    """
+
+    subject: str
+    text: str
+    state: FindingState = "ok"
+
+
 @click.command(short_help="Check whether training would work here.")
 @click.option(
     "--seconds",
@@ -64,93 +82,18 @@ def _findings(seconds: float) -> Iterator[Finding]:
     yield from check_devices(catalog)
     yield from check_evidence(catalog, os.environ)
     with Console(stderr=True).status("two processes add their numbers ..."):  # shown in terminals only
-        yield from list(check_all_reduce(seconds))
+        yield from check_all_reduce(seconds)
     yield from check_leftovers()
 
 
-# Check of an all-reduce between two processes of this machine.
-
-
-_RANKS = 2
-_GRACE = 10.0  # seconds for the job to end itself after it was asked to
-
-
-def check_all_reduce(seconds: float) -> Iterator[Finding]:
-    """Start two ranks that add their numbers; the time limit holds whatever they do."""
-    subject = f"all-reduce on {_RANKS} processes"
-    started = time.monotonic()
-    process = subprocess.Popen(  # noqa: S603 - this very interpreter and module
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        text = f"no result after {seconds:g} s: the loopback is blocked, or the start is slow (try a longer --seconds)"
-        yield Finding(subject=subject, text=text, state="problem")
-        return
-    if process.returncode == 0:
-        yield Finding(subject=subject, text=f"works with gloo, in {time.monotonic() - started:.1f} s")
-    else:
-        *_, last = ["", *errors.splitlines()]
-        yield Finding(subject=subject, text=f"failed with exit code {process.returncode}: {last}", state="problem")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Let the supervisor end its ranks; kill it where it does not, and they die with it."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.communicate(timeout=_GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def _sum_of_ranks() -> float:
-    """Return, in a rank, the sum of all ranks plus one each."""
-    import torch
-
-    from dstrat.builtin.clusters.local import LocalEnvironment
-    from dstrat.parallel.collectives import reduce_tensor
-    from dstrat.parallel.process_group import close_process_group, open_process_group
-
-    cluster = LocalEnvironment()
-    open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=60))
-    total = reduce_tensor(torch.tensor(cluster.global_rank + 1.0), reduce_op="sum")
-    close_process_group()
-    return float(total)
-
-
-def _main() -> None:
-    from dstrat.errors import DstratError
-    from dstrat.launch.local import LocalLauncher
-
-    expected = float(sum(range(1, _RANKS + 1)))
-    try:
-        total = LocalLauncher(num_processes=_RANKS, start_method="spawn").launch(_sum_of_ranks)
-    except DstratError as error:
-        sys.exit(str(error).partition("\n")[0])  # the rank's traceback follows
-    if total != expected:
-        sys.exit(f"the sum was {total}, and should have been {expected}")
-
-
-if __name__ == "__main__":
-    _main()
-
-
-# Check for plugins that failed or have defects.
+# Plugins that fail or are slow, and components that cannot be used
 
 
 _SLOW = 0.1  # seconds; a plugin is a few lines
 
 
 def check_plugins(catalog: Catalog) -> Iterator[Finding]:
-    """Tell of broken, disabled and slow plugins, and of components that cannot be used as they are."""
+    """Yield broken, disabled and slow plugins, and components that cannot be used as they are."""
     offers = [offer for kind in KINDS for offer in catalog.offers(kind)]
     findings = [
         *_about_settings(catalog),
@@ -188,13 +131,39 @@ def _about_offer(offer: Offer, catalog: Catalog) -> Iterator[Finding]:
         catalog.find(offer.component.kind, offer.component.alias)
         catalog.check_requirements(offer)
         catalog.load(offer)
-    except (AmbiguousAliasError, MissingRequirementError) as error:  # it works, or can, once someone wants it
+    except (AmbiguousAliasError, MissingRequirementError) as error:  # no problem until a user asks for it
         yield Finding(subject=subject, text=str(error), state="note")
     except DstratError as error:
         yield Finding(subject=subject, text=str(error), state="problem")
 
 
-# Check of the devices of each accelerator
+# Installed versions
+
+
+def check_versions(catalog: Catalog) -> Iterator[Finding]:
+    """Yield the versions of Python, torch and the distributions that offer components."""
+    yield Finding(subject="python", text=f"{platform.python_version()} on {platform.platform()}")
+    yield _torch()
+    distributions = {owner_label(plugin.distribution, plugin.version) for plugin in catalog.plugins}
+    yield Finding(subject="distributions", text=", ".join(sorted(distributions)))
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # noqa: BLE001 - a torch that does not fit the machine raises many things
+        text = f"cannot be imported ({type(error).__name__}: {error}): reinstall it"
+        return Finding(subject="torch", text=text, state="problem")
+    if not dist.is_available():
+        text = f"{torch.__version__} without torch.distributed: only strategies of one process work"
+        return Finding(subject="torch", text=text, state="note")
+    tests = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    backends = [name for name, is_available in tests.items() if is_available()]
+    return Finding(subject="torch", text=f"{torch.__version__}, backends {', '.join(backends) or 'none'}")
+
+
+# Devices of each accelerator
 
 
 def check_devices(catalog: Catalog) -> Iterator[Finding]:
@@ -232,11 +201,11 @@ def _describe_devices(accelerator: Accelerator) -> str:
     return f"{by_default}; {description}" if description else by_default
 
 
-# Evidence in the environment of launchers and schedulers.
+# Evidence of launchers and schedulers in the environment
 
 
 def check_evidence(catalog: Catalog, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Tell which cluster environments see signs of themselves, and what they make of them."""
+    """Yield the cluster environments that find evidence of themselves, with the position that they read from it."""
     findings = [
         finding for offer in catalog.offers("cluster_environment") for finding in _seen(offer, catalog, environ)
     ]
@@ -259,36 +228,87 @@ def _seen(offer: Offer, catalog: Catalog, environ: Mapping[str, str]) -> Iterato
         yield Finding(subject=alias, text=text, state="problem")
 
 
-# Finding of a check.
+# All-reduce between two processes of this machine
 
 
-FindingState = Literal["ok", "note", "problem"]
+_RANKS = 2
+_GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One line of the doctor's report.
+def check_all_reduce(seconds: float) -> Iterator[Finding]:
+    """Start two ranks that add their numbers, and yield whether the sum is right within the time limit in seconds."""
+    subject = f"all-reduce on {_RANKS} processes"
+    started = time.monotonic()
+    # In a process of its own, which can be killed at the limit if the start hangs.
+    process = subprocess.Popen(  # noqa: S603 - this interpreter and module
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # its group is that of the supervisor and its ranks, for killpg
+    )
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        text = f"no result after {seconds:g} s: the loopback is blocked, or the start is slow (try a longer --seconds)"
+        yield Finding(subject=subject, text=text, state="problem")
+        return
+    if process.returncode == 0:
+        yield Finding(subject=subject, text=f"works with gloo, in {time.monotonic() - started:.1f} s")
+    else:
+        *_, last = ["", *errors.splitlines()]  # _main writes the reason last
+        yield Finding(subject=subject, text=f"failed with exit code {process.returncode}: {last}", state="problem")
 
-    Attributes:
-        subject: What it is about.
-        text: What was found, and what to do about it.
-        state: ``"ok"``; ``"note"`` where it may explain something; ``"problem"`` where something will not work.
-    """
 
-    subject: str
-    text: str
-    state: FindingState = "ok"
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let the supervisor end its ranks, or kill it with them."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
-# Check for orphan processes and stale folders of earlier jobs.
+def _sum_of_ranks() -> float:
+    """Return the sum of all ranks, counted from 1; runs in each rank."""
+    import torch
+
+    from dstrat.builtin.clusters.local import LocalEnvironment
+    from dstrat.parallel.collectives import reduce_tensor
+    from dstrat.parallel.process_group import close_process_group, open_process_group
+
+    cluster = LocalEnvironment()
+    open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=60))
+    total = reduce_tensor(torch.tensor(cluster.global_rank + 1.0), reduce_op="sum")
+    close_process_group()
+    return float(total)
+
+
+def _main() -> None:
+    from dstrat.errors import DstratError
+    from dstrat.launch.local import LocalLauncher
+
+    expected = float(sum(range(1, _RANKS + 1)))
+    try:
+        total = LocalLauncher(num_processes=_RANKS, start_method="spawn").launch(_sum_of_ranks)
+    except DstratError as error:
+        sys.exit(str(error).partition("\n")[0])  # the other lines are the rank's traceback
+    if total != expected:
+        sys.exit(f"the sum was {total}, and should have been {expected}")
+
+
+# Orphan processes and stale folders of earlier jobs
 
 
 _PROC = Path("/proc")
 _FOLDER_PREFIX = "dstrat-job-"  # as in launch/job.py
-_WATCHDOG = "dstrat-watchdog"  # as in launch/signals.py; it lives as long as its job, and names the folder
+_WATCHDOG = "dstrat-watchdog"  # as in launch/signals.py: it lives as long as its job; its last argument is the folder
 
-_PAUSE = 0.5  # seconds
-_SHOWN = 60  # characters of a command line
+_PAUSE = 0.5  # seconds between two looks
+_MAX_COMMAND = 60  # characters of a command line in a finding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,7 +319,7 @@ class _Process:
 
 
 def check_leftovers() -> Iterator[Finding]:
-    """Tell of processes and folders of jobs that are over."""
+    """Yield processes and folders of jobs that are over."""
     if not _PROC.is_dir():
         yield Finding(subject="leftovers", text="are not looked for on this platform", state="note")
         return
@@ -310,7 +330,7 @@ def check_leftovers() -> Iterator[Finding]:
     time.sleep(_PAUSE)  # a job that began or ended during the first look is gone from the second
     second = _leftovers()
     for pid, command in sorted(first[0] & second[0]):
-        text = f"of a job that is over ({command[:_SHOWN]}): kill {pid}"
+        text = f"of a job that is over ({command[:_MAX_COMMAND]}): kill {pid}"
         yield Finding(subject=f"process {pid}", text=text, state="problem")
     folders = sorted(first[1] & second[1])
     if folders:
@@ -332,38 +352,16 @@ def _leftovers() -> tuple[set[tuple[int, str]], set[str]]:
 
 
 def _readable_processes() -> Iterator[_Process]:
-    """Yield the processes that we may look into: our own, on Linux."""
+    """Yield this user's processes."""
     for folder in _PROC.glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
             environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:  # of another user, or ended meanwhile
             continue
         variables = dict(item.partition("=")[::2] for item in environ)
         yield _Process(pid=int(folder.name), arguments=tuple(arguments), job=variables.get(JOB_VARIABLE))
 
 
-# Check of installed versions.
-
-
-def check_versions(catalog: Catalog) -> Iterator[Finding]:
-    """Tell the versions of Python, torch and the distributions that offer components."""
-    yield Finding(subject="python", text=f"{platform.python_version()} on {platform.platform()}")
-    yield _torch()
-    distributions = {owner_label(plugin.distribution, plugin.version) for plugin in catalog.plugins}
-    yield Finding(subject="distributions", text=", ".join(sorted(distributions)))
-
-
-def _torch() -> Finding:
-    try:
-        import torch
-        import torch.distributed as dist
-    except Exception as error:  # noqa: BLE001 - a torch that does not fit the machine raises many things
-        text = f"cannot be imported ({type(error).__name__}: {error}): reinstall it"
-        return Finding(subject="torch", text=text, state="problem")
-    if not dist.is_available():
-        text = f"{torch.__version__} without torch.distributed: only strategies of one process work"
-        return Finding(subject="torch", text=text, state="note")
-    tests = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    backends = [name for name, is_available in tests.items() if is_available()]
-    return Finding(subject="torch", text=f"{torch.__version__}, backends {', '.join(backends) or 'none'}")
+if __name__ == "__main__":
+    _main()

@@ -42,11 +42,11 @@ def parse_pairs(ctx: click.Context, parameter: click.Parameter, pairs: tuple[str
 @click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each machine.")
 @click.option("--cpus", type=click.IntRange(1), help="CPUs of each machine; by default two for each process.")
 @click.option("--memory", type=click.IntRange(1), help="Memory of each machine in MiB; by default the scheduler's.")
-@click.option("--image", help="The container with the script and its requirements, where containers are started.")
+@click.option("--image", help="The image with the script and its requirements, for schedulers that start containers.")
 @click.option("--name", help="The job's name; by default that of the script.")
-@click.option("--env", multiple=True, metavar="NAME=VALUE", callback=parse_pairs, help="A variable for the job.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", callback=parse_pairs, help="A variable of its environment.")
 @click.option(
-    "--option", "options", multiple=True, metavar="NAME=VALUE", callback=parse_pairs, help="One of the scheduler's."
+    "--option", "options", multiple=True, metavar="NAME=VALUE", callback=parse_pairs, help="An option of the scheduler."
 )
 @click.option("--max-retries", type=click.IntRange(0), default=0, show_default=True, help="Restarts by the scheduler.")
 @click.option("--wait", is_flag=True, help="Follow the output, and exit as the job does; local jobs always do.")
@@ -58,7 +58,7 @@ def submit(ctx: click.Context, /, scheduler: str, *, wait: bool, dry_run: bool, 
     torchrun starts the processes of a machine.  The Trainer of the script has the same devices and num_nodes.  Options
     come before SCRIPT.  Schedulers, and the options of each, are those of TorchX: pip install "dstrat[submit]".
     """
-    scheduler = {"local": "local_cwd"}.get(scheduler, scheduler)
+    scheduler = {"local": "local_cwd"}.get(scheduler, scheduler)  # TorchX's name of it
     check_requirements(scheduler)
     from torchx.runner import get_runner
     from torchx.specs import InvalidRunConfigException
@@ -83,7 +83,7 @@ def submit(ctx: click.Context, /, scheduler: str, *, wait: bool, dry_run: bool, 
 
 
 def check_requirements(scheduler: str) -> None:
-    """Raise an error unless TorchX is installed, with the client of the scheduler.
+    """Check that TorchX is installed, with the client of the scheduler.
 
     Raises:
         MissingRequirementError: One of them is not.
@@ -101,10 +101,10 @@ def check_requirements(scheduler: str) -> None:
 
 
 def check_request(runner: Runner, scheduler: str, job: dict[str, Any]) -> None:
-    """Raise an error where the job cannot run on the scheduler.
+    """Check that the job can run on the scheduler.
 
     Raises:
-        RequestError: The scheduler is not known, or the job lacks something that it needs.
+        RequestError: The scheduler is not known, or the job lacks an option that it needs.
     """
     available = runner.scheduler_backends()
     if scheduler not in available:
@@ -131,12 +131,13 @@ def scheduler_config(runner: Runner, scheduler: str, options: dict[str, str]) ->
 
     possible = runner.scheduler_run_opts(scheduler)
     config: dict[str, Any] = {}
+    # Each name is checked, since TorchX ignores options that a scheduler does not have.
     for name, value in options.items():
         if possible.get(name) is None:
             names = ", ".join(sorted(option for option, _ in possible))
             raise RequestError(f"scheduler {scheduler!r} has no option {name!r}: it has {names}")
         config.update(possible.cfg_from_str(f"{name}={value}"))
-    apply(scheduler, config)  # what is set already stays
+    apply(scheduler, config)  # adds those of the file that the command line does not set
     return config
 
 
@@ -150,13 +151,13 @@ def make_job(scheduler: str, job: dict[str, Any]) -> AppDef:
         *job["arguments"],
         script=str(job["script"]),
         image=job["image"] or "",
-        name=f"/{name}",
+        name=f"/{name}",  # TorchX reads experiment/name
         j=f"{job['nodes']}x{job['devices']}",
         env=dict(job["env"]),
         max_retries=job["max_retries"],
     )
     (role,) = app.roles
-    role.name = name  # by which SLURM's jobs and files of output are called
+    role.name = name  # SLURM's name of the job and of its files
     # TorchX's own default of 1 GiB is less than torch needs; 0 leaves it to the scheduler.
     role.resource = Resource(cpu=job["cpus"] or 2 * job["devices"], gpu=job["gpus"], memMB=job["memory"] or 0)
     if scheduler in _IN_THIS_ENVIRONMENT:
@@ -168,7 +169,7 @@ def make_job(scheduler: str, job: dict[str, Any]) -> AppDef:
 
 
 def follow(runner: Runner, handle: str) -> int:
-    """Print what the job writes until it has ended, and return the exit code: 1 if it has failed."""
+    """Print the output of a job until its end, and return the exit code: 1 if it has failed."""
     from torchx.cli.cmd_log import get_logs
     from torchx.specs import AppState
 

@@ -1,4 +1,4 @@
-"""``dstrat test``: what a component proves of itself, capability by capability."""
+"""``dstrat test``: the conformance kit on a component, capability by capability."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dstrat.testing.run import Result
 
 _TIERS = ("basic", "optional", "processes", "device")
-_INDENT, _VERBATIM = "    ", "  |"  # of lines that go on, and of details, in advice
-_WIDEST = 110  # characters
+_INDENT, _VERBATIM = "    ", "  |"  # begin continued lines and details, in messages of the kit
+_MAX_WIDTH = 110  # characters of a line
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 _OF_PYTEST = re.compile(r"^E  ", re.MULTILINE)
 _OUTCOMES = ("passed", "failed", "expected failure", "not declared")
@@ -34,8 +34,8 @@ _OUTCOMES = ("passed", "failed", "expected failure", "not declared")
 @click.command(short_help="Run the conformance kit on an alias; with --config, test a module.")
 @click.argument("alias")
 @click.argument("path", required=False, type=click.Path(exists=True, path_type=Path))
-@click.option("--kind", type=click.Choice(KINDS), default="strategy", show_default=True, help="What the alias names.")
-@click.option("--tier", "tiers", type=click.Choice(_TIERS), multiple=True, help="Only these tests; by default all.")
+@click.option("--kind", type=click.Choice(KINDS), default="strategy", show_default=True, help="Kind of the component.")
+@click.option("--tier", "tiers", type=click.Choice(_TIERS), multiple=True, help="Run only these tests; by default all.")
 @json_option
 @click.pass_context
 def test(ctx: click.Context, alias: str, path: Path | None, kind: Kind, tiers: tuple[str, ...], as_json: bool) -> None:
@@ -64,7 +64,7 @@ def _run(kind: Kind, alias: str, path: Path | None, tiers: Sequence[str]) -> lis
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Show how far it is, on a line that the next one overwrites."""
+    """Print the number of tests that are done, on a line that the next one overwrites, in terminals only."""
     if sys.stderr.isatty():
         click.echo(f"\r{done} of {total} " if done < total else "\r" + " " * 20 + "\r", err=True, nl=False)
 
@@ -89,7 +89,7 @@ def _print(results: Sequence[Result], failed: Sequence[Result]) -> None:
 
 
 def _print_reasons(heading: str, results: Sequence[Result], outcome: str) -> None:
-    """Print each reason once, with the tests that it is given for."""
+    """Print each reason once, with its tests, and the cases of a parametrized test on one line."""
     cases: dict[str, dict[str, str]] = {}
     for result in results:
         if result.outcome == outcome:
@@ -103,7 +103,7 @@ def _print_reasons(heading: str, results: Sequence[Result], outcome: str) -> Non
 
 
 def _alike(failed: Sequence[Result]) -> list[list[Result]]:
-    """Put results together whose messages differ in numbers only."""
+    """Group results whose messages differ in numbers only, as one defect fails several tests."""
     groups: dict[str, list[Result]] = {}
     for result in failed:
         groups.setdefault(" ".join(_NUMBER.sub("0", result.message).split()), []).append(result)
@@ -111,10 +111,10 @@ def _alike(failed: Sequence[Result]) -> list[list[Result]]:
 
 
 def _fitted(message: str) -> str:
-    """Return advice with paragraphs as wide as the terminal; what pytest itself has written stays as it is."""
+    """Return a message wrapped to the terminal's width; a traceback of pytest stays as it is."""
     if _OF_PYTEST.search(message):
         return message
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     return "\n".join(
         line if line.startswith(_VERBATIM) else textwrap.fill(line, width, subsequent_indent=_INDENT)
         for line in message.replace(f"\n{_INDENT}", " ").splitlines()

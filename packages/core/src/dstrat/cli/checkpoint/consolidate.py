@@ -58,7 +58,7 @@ def consolidate(path: CheckpointPath, output: CheckpointPath, as_json: bool) -> 
 
 
 def check_absent(output: CheckpointPath) -> None:
-    """Raise :class:`CheckpointError` where there is something already."""
+    """Raise :class:`CheckpointError` if the output exists."""
     if storage_of(output).is_occupied(output):
         raise CheckpointError(f"{str(output)!r} exists already: choose another name, or remove it first")
 
@@ -84,6 +84,6 @@ def _write_all(folder: CheckpointReader, output: CheckpointPath, advance: Callab
 
     checkpoint: dict[str, Any] = load(folder, rank=0, world_size=folder.manifest.world_size, advance=advance)
     if folder.manifest.world_size > 1:
-        del checkpoint[PER_RANK]  # one file cannot continue what each of several ranks had
+        del checkpoint[PER_RANK]  # the state of rank 0 alone, with which several ranks cannot be resumed
     TorchCheckpointIO().save_checkpoint(checkpoint, str(output))
     return len(folder.index())

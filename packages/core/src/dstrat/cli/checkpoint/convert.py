@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @click.argument("output", type=CHECKPOINT_PATH)
 @json_option
 def convert(path: CheckpointPath, output: CheckpointPath, as_json: bool) -> None:
-    """Convert a .ckpt file of PyTorch Lightning, or what an installed plugin can read.
+    """Convert a .ckpt file of PyTorch Lightning, or a checkpoint that an installed plugin can read.
 
     Weights, the states of optimizers by the names of their parameters, schedulers, counters and hyperparameters are
-    taken over.  Files are read without running code from them: hyperparameters of other classes than Python's own are
+    converted.  Files are read without running code from them: hyperparameters of other classes than Python's own are
     left out.
     """
     from rich.console import Console
@@ -49,7 +49,7 @@ def convert(path: CheckpointPath, output: CheckpointPath, as_json: bool) -> None
 
 
 def as_conversion(checkpoint: dict[str, Any]) -> Conversion:
-    """Return what a checkpoint io has converted, with what people want to know of it."""
+    """Return the result of a plugin's checkpoint io, with descriptions of its entries."""
     converted_entries = [
         f"{len(checkpoint['state_dict'])} weights",
         f"epoch {checkpoint['epoch']}, step {checkpoint['global_step']}",

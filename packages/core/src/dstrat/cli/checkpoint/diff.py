@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ABSENT = "-"
 Difference = tuple[str, str, str, str]
-"""Name, what it is in the first, what it is in the second, and by how much."""
+"""Name, value in the first checkpoint, value in the second, and distance of the two."""
 
 
 @click.command(short_help="Show where two checkpoints differ.")
@@ -37,8 +37,7 @@ Difference = tuple[str, str, str, str]
 def diff(ctx: click.Context, first: CheckpointPath, second: CheckpointPath, as_json: bool) -> None:
     """Show where two checkpoints differ in values and tensors; exit with 1 if they do.
 
-    Each is a folder or a single file.
-    How they are cut into pieces, and what each rank has for itself, is not compared.
+    Each is a folder or a single file.  Shards, and the state of each rank, are not compared.
     """
     with content_of(first) as one, content_of(second) as other:
         values = [
@@ -65,7 +64,8 @@ def _without_ranks(values: Any) -> Any:
 
 
 def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
-    """Yield the places where plain values differ; tensors are marks here, and equal where their names are."""
+    """Yield the differences of plain values."""
+    # Tensors are marks with their names here; their values are compared later, one at a time.
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             yield from _values(join_name(name, key), one.get(key, _NoValue), other.get(key, _NoValue))
@@ -77,7 +77,7 @@ def _values(name: str, one: Any, other: Any) -> Iterator[Difference]:
 
 
 class _NoValue:
-    """Stands for a value that one of the two does not have."""
+    """Stands for a value that one of the two checkpoints lacks."""
 
 
 def _shown(value: Any) -> str:
@@ -106,30 +106,31 @@ def _tensors(one: Content, other: Content, advance: Callable[[int], None]) -> It
 
 
 def _tensor_distance(one: Tensor, other: Tensor) -> str | None:
-    """Return how far two tensors of one shape and dtype are from each other; None where their bits are the same."""
+    """Return the distance of two tensors with the same shape and dtype as text; None if their bits are equal."""
     import torch
 
     from dstrat.checkpoint.portable.shards import as_bytes
 
     if torch.equal(as_bytes(one), as_bytes(other)):
         return None
+    # In float64: the difference of small integers or low-precision floats could overflow or be rounded.
     a, b = (tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other))
     apart = (a - b).abs()
     return f"{int((apart > 0).sum())} of {apart.numel()} elements, at most {apart.max().item():.3g} apart"
 
 
-# Content of a checkpoint, in one form for folders and single files.
+# Content of a checkpoint, in one form for folders and single files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """The values of a checkpoint, and what there is to know of its tensors.
+    """The values of a checkpoint, and the entries of its tensors.
 
     Attributes:
-        values: The plain values, as the JSON of a folder holds them.
-        tensors: The tensors, by name.
-        read: Returns a tensor, by its name.
-        unknown: The classes of what cannot be read, by the names of the places.
+        values: The plain values, as in the JSON of a folder.
+        tensors: The entries of the tensors, by name.
+        read: Returns a tensor, from its name.
+        unknown: Classes of values that cannot be read, by the names of the values.
     """
 
     values: Any
@@ -140,10 +141,10 @@ class Content:
 
 @contextlib.contextmanager
 def content_of(path: CheckpointPath) -> Iterator[Content]:
-    """Open a checkpoint in a ``with`` block; tensors of a file are read when they are asked for, those of a folder too.
+    """Open a checkpoint, whose tensors are read one at a time.
 
     Raises:
-        CheckpointError: It is none, or is damaged.
+        CheckpointError: It is no checkpoint, or is damaged.
     """
     if is_single_file(path):
         yield content_of_file(path)
@@ -153,12 +154,12 @@ def content_of(path: CheckpointPath) -> Iterator[Content]:
 
 
 def is_single_file(path: CheckpointPath) -> bool:
-    """Return whether there is a file, and none that names a folder beside it."""
+    """Return whether a checkpoint is one file of torch, and not the file ``last`` that names a folder beside it."""
     return path.is_file() and not is_portable(path)
 
 
 def content_of_file(path: CheckpointPath) -> Content:
-    """Return what a file of torch.save holds, which is read without running code from it.
+    """Return the content of a file of torch.save, which is read without running code from it.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -185,7 +186,7 @@ def _read(folder: CheckpointReader, name: str) -> Tensor:
 def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     from dstrat.checkpoint.portable.format import dtype_name
 
-    first: dict[Any, str] = {}
+    first: dict[Any, str] = {}  # the first name of tensors that share memory
     entries = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)

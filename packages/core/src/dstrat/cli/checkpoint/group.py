@@ -1,4 +1,4 @@
-"""Group of commands ``dstrat checkpoint``, each imported when it is used."""
+"""Group of commands ``dstrat checkpoint``, and their common output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint() -> None:
 
 @contextlib.contextmanager
 def progress_bar(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is told how many bytes more are done, from any thread."""
+    """Show a progress bar, and yield a function that advances it by a number of bytes, from any thread."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -51,7 +51,7 @@ def progress_bar(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.advance(task, done)
 
 
-# Path arguments of commands: local paths and URLs of stores.
+# Path arguments of commands: local paths and URLs of stores
 
 
 class CheckpointPathType(click.ParamType):  # type: ignore[type-arg]  # older ones take no argument
@@ -77,7 +77,7 @@ def readable_size(num_bytes: int) -> str:
     """Return a size such as ``"1.5 GiB"``."""
     size = float(num_bytes)
     for unit in _UNITS[:-1]:
-        if size < 1023.95:
+        if size < 1023.95:  # from here on it would be shown as 1024.0
             return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} {_UNITS[-1]}"

@@ -103,20 +103,20 @@ def _as_dict(facts: CheckpointFacts) -> dict[str, Any]:
     }
 
 
-# Facts about a checkpoint that need none of its tensors.
+# Facts about a checkpoint, without values of its tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFacts:
-    """A checkpoint, its tensors by name, shape and dtype only.
+    """The values of a checkpoint, and names, shapes and dtypes of its tensors.
 
     Attributes:
         path: The folder or file.
-        manifest: What wrote it, and its files; None of a single file.
-        values: The plain values, as JSON holds them.
-        tensors: The tensors, by name.
-        num_bytes: Size of all files.
-        unknown: The classes of what cannot be read, by the names of the places.
+        manifest: The manifest of a folder; None of a single file.
+        values: The plain values, as in the JSON of a folder.
+        tensors: The entries of the tensors, by name.
+        num_bytes: Size of all files in bytes.
+        unknown: Classes of values that cannot be read, by the names of the values.
     """
 
     path: CheckpointPath
@@ -128,17 +128,17 @@ class CheckpointFacts:
 
     @property
     def step(self) -> int | None:
-        """Number of optimizer steps that were done; None where it is no checkpoint of a training."""
+        """Number of optimizer steps; None if it is no checkpoint of a training."""
         return self._count("global_step")
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that it was saved in."""
+        """Index of the epoch in which it was saved; None if it is unknown."""
         return self._count("epoch")
 
     @property
     def strategy(self) -> str:
-        """Alias of the strategy that wrote it; empty where it was not said."""
+        """Alias of the strategy that saved it; empty if it is unknown."""
         if self.manifest is not None:
             return self.manifest.strategy
         value = self.values.get(SAVED_WITH) if isinstance(self.values, dict) else None
@@ -146,17 +146,17 @@ class CheckpointFacts:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks that wrote it; None where it was not said."""
+        """Number of ranks that saved it; None if it is unknown."""
         return self._count("world_size") if self.manifest is None else self.manifest.world_size
 
     @property
     def num_tensor_bytes(self) -> int:
-        """Size of the tensors that are stored."""
+        """Size of the stored tensors in bytes; shared ones count once."""
         return sum(entry.num_bytes for entry in self.tensors.values() if entry.same_as is None)
 
     @property
     def created(self) -> str:
-        """When it was completed; empty where it was not said."""
+        """Time when it was completed, in UTC; empty if it is unknown."""
         if self.manifest is None:
             return ""
         moment = dt.datetime.fromtimestamp(self.manifest.created_ns / 1e9, tz=dt.timezone.utc)
@@ -164,14 +164,14 @@ class CheckpointFacts:
 
     def _count(self, key: str) -> int | None:
         value = self.values.get(key) if isinstance(self.values, dict) else None
-        return value if type(value) is int else None
+        return value if type(value) is int else None  # a file of another program may have anything there
 
 
 def facts_of(path: CheckpointPath) -> CheckpointFacts:
-    """Read what a checkpoint says of itself.
+    """Read the facts about a checkpoint.
 
     Raises:
-        CheckpointError: It is none, or is damaged.
+        CheckpointError: It is no checkpoint, or is damaged.
     """
     if is_single_file(path):
         content = content_of_file(path)

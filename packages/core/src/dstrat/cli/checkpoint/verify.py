@@ -1,4 +1,4 @@
-"""``dstrat checkpoint verify``: whether every byte of a checkpoint is what was written."""
+"""``dstrat checkpoint verify``: comparison of a checkpoint with its checksums."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def verify(ctx: click.Context, path: CheckpointPath, as_json: bool) -> None:
         num_bytes = sum(folder.sizes.values())
         with progress_bar("verifying", num_bytes) as advance:
             problems = [*_damage(folder, advance), *_unlisted_files(folder)]
-        if not problems:
+        if not problems:  # damaged bytes would be reported twice
             problems = list(_contradictions(folder))
     if as_json:
         print_json({"path": str(folder.path), "bytes": num_bytes, "problems": problems})
@@ -48,7 +48,7 @@ def verify(ctx: click.Context, path: CheckpointPath, as_json: bool) -> None:
 
 
 def _verify_file(ctx: click.Context, path: CheckpointPath, *, as_json: bool) -> None:
-    """Read a file of torch, say what is wrong with it, and exit."""
+    """Read a file of torch, print its problems, and exit."""
     from dstrat.checkpoint.torch_file import StandInCheckpointIO
 
     num_bytes = storage_of(path).file_size(path)
@@ -64,7 +64,7 @@ def _verify_file(ctx: click.Context, path: CheckpointPath, *, as_json: bool) -> 
 
 
 def _damage(folder: CheckpointReader, advance: Callable[[int], None]) -> Iterator[str]:
-    """Yield what is wrong with the bytes of each file."""
+    """Yield the problems of each file's bytes."""
     for name in folder.sizes:
         yield from _complaints(lambda name=name: _read(folder, name, advance))  # type: ignore[misc]  # it binds the name
 
@@ -74,7 +74,7 @@ def _read(folder: CheckpointReader, name: str, advance: Callable[[int], None]) -
 
     def read(begin: int) -> None:
         count = min(BUCKET, size - begin)
-        file.read_into(memoryview(bytearray(count)), begin)
+        file.read_into(memoryview(bytearray(count)), begin)  # compares the checksums
         advance(count)
 
     map_in_threads(read, range(0, size, BUCKET))
@@ -88,7 +88,7 @@ def _unlisted_files(folder: CheckpointReader) -> Iterator[str]:
 
 
 def _contradictions(folder: CheckpointReader) -> Iterator[str]:
-    """Yield what makes no sense although its bytes are as they were written."""
+    """Yield the problems of values and index, whose bytes are right."""
     yield from _complaints(lambda: folder.document(STATE))
     yield from _complaints(folder.index)
 

@@ -49,10 +49,11 @@ class Estimate:
         optimizer_state: State of the optimizers, with copies of parameters that are optimized.
         activations: Largest memory of activations in a step.
         other: Buckets, gathered layers and temporary memory.
-        peak: Largest memory of the device at one time: less than the sum, as activations are gone when all gradients
-            are there.
-        host: Memory on the host, to which something is offloaded.
+        peak: Largest memory of the device at one time: less than the sum, since activations are freed before all
+            gradients exist.
+        host: Memory on the host, to which a strategy offloads.
         fits: Whether the peak fits into ``--memory``; None without it.
+        assumption: Condition of the sizes, for a message; empty without one.
     """
 
     strategy: str
@@ -98,8 +99,8 @@ def estimate(
     """
     limit = None if memory is None else read_size(memory)
     catalog = loaded_catalog()
-    measure = partial(_measure, model, _accelerator(accelerator, catalog), devices, num_nodes, batch_size)
     cases = _Cases(catalog, accelerator, devices, num_nodes, precision)
+    measure = partial(_measure, model, cases.device_type, devices, num_nodes, batch_size)
     sizes: dict[Any, TrainingSize] = {}
     estimates: list[Estimate] = []
     silent: dict[str, str] = {}
@@ -108,16 +109,17 @@ def estimate(
             strategy = make_strategy()
             plugin = strategy.precision_for(precision) or cases.new_precision()
         except DstratError as error:
-            if aliases:
+            if aliases:  # without --strategy an alias that does not fit is left out, not an error
                 raise
             silent[alias] = str(error)
             continue
+        # A step depends on the strategy by its dtypes only, and is measured once for each pair of them.
         key = (plugin.param_dtype, plugin.compute_dtype)
         if key not in sizes:
             sizes[key] = measure(plugin)
         layout = strategy.memory_layout(dataclasses.replace(sizes[key], precision=plugin))
         if layout is None:
-            silent[alias] = "it does not say how it divides memory"
+            silent[alias] = "it does not declare its memory_layout"
         else:
             estimates.append(_estimate(alias, sizes[key], layout, limit))
     estimates = _merged(estimates)
@@ -188,14 +190,8 @@ def load_factory(name: str) -> Callable[[], Any]:
 # The strategies
 
 
-def _accelerator(name: str, catalog: Catalog) -> str:
-    """Return the device type of an accelerator, or of the best one of a group."""
-    from dstrat.resolve.compatibility import device_type_of
-
-    return device_type_of(_selected_accelerator(name, catalog))
-
-
-def _selected_accelerator(name: str, catalog: Catalog) -> Selection[Any]:
+def _select_accelerator(name: str, catalog: Catalog) -> Selection[Any]:
+    """Return an accelerator, or the best usable one of a group, whether or not this machine has its devices."""
     from dstrat.resolve.selection import select_offer, usable
 
     members = [offer for offer in catalog.offers("accelerator") if name in offer.component.groups]
@@ -205,16 +201,22 @@ def _selected_accelerator(name: str, catalog: Catalog) -> Selection[Any]:
 
 
 class _Cases:
-    """The strategies that run with some devices and a precision."""
+    """The strategies that run with some devices and a precision.
+
+    Attributes:
+        device_type: Type of the accelerator's devices.
+    """
 
     def __init__(self, catalog: Catalog, accelerator: str, devices: int, num_nodes: int, precision: str) -> None:
         from dstrat.resolve.cluster import LOCAL
-        from dstrat.resolve.compatibility import Constraints
+        from dstrat.resolve.compatibility import Constraints, device_type_of
         from dstrat.resolve.selection import select_offer
 
+        selection = _select_accelerator(accelerator, catalog)
+        self.device_type = device_type_of(selection)
         self._catalog, self._flag = catalog, precision
         self._constraints = Constraints(
-            accelerator=_selected_accelerator(accelerator, catalog),
+            accelerator=selection,
             precision=self._precision(),
             num_devices=devices,
             num_nodes=num_nodes,
@@ -229,16 +231,16 @@ class _Cases:
         return select_offer(self._catalog.find("precision", self._flag), self._catalog)
 
     def new_precision(self) -> Precision:
-        """Return a new object of the precision."""
+        """Return a new object of the precision, as each is connected to a module."""
         return self._precision().instance
 
     def strategies(self, aliases: Sequence[str]) -> Iterator[tuple[str, Callable[[], Strategy]]]:
         """Yield aliases, each with a function that constructs the strategy.
 
-        The function raises ConflictError where the strategy does not fit the devices or the precision.
+        The function raises ConflictError if the strategy does not fit the devices or the precision.
 
         Args:
-            aliases: Those that are requested; none are all that are installed.
+            aliases: The requested aliases; empty for all that are installed.
         """
         for offer in self._offers(aliases):
             yield offer.component.alias, partial(self._strategy, offer)
@@ -282,7 +284,7 @@ def _merged(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return one estimate for aliases with the same sizes, that of the first one."""
     groups: dict[tuple[Any, ...], list[Estimate]] = {}
     for one in estimates:
-        groups.setdefault(tuple(asdict(one).values())[1:], []).append(one)
+        groups.setdefault(tuple(asdict(one).values())[1:], []).append(one)  # without the first field, the alias
     return [
         Estimate(**{**asdict(same[0]), "same_as": tuple(one.strategy for one in same[1:])}) for same in groups.values()
     ]

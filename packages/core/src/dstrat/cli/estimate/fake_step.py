@@ -115,6 +115,7 @@ def measure_training(
         MisuseError: The training cannot run on fake tensors, for example as it reads values.
     """
     with _quiet(), _explained():
+        # On the meta device a model of any size can be made; its initialization computes nothing there.
         with torch.device("meta"), precision.tensor_init_context():
             training = make_training()
             configure_model = getattr(training.module, "configure_model", None)
@@ -157,9 +158,10 @@ def measure_training(
 
 def replace_by_fake(module: nn.Module) -> None:
     """Replace the parameters and buffers of a module by fake tensors on the CPU; shared ones stay shared."""
+    # In the dicts of the layers, since named_parameters leaves out shared parameters.
     replaced: dict[int, Any] = {}
     for layer in module.modules():
-        for name, parameter in layer._parameters.items():  # noqa: SLF001 - named_parameters leaves out shared ones
+        for name, parameter in layer._parameters.items():  # noqa: SLF001 - see above
             if parameter is not None:
                 fake = replaced.get(id(parameter))
                 if fake is None:
@@ -174,7 +176,7 @@ def replace_by_fake(module: nn.Module) -> None:
 def _run(
     step: Callable[[Any], Tensor], batch: Any, precision: Precision, memory: LiveMemory, module: nn.Module
 ) -> None:
-    """Run a forward and a backward pass, and let the memory know gradients when they are accumulated."""
+    """Run a forward and a backward pass, and count gradients as such when they are accumulated."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(memory.count_gradient)
@@ -205,7 +207,7 @@ def _call(module: nn.Module, batch: Any) -> Any:
 
 
 def _loss(output: Any) -> Tensor:
-    """Return the loss in the output of a step; of a module that returns none, the mean of its outputs."""
+    """Return the loss in the output of a step; without one, the mean of the outputs that have gradients."""
     if isinstance(output, Mapping) and output.get("loss") is not None:
         output = output["loss"]
     elif isinstance(getattr(output, "loss", None), Tensor):
@@ -243,7 +245,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _prefer_foreach(optimizers: Iterable[Optimizer], device_type: str) -> None:
-    """Let optimizers step all parameters in common operations, as torch does on devices other than the CPU."""
+    """Let optimizers step all parameters in common operations, as torch does by default on devices but the CPU."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if device_type != "cpu" and group.get("foreach", True) is None and not group.get("fused"):
@@ -331,7 +333,7 @@ class LiveMemory(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._sizes[key] = storage.nbytes()
             self._live += storage.nbytes()
-            weakref.finalize(storage, self._forget, key)
+            weakref.finalize(storage, self._forget, key)  # when its last tensor is gone, as an allocator frees it
         return tensor
 
     def _forget(self, key: int) -> None:

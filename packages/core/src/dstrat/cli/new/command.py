@@ -1,4 +1,4 @@
-"""``dstrat new``: write a package with a component of the author's own."""
+"""``dstrat new``: write a package with the author's own component."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from dstrat.plugins.component import Kind
 
 
-@click.command(short_help="Write a package with a strategy of your own.")
+@click.command(short_help="Write a package with your own strategy or other component.")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--kind", type=click.Choice(KINDS), default="strategy", show_default=True, help="What it offers.")
-@click.option("--alias", help="What users write; by default the name of the folder, without 'dstrat-'.")
+@click.option("--kind", type=click.Choice(KINDS), default="strategy", show_default=True, help="Kind of its component.")
+@click.option("--alias", help="Alias of the component; by default the name of the folder without 'dstrat-'.")
 def new(path: Path, kind: Kind, alias: str | None) -> None:
     """Write a package to the folder PATH, which is also its name, such as dstrat-ring.
 
     It has a class that works, the entry point by which dstrat finds it, tests that inherit dstrat's conformance kit, a
     README and a workflow for GitHub.  It needs copier: pip install "dstrat[new]".
     """
-    folder = Path(os.path.abspath(path))  # noqa: PTH100 - without following links, which have names of their own
+    folder = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links, which have other names
     names = make_names(kind, folder.name, alias)
     check_free(kind, names, loaded_catalog())
     check_can_write(folder)
@@ -51,39 +51,24 @@ def new(path: Path, kind: Kind, alias: str | None) -> None:
     click.echo(f"  pytest {quoted(str(path))}")
 
 
-# Differences between package templates by kind of component.
+# Texts of packages by kind of component
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindFacts:
-    """What the package for a component of one kind is made of.
+    """The texts that differ in packages for components of one kind.
 
     Attributes:
-        interface: What a component of the kind is, a public class of dstrat's.
-        summary: Its line in tables.
-        usage: How a user asks for it, after ``Trainer(``; the alias takes the place of ``{}``.
-        more_specific_base: What its class derives from, where that is not the interface itself.
+        interface: Name of the kind's interface, a public class of dstrat.
+        summary: Line of the component in tables.
+        usage: Arguments of a Trainer that choose it, with ``{}`` for the alias.
+        more_specific_base: Name of its base class; empty for the interface itself.
     """
 
     interface: str
     summary: str
     usage: str
     more_specific_base: str = ""
-
-    @property
-    def base(self) -> str:
-        """What its class derives from."""
-        return self.more_specific_base or self.interface
-
-    @property
-    def suite(self) -> str:
-        """The standard tests."""
-        return f"{self.interface}Suite"
-
-    @property
-    def ending(self) -> str:
-        """How the name of its class ends."""
-        return self.interface.removeprefix("Cluster")
 
 
 KIND_FACTS: Mapping[Kind, KindFacts] = {
@@ -132,13 +117,13 @@ _RESERVED = frozenset({"dstrat", "pytest", "test", "tests", "torch", *sys.stdlib
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """What is called how.
+    """The names in a package.
 
     Attributes:
-        distribution: What users write after ``pip install``.
-        package: What they import.
-        alias: What they choose the component by.
-        class_name: Its class.
+        distribution: Name for ``pip install``.
+        package: Name for ``import``.
+        alias: Alias of the component.
+        class_name: Name of its class.
     """
 
     distribution: str
@@ -148,12 +133,12 @@ class Names:
 
 
 def make_names(kind: Kind, folder_name: str, alias: str | None) -> Names:
-    """Return the names for a package in a folder of that name.
+    """Return the names in a package.
 
     Args:
-        kind: What the package offers.
-        folder_name: The distribution is called the same.
-        alias: None takes the name of the folder, without a ``dstrat-`` in front.
+        kind: Kind of its component.
+        folder_name: Name of its folder, and of the distribution.
+        alias: Alias of the component; None is the name of the folder without ``dstrat-``.
 
     Raises:
         RequestError: A name is not possible.
@@ -162,8 +147,8 @@ def make_names(kind: Kind, folder_name: str, alias: str | None) -> Names:
     alias = package.removeprefix("dstrat_") if alias is None else alias
     if not _ALIAS.fullmatch(alias):
         raise RequestError(
-            f"alias {alias!r} is not possible here: it must begin with a lower-case letter and consist of such and "
-            "digits, with single '_', '-' or '.' between them; choose one with --alias"
+            f"alias {alias!r} is not possible here: begin with a lower-case letter, and use lower-case letters and "
+            "digits, with single '_', '-' or '.' between them; choose another one with --alias"
         )
     return Names(
         distribution=normalized(folder_name), package=package, alias=alias, class_name=_class_name(kind, alias)
@@ -171,7 +156,7 @@ def make_names(kind: Kind, folder_name: str, alias: str | None) -> Names:
 
 
 def check_free(kind: Kind, names: Names, catalog: Catalog) -> None:
-    """Raise an error where another distribution has the alias, as a user of both could choose neither.
+    """Check that no other distribution has the alias: a user of both could choose neither.
 
     Raises:
         RequestError: It is taken.
@@ -188,8 +173,8 @@ def check_free(kind: Kind, names: Names, catalog: Catalog) -> None:
         owners = [requirement]
     if owners:
         raise RequestError(
-            f"alias {names.alias!r} belongs to {owners[0]}, and who has both packages could use neither by that name: "
-            "choose another one with --alias"
+            f"alias {names.alias!r} belongs to {owners[0]}, and with both packages installed neither could be used by "
+            "it: choose another one with --alias"
         )
 
 
@@ -209,7 +194,7 @@ def _package(folder_name: str) -> str:
 
 
 def _class_name(kind: Kind, alias: str) -> str:
-    ending = KIND_FACTS[kind].ending
+    ending = KIND_FACTS[kind].interface.removeprefix("Cluster")  # SLURMEnvironment, not SLURMClusterEnvironment
     names = re.split(r"[_.-]", alias)
     for count in range(1, len(names)):
         if "".join(names[-count:]) == ending.lower():  # so that my_strategy is MyStrategy
@@ -225,33 +210,34 @@ _TEMPLATE = Path(__file__).with_name("template")
 
 
 def check_can_write(folder: Path) -> None:
-    """Raise an error unless a package can be written to the folder.
+    """Check that a package can be written to the folder.
 
     Raises:
-        MissingRequirementError: The template library is not installed.
-        RequestError: There is something at that place.
+        MissingRequirementError: copier is not installed.
+        RequestError: The path is a file, or a folder that is not empty.
     """
     if importlib.util.find_spec("copier") is None:
         raise MissingRequirementError(f"dstrat new needs copier, which is not installed: {pip_command('dstrat[new]')}")
     if folder.is_dir():
         entry = next(iter(sorted(folder.iterdir())), None)
         if entry is not None:
-            raise RequestError(f"{str(folder)!r} is not empty (it has {entry.name!r}): choose a folder that is new")
+            raise RequestError(f"{str(folder)!r} is not empty (it has {entry.name!r}): choose a new folder")
     elif folder.exists() or folder.is_symlink():
-        raise RequestError(f"{str(folder)!r} is a file: choose a folder that is new")
+        raise RequestError(f"{str(folder)!r} is a file: choose a new folder")
 
 
 def write_package(kind: Kind, names: Names, folder: Path) -> None:
     """Write the package.
 
     Args:
-        kind: What it offers.
-        names: What is called how.
-        folder: An absolute path to nothing, or to an empty folder.
+        kind: Kind of its component.
+        names: The names in it.
+        folder: An absolute path, of an empty folder or one that does not exist.
 
     Raises:
         RequestError: The folder cannot be written.
     """
+    # Rendered beside the folder, and then renamed, so that an error leaves no half package; on the same file system.
     beside = next(parent for parent in folder.parents if parent.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".dstrat-new-", dir=beside) as temporary:
@@ -269,14 +255,15 @@ def write_package(kind: Kind, names: Names, folder: Path) -> None:
 
 
 def _fill(folder: Path, finished: Path) -> None:
-    """Move what is in the finished folder to an empty one, which may be where the user is."""
+    """Move the content of the finished folder to an empty one."""
+    # The folder itself is not replaced: it may be the working directory of the user's shell.
     entries = list(finished.iterdir())
     try:
         for entry in entries:
             entry.rename(folder / entry.name)
     except OSError:
         for entry in entries:
-            if not entry.exists():
+            if not entry.exists():  # it was moved
                 (folder / entry.name).rename(entry)
         raise
 
@@ -284,7 +271,7 @@ def _fill(folder: Path, finished: Path) -> None:
 def _render(kind: Kind, names: Names, folder: Path) -> None:
     from copier import run_copy
 
-    facts = KIND_FACTS[kind]
+    facts, dstrat = KIND_FACTS[kind], Version(version("dstrat"))
     answers = {
         "kind": kind,
         "kind_label": kind_label(kind),
@@ -294,16 +281,10 @@ def _render(kind: Kind, names: Names, folder: Path) -> None:
         "class_name": names.class_name,
         "variable": re.sub(r"[^A-Z0-9]", "_", names.alias.upper()),
         "module": kind.partition("_")[0],
-        "base": facts.base,
-        "suite": facts.suite,
+        "base": facts.more_specific_base or facts.interface,
+        "suite": f"{facts.interface}Suite",
         "summary": facts.summary,
         "usage": facts.usage.format(names.alias),
-        "dstrat_versions": _compatible_versions(),
+        "dstrat_versions": f">={dstrat.major}.{dstrat.minor}",  # no upper limit, as v1 of the plugin contract stays
     }
     run_copy(str(_TEMPLATE), folder, data=answers, defaults=True, quiet=True)
-
-
-def _compatible_versions() -> str:
-    """Return the versions of dstrat that the package can rely on: from this one on, as v1 of the contract stays."""
-    installed = Version(version("dstrat"))
-    return f">={installed.major}.{installed.minor}"

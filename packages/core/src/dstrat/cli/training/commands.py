@@ -1,4 +1,4 @@
-"""``dstrat fit``, ``validate``, ``predict``, and ``test`` of a module: what is run is named by options."""
+"""``dstrat fit``, ``validate``, ``predict``, and ``test`` of a module that the options name."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dstrat.plugins.known import pip_command
 _TAKES_ALL = {"ignore_unknown_options": True, "help_option_names": []}  # jsonargparse has its own --help
 
 
-@click.command(context_settings=_TAKES_ALL, short_help="Train a module, as a configuration says.")
+@click.command(context_settings=_TAKES_ALL, short_help="Train a module from a configuration.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def fit(arguments: tuple[str, ...]) -> None:
     """Train: ``dstrat fit --config run.yaml``."""
     run_trainer("fit", arguments)
 
 
-@click.command(context_settings=_TAKES_ALL, short_help="Validate a module, as a configuration says.")
+@click.command(context_settings=_TAKES_ALL, short_help="Validate a module from a configuration.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def validate(arguments: tuple[str, ...]) -> None:
     """Validate: ``dstrat validate --config run.yaml --ckpt_path PATH``."""
     run_trainer("validate", arguments)
 
 
-@click.command(context_settings=_TAKES_ALL, short_help="Predict with a module, as a configuration says.")
+@click.command(context_settings=_TAKES_ALL, short_help="Predict with a module from a configuration.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def predict(arguments: tuple[str, ...]) -> None:
     """Predict: ``dstrat predict --config run.yaml --ckpt_path PATH``."""
@@ -52,18 +52,18 @@ def run_trainer(subcommand: str, arguments: tuple[str, ...]) -> None:
         raise MissingRequirementError(
             f"dstrat {subcommand} needs jsonargparse, which is not installed: {pip_command('dstrat[cli]')}"
         )
-    sys.path.insert(0, str(Path.cwd()))  # as python -m has it, so that modules of the program are found
+    sys.path.insert(0, str(Path.cwd()))  # as python -m does: the user's modules are in the working directory
     from dstrat.cli.training.dstrat_cli import DstratCLI
 
     class Program(DstratCLI):
         def _run_subcommand(self, subcommand: str) -> None:
             try:
                 super()._run_subcommand(subcommand)
-            except DstratError:  # of the run, which needs a traceback, unlike those of a request
+            except DstratError:  # main() would print one line; an error of the run needs its traceback
                 sys.excepthook(*sys.exc_info())
                 sys.exit(1)
 
     try:
         Program(args=[subcommand, *arguments])
-    except KeyboardInterrupt:  # of which click would make "Aborted!"
+    except KeyboardInterrupt:  # click would print "Aborted!" and exit with 1
         sys.exit(130)

@@ -51,10 +51,10 @@ class DstratCLI:
     Args:
         model_class: The module's class, or a function that returns a module; None lets ``--model`` name any subclass.
         datamodule_class: The same for the data, with ``--data``.
-        save_config_callback: Saves the configuration; None saves none.
-        save_config_kwargs: Further arguments of it.
+        save_config_callback: Class of the callback that saves the configuration; None saves none.
+        save_config_kwargs: Further arguments of this callback.
         trainer_class: The Trainer's class, or a function that returns a Trainer.
-        trainer_defaults: Other defaults of its arguments; ``callbacks`` among them are always there.
+        trainer_defaults: Defaults of its arguments; ``callbacks`` among them are added to those of the configuration.
         seed_everything_default: The seed; True takes that of :func:`seed_everything`, False seeds nothing.
         parser_kwargs: Arguments of the parser; by subcommand for those of subcommands.
         parser_class: The parser's class.
@@ -66,7 +66,7 @@ class DstratCLI:
 
     Attributes:
         parser: The parser.
-        config: What it read.
+        config: The parsed configuration.
         config_init: The same with objects.
         subcommand: Name of the subcommand; None without one.
         trainer: The Trainer.
@@ -122,14 +122,14 @@ class DstratCLI:
         """Add arguments, or link some of them; called for the parser of each subcommand."""
 
     def before_instantiate_classes(self) -> None:
-        """Called when the arguments were read."""
+        """Called after the arguments are parsed."""
 
     def after_instantiate_classes(self) -> None:
-        """Called when Trainer, module and data were made.  ``before_fit``, ``after_fit`` and so on are hooks, too."""
+        """Called after Trainer, module and data are made.  ``before_fit``, ``after_fit`` and so on are hooks too."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the methods of the Trainer that are subcommands, each with the arguments that are not options."""
+        """Return the Trainer's methods that are subcommands, each with its arguments that are no options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -139,7 +139,7 @@ class DstratCLI:
 
     @staticmethod
     def configure_optimizers(module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:  # noqa: ARG004
-        """Return what ``configure_optimizers`` of the module returns, when ``--optimizer`` names one.
+        """Return the result of the module's ``configure_optimizers``, if ``--optimizer`` names an optimizer.
 
         Args:
             module: The module.
@@ -199,7 +199,7 @@ class DstratCLI:
             self.datamodule_class or DataModule,
             "data",
             subclass_mode=self.subclass_mode_data,
-            required=self.datamodule_class is not None,  # a module may have loaders, too
+            required=self.datamodule_class is not None,  # otherwise the module may have the loaders
         )
 
     def _add_arguments(self, parser: DstratArgumentParser) -> None:
@@ -224,7 +224,7 @@ class DstratCLI:
             else:
                 arguments = sys.argv[1:] if args is None else args
                 self.config = parser.parse_args([translate_argument(argument) for argument in arguments])
-        except DstratError as error:  # of names of Lightning
+        except DstratError as error:  # raised by the translation of Lightning's names
             parser.error(str(error), error)
         if translations := take_translations():
             names = ", ".join(f"{theirs} as {ours}" for theirs, ours in translations.items())
@@ -239,7 +239,7 @@ class DstratCLI:
     # Objects
 
     def instantiate_classes(self) -> None:
-        """Make module, data, and the Trainer with what it consists of."""
+        """Make module, data, and the Trainer with its components."""
         self.config_init = _instantiate(self.parser, self.config)
         section = self._section(self.config_init)
         self.model, self.datamodule = section.get("model"), section.get("data")
@@ -247,7 +247,7 @@ class DstratCLI:
         self.trainer = self.instantiate_trainer()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return a Trainer as it was configured, with further arguments."""
+        """Return the configured Trainer, with further arguments."""
         section = self._section(self.config_init)
         options = {**section.get("trainer", {}), **kwargs}
         configured = [section[key] for key in self._parser.callback_keys]
@@ -284,7 +284,7 @@ class DstratCLI:
         )
 
     def _automatic(self, added: Mapping[str, tuple[Any, str]]) -> dict[str, dict[str, Any]]:
-        """Return class and arguments of those that were named, and are linked to nothing."""
+        """Return class and arguments of each that was named and is not linked to an argument."""
         section = self._section(self.config_init)
         specs = {}
         for key, (cls, target) in added.items():
@@ -322,11 +322,11 @@ class DstratCLI:
 
 @dataclass
 class _ConfiguredOptimizers:
-    """A module's ``configure_optimizers``, called when its parameters are those that are trained.
+    """A module's ``configure_optimizers``, called after the strategy has set up the parameters.
 
     Attributes:
         module: The module.
-        configure: Returns what the method returns.
+        configure: Returns the result.
         optimizer: Class and arguments.
         lr_scheduler: Class and arguments; None without one.
     """
@@ -346,7 +346,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """Return an object of a class.
 
     Args:
-        args: Its first argument, or a tuple of those that are passed by position.
+        args: Its first argument, or a tuple of positional arguments.
         init: The class as ``class_path``, and further arguments as ``init_args``.
     """
     module, _, name = init["class_path"].rpartition(".")
@@ -367,7 +367,11 @@ def _as_list(callbacks: Any) -> list[Callback]:
 
 
 def _instantiate(parser: DstratArgumentParser, config: Namespace) -> Namespace:
-    """Return a configuration with objects; what a constructor raises is raised, not jsonargparse's list of types."""
+    """Return a configuration with objects.
+
+    Raises:
+        Exception: The error of a constructor, in place of jsonargparse's list of types that did not match.
+    """
     failures: list[Exception] = []
 
     def instantiate(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -387,10 +391,10 @@ def _instantiate(parser: DstratArgumentParser, config: Namespace) -> Namespace:
 
 
 def _check_untyped(cls: type, arguments: Mapping[str, Any]) -> None:
-    """Check that arguments without a type and a default have values, as jsonargparse passes None otherwise.
+    """Check that arguments without a type and a default have values.
 
     Raises:
-        MisuseError: One has none.
+        MisuseError: One has none; jsonargparse would pass None.
     """
     if not issubclass(cls, TrainModule | DataModule):
         return

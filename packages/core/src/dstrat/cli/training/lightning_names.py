@@ -1,4 +1,4 @@
-"""Configuration files of Lightning in dstrat's names."""
+"""Translation of Lightning's names in configuration files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ INSTEAD = {
     "PassThroughProfiler": "write profiler: null",
     "TorchSyncBatchNorm": "write sync_batchnorm: true",
 }
-"""Classes without a counterpart, and what to write."""
+"""Classes without a counterpart, each with a hint."""
 
 PRECISION_INSTEAD = "write precision: bf16-mixed or another flag"
-"""What to write for a precision of Lightning that belongs to one strategy."""
+"""Hint for a precision of Lightning that belongs to one strategy."""
 
 _HOMES = ("callbacks", "loggers", "profilers", "strategies", "accelerators", "plugins", "plugins.precision")
 _MORE_HOMES = ("plugins.io", "plugins.environments", "cli")
@@ -42,7 +42,7 @@ _STRATEGY_CLASS = re.compile(r"[A-Z]\w*Strategy")
 # Arguments of Lightning's Trainer that a saved configuration lists, with the values that change nothing.
 _UNUSED = {"enable_autolog_hparams": True, "model_registry": None}
 
-_translated: dict[str, str] = {}
+_translated: dict[str, str] = {}  # of the current command line, until take_translations reports them
 
 
 def translate(value: Any) -> Any:
@@ -50,7 +50,7 @@ def translate(value: Any) -> Any:
 
     Raises:
         RequestError: A class has no counterpart.
-        NotInstalledError: It comes with a package that is not installed.
+        NotInstalledError: Its package is not installed.
     """
     if isinstance(value, str):
         return _class_path(value)
@@ -65,13 +65,13 @@ def translate(value: Any) -> Any:
 
 
 def translate_argument(argument: str) -> str:
-    """Return an argument of a command line, ``--name=value`` or a value, with dstrat's name for a class."""
+    """Return an argument of a command line, ``--name=value`` or a value, with dstrat's name of a class."""
     name, equals, value = argument.rpartition("=")
     return f"{name}{equals}{_class_path(value)}"
 
 
 def take_translations() -> dict[str, str]:
-    """Return what was translated since the last call: Lightning's names and dstrat's."""
+    """Return dstrat's names by Lightning's, of the translations since the last call."""
     translations = dict(_translated)
     _translated.clear()
     return translations
@@ -91,7 +91,7 @@ def _class_path(text: str) -> str:
     if instead is not None:
         raise RequestError(f"class {text!r} has no counterpart in dstrat: {instead}")
     near = nearest(name, [other for home in homes for other in dir(home) if other[:1].isupper()])
-    meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ":"
+    meant = f"; did you mean {' or '.join(map(repr, near))}?  Otherwise" if near else ":"
     raise RequestError(
         f"class {text!r} has no counterpart in dstrat{meant} leave it out, or name a class derived from dstrat's own"
     )
@@ -107,7 +107,8 @@ def _without_defaults(trainer: dict[str, Any]) -> dict[str, Any]:
 def _class_spec(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the specification of an object; options that a class takes by ``**options`` go to ``dict_kwargs``."""
     path = spec["class_path"]
-    if _STRATEGY_CLASS.fullmatch(path) and hasattr(import_module("dstrat.strategies"), path):  # not imported so far
+    # jsonargparse finds a bare name among imported classes only, and those of strategies are not.
+    if _STRATEGY_CLASS.fullmatch(path) and hasattr(import_module("dstrat.strategies"), path):
         path = f"dstrat.strategies.{path}"
     spec = {**spec, "class_path": path}
     options = spec.get("init_args")
@@ -122,7 +123,7 @@ def _class_spec(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named_options(cls: type) -> set[str] | None:
-    """Return the options of a class that the command line knows by name; None where it takes no others."""
+    """Return the options of a class that jsonargparse knows by name; None if the class takes no others."""
     from jsonargparse import ArgumentParser
 
     parameters = inspect.signature(cls).parameters.values()

@@ -1,5 +1,8 @@
 """Messages of jsonargparse in one line, with the nearest names."""
 
+# jsonargparse reports problems as texts only, which these patterns parse.  A text that none of them matches is shown as
+# it is.
+
 from __future__ import annotations
 
 import re
@@ -23,11 +26,11 @@ _REQUIRED = re.compile(r"arguments are required: (.*)")
 
 
 def explain(message: str, options: Iterable[str]) -> str:
-    """Return a message of jsonargparse in one line, with the nearest names; as it is where nothing is known about it.
+    """Return a message of jsonargparse in one line, with the nearest names; an unknown one as it is.
 
     Args:
-        message: The message, which has a line for every type that an argument may have.
-        options: The options that exist, such as ``--trainer.devices``.
+        message: The message, with a line for each possible type of an argument.
+        options: The existing options, such as ``--trainer.devices``.
     """
     if unknown := _UNKNOWN_OPTION.search(message):
         return _unknown_option(*filter(None, unknown.groups()), options=options)
@@ -38,7 +41,7 @@ def explain(message: str, options: Iterable[str]) -> str:
         return message
     nested = _NESTED_VALUE.search(message)
     if nested and keys[-1].rpartition(".")[2] != nested[1]:
-        keys.append(nested[1])
+        keys.append(nested[1])  # the argument of the class, which the key alone does not name
     problem = _class_problem(message) or _type_problem(message)
     return f"--{'.'.join(keys)}: {problem}" if problem else re.sub(rf"^{_KEY.pattern}", r"--\1", message)
 
@@ -61,7 +64,7 @@ def _unknown_option(text: str, *, options: Iterable[str]) -> str:
 
 
 def _class_problem(message: str) -> str:
-    """Return what is wrong with a class or its arguments; empty where that is not the problem."""
+    """Return the problem of a class or its arguments; empty if there is none."""
     classes = _CLASS.findall(message)
     if match := re.search(r"Option '([^']+)' is not accepted", message):
         return f"{classes[-1]} has no argument {match[1]!r}{_suggestion(match[1], _arguments(classes[-1]))}"
@@ -80,7 +83,8 @@ def _class_problem(message: str) -> str:
 
 
 def _type_problem(message: str) -> str:
-    """Return which types a value may have, and the value; empty where the message does not have them."""
+    """Return a value with its possible types; empty if the message does not have them."""
+    # Of nested types, the line with the value itself is the most specific one.
     innermost = next((line for line in message.splitlines() if "Got value: " in line), message)
     types = dict.fromkeys(filter(None, (name for match in _TYPE.findall(innermost) for name in match)))
     values = [first or second for first, second in _VALUE.findall(innermost)]
@@ -95,7 +99,7 @@ def _type_problem(message: str) -> str:
 
 
 def _arguments(path: str) -> list[str]:
-    """Return the arguments of a class, also those that it passes on."""
+    """Return the arguments of a class, with those that its ``**kwargs`` pass on."""
     from jsonargparse import ArgumentParser
 
     module, _, name = path.rpartition(".")

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's scheduler of this name, with the metric that it watches.
+    """torch's scheduler of this name, with the name of its metric.
 
     Args:
-        optimizer: Whose learning rates are reduced.
+        optimizer: The optimizer.
         monitor: Name of a logged value.
-        *args: As for torch's.
-        **kwargs: As for torch's.
+        *args: Arguments of torch's scheduler.
+        **kwargs: Arguments of torch's scheduler.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
@@ -71,12 +71,12 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
     Configuration files may have Lightning's names for classes.  Options are written in full.
 
     Args:
-        *args: As for jsonargparse's.
-        description: Shown by ``--help``.
-        env_prefix: Begins the names of environment variables, which are read with ``default_env=True``.
+        *args: Arguments of jsonargparse's parser.
+        description: Text of ``--help``.
+        env_prefix: Prefix of environment variables, which are read with ``default_env=True``.
         parser_mode: Format of configuration files: ``"yaml"``, ``"json"``, ``"toml"``, ``"omegaconf"`` or another one
             of jsonargparse.
-        **kwargs: As for jsonargparse's.
+        **kwargs: Arguments of jsonargparse's parser.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
         """Add the arguments of a Trainer, a module, a data module or a callback.
 
         Args:
-            cls: The class, or a function with the class as the annotation of what it returns.
+            cls: The class, or a function that is annotated with it as its result.
             nested_key: The name of the arguments' group, such as ``"model"``.
             subclass_mode: Whether any subclass may be named.
             required: Whether one must be.
@@ -122,7 +122,7 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
         if subclass_mode:
             self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
             return [nested_key]
-        is_trainer = issubclass(cls, Trainer)  # which is made last
+        is_trainer = issubclass(cls, Trainer)  # made by instantiate_trainer, after module and data
         names: list[str] = self.add_class_arguments(
             cls, nested_key, fail_untyped=False, instantiate=not is_trainer, sub_configs=True
         )
@@ -155,7 +155,7 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
     def _add_without(self, cls: Any, nested_key: str, argument: str) -> None:
-        """Add a class that is not instantiated by the parser, as an argument of it is known only later."""
+        """Add a class that the parser does not instantiate, since one of its arguments is known only later."""
         options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {argument}}
         if isinstance(cls, tuple):
             self.add_subclass_arguments(cls, nested_key, **options)
@@ -166,6 +166,7 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
+        # In place of jsonargparse's, which prints the usage too: dozens of lines.
         prog = self.prog.replace(" [options]", "")
         usages = [parser.format_usage() for parser in (self, *self.subcommand_parsers.values())]
         text = explain(message, set(re.findall(r"--[\w.]+", "".join(usages))))
@@ -174,9 +175,9 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
 
 
 class ConfigFile(ActionConfigFile):  # type: ignore[misc]
-    """The option ``--config``, whose file ranks that run the script again do not read again.
+    """The option ``--config``, whose file is read once, and not again by ranks that run the script again.
 
-    A file may be gone or changed when they begin, and what is no regular file, such as a pipe, is read once.
+    It may be changed or removed when they start, and a pipe can be read only once.
     """
 
     @override
@@ -185,7 +186,7 @@ class ConfigFile(ActionConfigFile):  # type: ignore[misc]
 
 
 def _path_or_text(value: str) -> str:
-    """Return the path of a file that is as it was when the program read it first, else its text."""
+    """Return the path of a file that has not changed since the program read it first; otherwise its text then."""
     path = Path(value).absolute()
     try:
         # A regular file may have changed since an earlier command line of this process; a pipe can be read only once.
@@ -199,7 +200,7 @@ def _path_or_text(value: str) -> str:
 def _with_translation(mode: str) -> str:
     """Return a mode of jsonargparse that reads a format, and translates names of Lightning."""
     name = f"dstrat_{mode}"
-    if mode == "omegaconf":  # whose loader is there from its first use on
+    if mode == "omegaconf":  # jsonargparse registers its loader at the first use
         reader = ArgumentParser(parser_mode=mode)
         reader.add_argument("--value")
         reader.parse_string("value: text")
@@ -232,7 +233,8 @@ class HelpFormatter(DefaultHelpFormatter):  # type: ignore[misc]
 
 
 def import_named_classes() -> None:
-    """Import the classes that a configuration may name without a path, which jsonargparse finds among imported ones."""
+    """Import the classes that a configuration may name without a path."""
+    # jsonargparse finds such a name among the imported subclasses.
     for home in ("callbacks", "loggers", "profilers", "plugins"):
         module = import_module(f"dstrat.{home}")
         for name in module.__all__:

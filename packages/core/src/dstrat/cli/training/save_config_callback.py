@@ -50,7 +50,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "parser": None, "config": None}  # which cannot be pickled in every program
+        return {**self.__dict__, "parser": None, "config": None}  # a user's parser may hold objects without pickle
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -66,7 +66,7 @@ class SaveConfigCallback(Callback):
         path = folder / self.config_filename
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.overwrite:
-            if path.read_text(encoding="utf-8") == self.text:  # as where the same run goes on
+            if path.read_text(encoding="utf-8") == self.text:  # of the same run, which is resumed
                 return
             raise ConflictError(
                 f"{path} has the configuration of another run, which is not overwritten: choose another version of the "
