@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.arguments import adapt_all, install_hint, read_duration
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.early_stopping import EarlyStopping
+from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint
+from dstrat.training.callbacks.model_summary import ModelSummary
+from dstrat.training.callbacks.progress_bar import ProgressBar
 from dstrat.training.callbacks.timer import Timer
 from dstrat.training.hooks import check_no_removed_hooks, overrides
 
@@ -17,6 +21,13 @@ if TYPE_CHECKING:
 
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
+
+_DEFAULTS: dict[str, type[Callback]] = {
+    "progress_bar": ProgressBar,
+    "model_summary": ModelSummary,
+    "checkpointing": ModelCheckpoint,
+}
+"""Default callbacks by the Trainer's ``enable_`` arguments."""
 
 
 def complete_callbacks(
@@ -53,11 +64,15 @@ def complete_callbacks(
     if barebones:
         _check_nothing_is_awaited(callbacks)
     if max_time is not None:
-        _check_time_is_free(callbacks, max_time)
+        if any(isinstance(callback, Timer) for callback in callbacks):
+            raise ConflictError(
+                f"max_time={max_time!r} adds a Timer, and callbacks has one already: "
+                "give that one the duration, or leave it out"
+            )
         callbacks.append(Timer(read_duration(max_time, "max_time")))
     for name, enabled in enabled_features.items():
-        if enabled and not any(isinstance(callback, _DEFAULTS[name]()) for callback in callbacks):
-            callbacks.append(_DEFAULTS[name]()())
+        if enabled and not any(isinstance(callback, _DEFAULTS[name]) for callback in callbacks):
+            callbacks.append(_DEFAULTS[name]())
     return _in_order(callbacks)
 
 
@@ -97,54 +112,24 @@ def _as_list(value: Callback | Sequence[Callback] | None, name: str) -> list[Cal
 
 
 def _in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return callbacks in the order of their hooks; those with the same attributes keep the user's order."""
     _check_keys(callbacks)
     return sorted(callbacks, key=lambda callback: (callback.saves_checkpoints, callback.runs_last))
 
 
-def _check_time_is_free(callbacks: Sequence[Callback], max_time: Duration) -> None:
-    if any(isinstance(callback, Timer) for callback in callbacks):
-        raise ConflictError(
-            f"max_time={max_time!r} adds a Timer, and callbacks has one already: "
-            "give that one the duration, or leave it out"
-        )
-
-
-def _progress_bar() -> type[Callback]:
-    from dstrat.training.callbacks.progress_bar import ProgressBar
-
-    return ProgressBar
-
-
-def _model_summary() -> type[Callback]:
-    from dstrat.training.callbacks.model_summary import ModelSummary
-
-    return ModelSummary
-
-
-def _model_checkpoint() -> type[Callback]:
-    from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint
-
-    return ModelCheckpoint
-
-
-_DEFAULTS = {"progress_bar": _progress_bar, "model_summary": _model_summary, "checkpointing": _model_checkpoint}
-
-
 def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) -> None:
     """Raise a ConflictError if the user passes a callback of a feature that is switched off."""
-    of_kind = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name]())]
+    of_kind = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name])]
     if of_kind:
         off = "barebones=True" if barebones else f"enable_{name}=False"
         raise ConflictError(
-            f"{off} switches off every {_DEFAULTS[name]().__name__}, and callbacks has a {type(of_kind[0]).__name__}: "
+            f"{off} switches off every {_DEFAULTS[name].__name__}, and callbacks has a {type(of_kind[0]).__name__}: "
             "leave one of the two out"
         )
 
 
 def _check_nothing_is_awaited(callbacks: Sequence[Callback]) -> None:
     """Raise a ConflictError for a callback that monitors a logged value, since barebones logs none."""
-    from dstrat.training.callbacks.early_stopping import EarlyStopping
-
     for callback in callbacks:
         if isinstance(callback, EarlyStopping):
             raise ConflictError(
