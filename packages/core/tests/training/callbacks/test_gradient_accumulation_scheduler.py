@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_is_where_the_epoch_says(fit, make_line, tmp_path):
 @pytest.mark.parametrize(
     ("scheduling", "message"),
     [
-        ({}, r"scheduling=\{\} says nothing"),
+        ({}, r"scheduling=\{\} is empty"),
         ({-1: 2}, r"the epoch -1 in scheduling must be an int of at least 0"),
         ({"0": 2}, r"the epoch '0' in scheduling must be an int of at least 0"),
         ({2: 0}, r"the number of batches 0 from epoch 2 on in scheduling must be an int of at least 1"),
@@ -88,12 +88,12 @@ def test_what_else_decides_about_accumulation_is_a_conflict(fit, make_line, line
 
     callback = GradientAccumulationScheduler({0: 2})
     trainer = quiet_trainer(callbacks=callback, accumulate_grad_batches=4)
-    with pytest.raises(ConflictError, match=r"does not go together with accumulate_grad_batches=4 of the Trainer"):
+    with pytest.raises(ConflictError, match=r"conflicts with accumulate_grad_batches=4 of the Trainer"):
         trainer.fit(make_line(), loader())
     assert trainer.accumulate_grad_batches == 4
-    with pytest.raises(ConflictError, match=r"does not go together with the manual optimization of Manual"):
+    with pytest.raises(ConflictError, match=r"conflicts with the manual optimization of Manual"):
         fit(callback, module=make_line(Manual))
-    with pytest.raises(ConflictError, match=r"does not go together with Engine, which accumulates gradients by itself"):
+    with pytest.raises(ConflictError, match=r"conflicts with Engine, which accumulates gradients by itself"):
         fit(callback, strategy=Engine())
 
 

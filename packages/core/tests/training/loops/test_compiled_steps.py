@@ -371,7 +371,7 @@ def test_an_epoch_that_is_over_is_resumed_from_whatever_its_number_of_batches(fi
         ({"accumulate_grad_batches": 4}, "4 batches and 2 optimizer steps, .* accumulate_grad_batches=4"),
         (
             {"callbacks": [GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches": 1},
-            "GradientAccumulationScheduler does not go together with WholeSteps|accumulate_grad_batches=1",
+            "GradientAccumulationScheduler conflicts with WholeSteps|accumulate_grad_batches=1",
         ),
     ],
 )

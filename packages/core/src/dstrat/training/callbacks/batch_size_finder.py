@@ -13,8 +13,6 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dstrat.training.loops.sources import DataSources, Source
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -23,6 +21,7 @@ Mode = Literal["power", "binsearch"]
 Stage = Literal["fit", "validate", "test", "predict"]
 
 _SOURCES: dict[Stage, Source] = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+# Texts of the CPU's allocator, cuBLAS and cuDNN, which raise plain RuntimeErrors.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED")
 
 _log = logging.getLogger(__name__)
@@ -110,27 +109,28 @@ def find_batch_size(
         MisuseError: There is no attribute for the size, or not even one sample fits into memory.
         RequestError: An argument is out of range.
     """
-    from dstrat.training.callbacks.trial import attribute_holders, restored_random_state, set_attribute
+    from dstrat.training.callbacks.trial import attribute_holders, restored_random_state, set_attribute  # imports the Trainer
 
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
     if trainer.fast_dev_run:
         _log.warning("no batch size is searched with fast_dev_run")
         return None
     if trainer.plan.world_size > 1:
+        # A rank without memory leaves its collectives, in which the others would wait for it.
         raise ConflictError(
-            f"the search for a batch size runs in one process, which goes on where memory was exhausted, and this run "
-            f"has {trainer.plan.world_size}: search on one device, and set {batch_arg_name} to what was found"
+            f"the search for a batch size exhausts the memory of one process, and this run has "
+            f"{trainer.plan.world_size}: search on one device, and set {batch_arg_name} to the result"
         )
     if sources.passed(_SOURCES[stage]) is not None:
         raise ConflictError(
-            "a loader was passed, whose batch size is fixed: let the module or a data module make it by its "
+            "a loader was passed, whose batch size is fixed: let the module or a data module make it with its "
             f"{batch_arg_name}"
         )
     owners = (module, sources.datamodule)
     if not attribute_holders(batch_arg_name, *owners):
         raise MisuseError(
             f"neither {type(module).__name__} nor a data module nor their hparams have {batch_arg_name!r}: make the "
-            "loaders by such an attribute, or name another one as batch_arg_name"
+            "loaders with such an attribute, or pass the name of another one as batch_arg_name"
         )
     before = [(holder, getattr(holder, batch_arg_name)) for holder in attribute_holders(batch_arg_name, *owners)]
     trial = _BatchSizeTrial(trainer, module, sources, stage, steps_per_trial, batch_arg_name)
@@ -179,7 +179,7 @@ class _BatchSizeTrial:
             _log.info("%s=%d does not fit into memory", self._attribute, batch_size)
             return False
         finally:
-            del trial, module  # or their memory would count in the next trial
+            del trial, module  # otherwise their memory would count in the next trial
             _free_memory()
         _log.info("%s=%d fits into memory", self._attribute, batch_size)
         return True
@@ -199,7 +199,7 @@ class _DatasetSize(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.source == "val":
+        if self.source == "val":  # the validation of a fit does not limit its batch size
             self._read(trainer.val_dataloaders)
 
     @override
@@ -221,7 +221,7 @@ class _DatasetSize(Callback):
 
 def _largest_power(trial: _BatchSizeTrial, size: int, max_trials: int, max_val: int) -> int:
     """Return the largest size that fits, by doubling, or by halving if the first size does not fit."""
-    best = 0
+    best = 0  # none yet
     has_failed = False
     for _ in range(max_trials):
         if trial.fits(size):
@@ -238,7 +238,7 @@ def _largest_power(trial: _BatchSizeTrial, size: int, max_trials: int, max_val: 
 
 def _largest(trial: _BatchSizeTrial, size: int, max_trials: int, max_val: int) -> int:
     """Return the largest size that fits, by doubling, then by bisection below the first one that does not fit."""
-    low, high = 0, max_val + 1
+    low, high = 0, max_val + 1  # sizes that fit and that do not; high is unchanged until one does not fit
     for _ in range(max_trials):
         if trial.fits(size):
             low = size
@@ -266,10 +266,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _free_memory() -> None:
-    gc.collect()
-    empty_cache: Callable[[], None] | None = getattr(getattr(torch, "accelerator", None), "empty_cache", None)
-    if empty_cache is not None and torch.accelerator.is_available():
-        empty_cache()
+    gc.collect()  # a module and its Trainer refer to each other
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, margin: float, max_val: int) -> None:

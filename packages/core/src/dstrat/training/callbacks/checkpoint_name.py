@@ -55,7 +55,8 @@ class CheckpointName:
         missing = [field for field in self._fields if field not in values]
         if missing:
             raise MisuseError(f"filename={self.template!r} asks for {missing[0]!r}, {not_logged(values)}")
-        numbers = {field: _number(values[field]) for field in self._fields}
+        # ints stay, for formats such as {step:06d}; tensors become floats.
+        numbers = {field: value if isinstance(value := values[field], int) else float(value) for field in self._fields}
         try:
             return _LiteralNames().vformat(self._filled, (), numbers)
         except ValueError as error:
@@ -64,7 +65,7 @@ class CheckpointName:
 
 def _with_name(text: str, field: str | None, spec: str | None, conversion: str | None) -> str:
     """Return a fragment of a template, with ``name=`` before its field."""
-    text = text.replace("{", "{{").replace("}", "}}")
+    text = text.replace("{", "{{").replace("}", "}}")  # Formatter.parse has removed the second ones
     if field is None:
         return text
     return f"{text}{field}={{{field}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
@@ -119,7 +120,7 @@ class UnusedPaths:
         if storage.is_occupied(path):
             return False
         claim = storage.claim(path)
-        if claim is None:
+        if claim is None:  # a store, which has none
             return True
         if not claim.take():
             return False
@@ -134,7 +135,3 @@ class UnusedPaths:
         for path in list(self._claims) if paths is None else paths:
             if path in self._claims:
                 self._claims.pop(path).release()
-
-
-def _number(value: Any) -> int | float:
-    return value if isinstance(value, int) else float(value)

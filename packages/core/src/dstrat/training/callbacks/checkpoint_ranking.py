@@ -68,6 +68,7 @@ class RetainedCheckpoints:
     def __init__(self, *, limit: int, mode: Mode, is_monitored: bool, save_last: SaveLast) -> None:
         self._ranking = Ranking(limit, mode)
         self._is_monitored = is_monitored
+        # With limit 0 no checkpoint is retained by score, so there is none to link to.
         self._saves_last = save_last is True or (save_last == "link" and limit == 0)
         self._links_last = save_last == "link" and limit != 0
         self.best_path = ""
@@ -100,7 +101,8 @@ class RetainedCheckpoints:
         self.best_path, self.best_score = state["best_model_path"], state["best_model_score"]
         if in_same_folder:
             self._ranking.restore(state["scores"])
-            self.last_path, self.link = state["last_model_path"], state.get("link", "")
+            self.last_path = state["last_model_path"]
+            self.link = state.get("link", "")  # older checkpoints have none
 
     def decide(
         self, folder: CheckpointPath, name: CheckpointName, values: Mapping[str, Any], score: float, *, replaces: bool
@@ -120,7 +122,7 @@ class RetainedCheckpoints:
         path = None
         if self._ranking.accepts(score):
             replaceable = self._ranking.replaceable if replaces else None
-            replaceable = None if replaceable == self.resumed_from else replaceable
+            replaceable = None if replaceable == self.resumed_from else replaceable  # which is never removed
             path = self._unused(folder, name.fill(values), replaceable)
         link = self.link or self._unused(folder, LAST_NAME) if self._links_last and replaces else ""
         return Decision(path=path, score=score, last_path=self._last(folder, path, replaces=replaces), link=link)
@@ -140,6 +142,7 @@ class RetainedCheckpoints:
         return path or self._unused(folder, LAST_NAME)
 
     def _unused(self, folder: CheckpointPath, name: str, replaceable: str | None = None) -> str:
+        # Retained checkpoints are in use even before they exist: a write in the background may not have begun.
         return self.unused.choose(folder, name, replaceable, [*self._ranking.scores, self.last_path])
 
     def apply(self, decision: Decision, *, replaces: bool) -> list[str]:
@@ -163,7 +166,7 @@ class RetainedCheckpoints:
             removable = self._ranking.add(decision.path, decision.score)
             evicted += [path for path in removable if path != self.resumed_from]
         scores = self._ranking.scores
-        return [path for path in dict.fromkeys(evicted) if path not in scores]
+        return [path for path in dict.fromkeys(evicted) if path not in scores]  # the last one may be among the best
 
     def older_than_newest(self, paths: list[str]) -> list[str]:
         """Return the existing ones of some paths that are older than the newest retained checkpoint."""

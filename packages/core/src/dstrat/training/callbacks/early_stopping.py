@@ -132,6 +132,7 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end is True:
             return
+        # With False the value must come from validation, and it is an error in _check if it does not.
         if is_new(self.monitor, trainer) or self.check_on_train_epoch_end is False:
             self._comes_from_validation = True
             self._check(trainer, requires_value=True)
@@ -151,6 +152,7 @@ class EarlyStopping(Callback):
 
     def _check(self, trainer: Trainer, *, requires_value: bool) -> None:
         """Check the value, and stop training if necessary; collective."""
+        # Of rank 0: values without sync_dist differ between ranks, and all must stop alike.
         value = trainer.callback_metrics.get(self.monitor) if trainer.is_global_zero else None
         score: float | None = trainer.strategy.broadcast(None if value is None else float(value))
         if score is not None:
@@ -189,7 +191,7 @@ class EarlyStopping(Callback):
             return f"{shown} is {better} stopping_threshold={self.stopping_threshold!r}"
         if self.divergence_threshold is not None and self._is_beyond(-score, -self.divergence_threshold):
             return f"{shown} is {worse} divergence_threshold={self.divergence_threshold!r}"
-        if self.wait_count >= max(1, self.patience):
+        if self.wait_count >= max(1, self.patience):  # with patience=0 the first check without an improvement ends it
             best = "no number" if self._best_score is None else f"{self._best_score:.6g}"
             checks = "check" if self.wait_count == 1 else f"{self.wait_count} checks"
             by = f" by more than min_delta={self.min_delta!r}" if self.min_delta else ""
@@ -209,6 +211,7 @@ class EarlyStopping(Callback):
             self._has_warned = True
 
     def _log_warning(self, trainer: Trainer, line: str) -> None:
+        # Python shows warnings, but no infos, of a program that has not configured logging.
         if trainer.is_global_zero:
             _log.warning(line)
         elif not self.log_rank_zero_only:

@@ -193,6 +193,7 @@ class BaseFinetuning(Callback):
         for name, layer in module.named_modules():
             if isinstance(layer, _BatchNorm):
                 layer.track_running_stats = name not in self._untracked
+        # By name: the parameters are other objects than those of the run that saved them.
         parameters = dict(module.named_parameters())
         for optimizer, groups in zip(optimizers, self._added_groups, strict=False):
             for group in groups:
@@ -304,6 +305,7 @@ class BackboneFinetuning(BaseFinetuning):
         head_lr = optimizer.param_groups[0]["lr"]
         if epoch < self.unfreeze_backbone_at_epoch:
             return
+        # None after that epoch: a checkpoint without this callback's state was resumed.
         if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
             lr = self.backbone_initial_lr
             lr = head_lr * self.backbone_initial_ratio_lr if lr is None else lr
@@ -314,7 +316,7 @@ class BackboneFinetuning(BaseFinetuning):
             factor = 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
             lr = factor * self.previous_backbone_lr
             lr = min(lr, head_lr) if self.should_align else lr
-            optimizer.param_groups[-1]["lr"] = lr
+            optimizer.param_groups[-1]["lr"] = lr  # the group that was added last is the backbone's
         self.previous_backbone_lr = lr
         if self.verbose:
             _log.info("learning rate %s, of the backbone %s", round(head_lr, self.rounding), round(lr, self.rounding))
@@ -344,7 +346,7 @@ def _all_modules(modules: Modules) -> Iterator[nn.Module]:
 
 def _set_trainable(module: nn.Module, *, enabled: bool) -> None:
     """Freeze or unfreeze one module, without its children."""
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BatchNorm):  # without it, a frozen layer would still update its statistics
         module.track_running_stats = enabled
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad_(enabled)

@@ -33,7 +33,7 @@ class GradientAccumulationScheduler(Callback):
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
-            raise RequestError("scheduling={} says nothing: give numbers of batches by epoch, such as {0: 8, 4: 1}")
+            raise RequestError("scheduling={} is empty: give numbers of batches by epoch, such as {0: 8, 4: 1}")
         for epoch, factor in scheduling.items():
             _check_count(f"the epoch {epoch!r}", epoch, 0)
             _check_count(f"the number of batches {factor!r} from epoch {epoch!r} on", factor, 1)
@@ -61,7 +61,7 @@ class GradientAccumulationScheduler(Callback):
         """
         conflict = self._conflict(trainer, module)
         if conflict is not None:
-            raise ConflictError(f"GradientAccumulationScheduler does not go together with {conflict}")
+            raise ConflictError(f"GradientAccumulationScheduler conflicts with {conflict}")
         self._decides = True
 
     def _conflict(self, trainer: Trainer, module: TrainModule) -> str | None:
@@ -79,7 +79,7 @@ class GradientAccumulationScheduler(Callback):
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if self._decides:
+        if self._decides:  # not after a conflict, in which the number is the user's
             trainer.accumulate_grad_batches = 1
             self._decides = False
 
