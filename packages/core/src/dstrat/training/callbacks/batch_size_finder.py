@@ -109,7 +109,7 @@ def find_batch_size(
         MisuseError: There is no attribute for the size, or not even one sample fits into memory.
         RequestError: An argument is out of range.
     """
-    from dstrat.training.callbacks.trial import attribute_holders, restored_random_state, set_attribute  # imports the Trainer
+    from dstrat.training.callbacks.trial import attribute_holders, restored_random_state, set_attribute
 
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
     if trainer.fast_dev_run:
