@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dstrat.errors import LaunchError, PeerError, RankFailedError
+from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.failures import (
     Failure,
     RankEnd,
@@ -17,8 +18,11 @@ from dstrat.launch.failures import (
     kind_of,
     primary_failure,
     read_failure,
+    waits,
     write_failure,
 )
+from dstrat.parallel.collectives import reduce_tensor
+from dstrat.training.loops.stopping import EvaluationVotes, Votes
 
 
 def raised_here(error):
@@ -138,6 +142,21 @@ WAITING = f"""Current thread 0x1 (most recent call first):
   File "{dist.__file__}", line 2834 in all_reduce"""
 SLEEPING = """Current thread 0x1 (most recent call first):
   File "train.py", line 7 in fall_asleep"""
+
+
+@pytest.mark.parametrize(
+    ("function", "does_wait"),
+    [
+        (Votes.take, True),
+        (Strategy.reduce_boolean_decision, True),
+        (reduce_tensor, True),
+        (EvaluationVotes.between, False),  # a loader that computes is called in it
+    ],
+)
+def test_rank_waits_also_where_it_reads_the_result_of_a_collective_on_a_gpu(function, does_wait):
+    code = function.__code__
+    stack = f'Current thread 0x1 (most recent call first):\n  File "{code.co_filename}", line 7 in {code.co_name}'
+    assert waits(stack, is_busy=True) is does_wait
 
 
 def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():

@@ -182,7 +182,7 @@ _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGBUS: " (perhaps because /dev/shm is full)",
 }
 _NO_STACK = "(not available)"
-_FRAME = re.compile(r'^ *File "(.*)", line ', re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(.*)", line .* in (.*)$', re.MULTILINE)
 _LAUNCH_ERROR = f"{LaunchError.__module__}.{LaunchError.__qualname__}"
 
 
@@ -352,8 +352,8 @@ def waits(stack: str, *, is_busy: bool = False) -> bool:
         is_busy: Whether the rank uses a processor.
     """
     _, current, main = stack.rpartition("Current thread")
-    files = _FRAME.findall(main) if current else []
-    return waits_for_peers(files, is_busy=is_busy)
+    frames = map(" in ".join, _FRAME.findall(main)) if current else ()
+    return waits_for_peers(frames, is_busy=is_busy)
 
 
 def _describe_end(end: RankEnd) -> str:

@@ -162,8 +162,8 @@ class PeerWatch(threading.Thread):
     def _look(self, idle_seconds: float) -> None:
         """Publish the state of this rank, and end the job if it hangs."""
         stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
-        files = [frame.filename for frame in reversed(stack)]
-        waits_in_collective = waits_for_peers(files, is_busy=idle_seconds < self._limit)
+        frames = [f"{frame.filename} in {frame.name}" for frame in reversed(stack)]
+        waits_in_collective = waits_for_peers(frames, is_busy=idle_seconds < self._limit)
         # A rank at work may be met in one of its collectives, which will end: it waits if it stays there.
         previous, self._stack = self._stack, _format(stack)
         waits_in_collective = waits_in_collective and self._stack == previous

@@ -344,32 +344,31 @@ class RankWatch:
         return self._limit_before_launch is not None and not launched_file(self._folder, pid).exists()
 
 
-def waits_for_peers(innermost_files: Iterable[str], *, is_busy: bool = False) -> bool:
-    """Return whether a rank waits for its peers in a collective.
-
-    Args:
-        innermost_files: The files of its main thread's frames, the innermost first.
-        is_busy: Whether it uses a processor; then a backward pass does not mean that it waits.
-    """
-    folders = _folders_of_waits()
-    if is_busy:
-        folders = tuple(folder for folder in folders if "autograd" not in folder)
-    return any(file.startswith(folders) for file in islice(innermost_files, _INNERMOST))
-
-
 _INNERMOST = 3  # frames: torch's logger of collectives and our reduction may be further in
 
 
+def waits_for_peers(innermost_frames: Iterable[str], *, is_busy: bool = False) -> bool:
+    """Return whether a rank waits for its peers in a collective.
+
+    Args:
+        innermost_frames: The frames of its main thread, the innermost first, each as ``"/path/file.py in function"``.
+        is_busy: Whether it uses a processor; then a backward pass does not mean that it waits.
+    """
+    prefixes = _prefixes_of_waits()
+    if is_busy:
+        prefixes = tuple(prefix for prefix in prefixes if "autograd" not in prefix)
+    return any(frame.startswith(prefixes) for frame in islice(innermost_frames, _INNERMOST))
+
+
 @cache
-def _folders_of_waits() -> tuple[str, ...]:
-    """Return the prefixes of the paths of code that waits for peers."""
+def _prefixes_of_waits() -> tuple[str, ...]:
+    """Return the beginnings of the frames of code that waits for peers."""
     torch = importlib.util.find_spec("torch")  # does not import it
     assert torch is not None  # noqa: S101 - core requires it
     assert torch.origin is not None  # noqa: S101 - likewise
     ours, theirs = Path(__file__).parents[1], Path(torch.origin).parent
     folders = [theirs / "distributed", theirs / "autograd", ours / "parallel"]
-    # On a GPU a collective returns at once, and the code that reads its result waits.
-    return (
-        *(os.path.join(folder, "") for folder in folders),  # noqa: PTH118 - the end of a folder's name
-        *map(str, (ours / "interfaces" / "strategy.py", ours / "training" / "loops" / "votes.py")),
-    )
+    # On a GPU a collective returns at once, and the code that reads its result waits.  In the file of the votes that is
+    # one function: another one there yields batches, and is on the stack while a program's loader computes.
+    readers = [str(ours / "interfaces" / "strategy.py"), f"{ours / 'training' / 'loops' / 'stopping.py'} in take"]
+    return *(os.path.join(folder, "") for folder in folders), *readers  # noqa: PTH118 - the end of a folder's name
