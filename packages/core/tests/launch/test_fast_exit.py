@@ -110,8 +110,17 @@ fast_exit.set_exit_code(0)
     assert (tmp_path / "report").read_text() == '["rows", 1]'
 
 
-def test_archive_of_a_process_without_peers_is_complete_after_an_error(tmp_path):
-    done = run_rank(tmp_path, "write(); fast_exit.leave_quickly_if_uncaught(has_peers=False); raise ValueError")
+OF_A_FUNCTION = """
+def run():
+    archive = globals().pop("archive")
+    raise ValueError
+run()
+"""
+
+
+@pytest.mark.parametrize("code", ["raise ValueError", OF_A_FUNCTION], ids=["global", "local"])
+def test_archive_of_a_process_without_peers_is_complete_after_an_error(tmp_path, code):
+    done = run_rank(tmp_path, f"write(); fast_exit.leave_quickly_if_uncaught(has_peers=False); {code}")
     assert done.returncode == 1
     read_files(tmp_path)
     assert zipfile.ZipFile(tmp_path / "archive").read("name") == b"archive"

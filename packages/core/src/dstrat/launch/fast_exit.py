@@ -14,6 +14,7 @@ import os
 import stat
 import sys
 import threading
+from traceback import clear_frames
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -69,13 +70,14 @@ def leave_quickly_if_uncaught(*, has_peers: bool) -> None:
     _hook_is_installed = True
     previous_hook = sys.excepthook
 
-    def show_and_leave(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        previous_hook(kind, value, traceback)
+    def show_and_leave(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous_hook(kind, value, trace)
         # The interpreter itself calls the hook at the end of a program; consoles call it from their loop.
         is_called_at_end = sys._getframe().f_back is None  # noqa: SLF001 - there is no other way
         # After KeyboardInterrupt, Python ends by the signal, as shells expect.
         if is_called_at_end and issubclass(kind, Exception) and not (_is_interactive() or _has_threads()):
-            sys.last_value = sys.last_traceback = None  # they refer to the objects of the program
+            if _has_no_peers:
+                clear_frames(trace)  # releases local variables of the program, as _release_main does global ones
             leave(1)
 
     sys.excepthook = show_and_leave
