@@ -60,6 +60,13 @@ def test_rank_that_was_killed_is_retried_until_no_restart_remains(folder):
     )
 
 
+def test_rank_that_was_killed_when_training_began_is_retried(folder):
+    (folder / "step-1").touch()  # StepRecord has created its file, and not yet written to it
+    recovery = Recovery(1, path_exists)
+    recovery.end_attempt(folder, killed())
+    assert recovery.failed[0].step is None
+
+
 def test_job_without_restarts_fails_as_before(folder):
     recovery, error = Recovery(0, path_exists), killed()
     recovery.begin_attempt(folder)

@@ -137,6 +137,7 @@ class StepRecord:
     def __init__(self, step: int) -> None:
         rank = this_rank()
         assert rank is not None  # noqa: S101 - as above
+        # Mapped: each batch costs two assignments and no system call, and the kernel keeps them after SIGKILL.
         with _step_file(rank.folder, int(os.environ["RANK"])).open("w+b") as file:
             file.truncate(16)
             self._values = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
@@ -155,10 +156,10 @@ def _step_file(folder: Path, rank: int) -> Path:
 def _read_steps(folder: Path, rank: int) -> tuple[int | None, int]:
     """Return a rank's number of optimizer steps, None before training, and of batches in this attempt."""
     try:
-        values = memoryview(_step_file(folder, rank).read_bytes()).cast("q")
-    except OSError:
+        steps, batches = memoryview(_step_file(folder, rank).read_bytes()).cast("q")
+    except (OSError, ValueError):  # ValueError: an empty file, of a rank that was killed between the two calls
         return None, 0
-    return values[0], values[1]
+    return steps, batches
 
 
 # The side of the supervisor
@@ -188,7 +189,7 @@ class Recovery:
     failed: list[FailedAttempt] = field(default_factory=list)
     _ledger: list[SavePoint] = field(default_factory=list)
     _resumed: tuple[SavePoint, ...] = ()
-    _wait: float = _FIRST_WAIT / 2
+    _wait: float = _FIRST_WAIT / 2  # doubled before it is first used
 
     @property
     def total(self) -> int:
@@ -232,7 +233,7 @@ class Recovery:
         self.failed.append(failed)
         if (reason := self._why_final(error, batches, repeated)) is not None:
             raise self._final_error(error, reason, repeated) from None
-        self._ledger += _read_ledger(folder)
+        self._ledger += _read_ledger(folder)  # before the folder is removed; the next attempt has another one
         before, self._resumed = self._resumed, self._newest_save_points()
         self._wait = _FIRST_WAIT if self._resumed != before else min(2 * self._wait, _LONGEST_WAIT)
         start = _describe_start(self._resumed)
@@ -247,7 +248,7 @@ class Recovery:
 
     def _why_final(self, error: RankFailedError, batches: int, repeated: FailedAttempt | None) -> str | None:
         """Return why a failure is not retried; None where it is."""
-        exits = error.exit_code is not None and error.exit_code >= 0
+        exits = error.exit_code is not None and error.exit_code >= 0  # neither killed by a signal nor hung
         if exits and error.summary.partition(":")[0] in ("", "SystemExit"):
             return "the rank has exited by itself"
         if exits and len(self.failed) == 1 and not batches:
@@ -280,7 +281,7 @@ class Recovery:
             ordered = sorted(points, key=lambda point: point.step)  # stable: of as many steps the latest is last
             newest[launch] = next(
                 (point for point in reversed(ordered) if self._is_usable(point)),
-                points[0],
+                points[0],  # the beginning of the fit
             )
         return tuple(newest.values())
 
@@ -301,6 +302,7 @@ def wait_for_restart(seconds: float, interrupts: Interrupts) -> None:
         SystemExit: Another signal to stop has arrived.
     """
     deadline = time.monotonic() + seconds
+    # In short sleeps: time.sleep goes on after a signal whose handler raises nothing.
     while time.monotonic() < deadline and not interrupts.received:
         time.sleep(_POLL)
     if interrupts.received:
