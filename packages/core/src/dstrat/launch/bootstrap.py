@@ -1,7 +1,8 @@
 """Bootstrap of a fresh interpreter that becomes a rank.
 
 It runs as a file, with the job's folder, the supervisor's process id, and the program: a script or a module with its
-arguments, or a function.  No user code is imported before the rank is set up.
+arguments, or a function.  No user code is imported before the rank is set up, so that an error of the user's imports
+is reported as that of this rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-_OUR_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - with this folder on sys.path nothing may be imported yet
+# Python puts the folder of the file that it runs first on sys.path, where the user's imports would find our modules:
+# command, job, task ...  So little is imported before it is removed.
+_OUR_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would be such an import
 if sys.path[0] == _OUR_FOLDER:  # absent with Python's option -P
     del sys.path[0]
 
@@ -24,7 +27,7 @@ def main() -> None:
     _set_path(os.path.dirname(command[0]) if kind == "script" else os.getcwd())  # noqa: PTH109, PTH120 - as above
     from dstrat.launch import fast_exit
 
-    fast_exit.leave_quickly_at_exit()
+    fast_exit.leave_quickly_at_exit()  # before any import that may register a handler, see that module
     from pathlib import Path
 
     from dstrat.launch import rank
@@ -32,7 +35,7 @@ def main() -> None:
     rank.enter_rank(Path(folder), runs_script=kind != "function", parent=int(parent))
     code = rank.exit_code_of(Path(folder), lambda: _run(Path(folder), kind, command))
     fast_exit.set_exit_code(code)
-    sys.exit(code)
+    sys.exit(code)  # not os._exit: Python waits for the program's threads, then runs the handlers of atexit
 
 
 def _set_path(first: str) -> None:
@@ -54,7 +57,7 @@ def _run(folder: Path, kind: str, command: list[str]) -> None:
         rank.run_function(folder)
         return
     external.load(folder)
-    target, *sys.argv[:] = command
+    target, *sys.argv[:] = command  # the same list, of which modules may have a reference
     if kind == "script":
         _run_script(target)
     else:
@@ -64,10 +67,12 @@ def _run(folder: Path, kind: str, command: list[str]) -> None:
 
 
 def _run_script(path: str) -> None:
-    """Run a script in a new module ``__main__`` that lives, unlike that of runpy, until the process ends."""
+    """Run a script in a new module ``__main__``."""
     from importlib.machinery import SourceFileLoader
     from types import ModuleType
 
+    # Not by runpy.run_path, which restores the previous __main__ at the end: threads and exit handlers of the script
+    # still need theirs, where pickle finds its classes.
     loader = SourceFileLoader("__main__", path)
     module = ModuleType("__main__")
     module.__file__ = path

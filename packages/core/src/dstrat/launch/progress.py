@@ -82,6 +82,7 @@ def read_activity_of_this_process() -> Activity | None:
     delay = _seconds_waited_for_processors(pid) - _delay_of(this_thread)
     return replace(
         descendants,
+        # process_time has nanoseconds, and /proc/PID/stat has ticks of 10 ms.
         seconds=descendants.seconds + delay + time.process_time() - time.thread_time(),
         num_bytes=descendants.num_bytes + _bytes_of(f"/proc/{pid}") - _bytes_of(this_thread),
     )
@@ -190,7 +191,7 @@ class IdleTimer:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.period = min(max(limit / 10, 0.25), 30.0)
+        self.period = min(max(limit / 10, 0.25), 30.0)  # seconds between two readings
         self.restart()
 
     def restart(self) -> None:
@@ -201,7 +202,7 @@ class IdleTimer:
     def update(self, activity: Activity | None) -> float:
         """Record a reading of the process's activity, and return for how many seconds it has been idle."""
         previous, self._previous = self._previous, activity
-        if activity is None:  # unreadable
+        if activity is None:  # unreadable: never idle, as ending a rank at work is worse than waiting for a hung one
             return 0.0
         longest_pause = 2 * self.period + PAUSE
         if previous is None or activity.time - previous.time > longest_pause or not activity.is_idle_since(previous):
@@ -236,6 +237,7 @@ def watched_for_hangs(
     from dstrat.launch.rank import this_rank  # only runs of several processes need it
 
     started = this_rank()
+    # A rank that sees no peers waits for as long as they may be in a collective, and never less than the limit.
     limits = (limit.total_seconds(), max(limit, longest or limit).total_seconds())
     watch: _ProgressFile | PeerWatch
     if started is not None:
@@ -268,7 +270,7 @@ class _ProgressFile:
     def __init__(self, path: Path, limit: float, longest: float) -> None:
         self._path = path
         with contextlib.suppress(OSError):  # the folder may have been removed
-            unfinished = path.with_suffix(".unfinished")
+            unfinished = path.with_suffix(".unfinished")  # the supervisor may read it meanwhile
             unfinished.write_text(f"{limit} {longest}")
             unfinished.replace(path)
 

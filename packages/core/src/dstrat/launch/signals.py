@@ -51,6 +51,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            # Ranks have sessions of their own, so the terminal's Ctrl-Z reaches this process only.
             for number in (*self._signals, signal.SIGTSTP):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not installed from Python
                     self._previous[number] = signal.signal(number, self._note)
@@ -73,7 +74,7 @@ class Interrupts:
         if number == signal.SIGUSR1 and number in self.received:  # schedulers may repeat it
             return
         self.received.append(signal.Signals(number))
-        leave_lost_terminal()
+        leave_lost_terminal()  # SIGHUP says that it has closed
 
 
 def leave_lost_terminal() -> None:
@@ -115,13 +116,14 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path) -> None:
+        # A shell, as a fork of this process would keep its memory, and a second Python takes long to start.
         self._shell = subprocess.Popen(  # noqa: S603 - a constant script
             ["/bin/sh", "-c", _SCRIPT, "dstrat-watchdog", str(folder)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # else who reads the job's output through a pipe would wait for the shell too
             stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
+            cwd="/",  # keeps no file system in use
+            start_new_session=True,  # beyond the reach of Ctrl-C and of a shell that kills the supervisor's group
         )
 
     def __enter__(self) -> Self:
@@ -130,7 +132,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shell.kill()
+        self._shell.kill()  # first: when the pipe breaks it would kill the groups, whose ids may be reused by now
         self.let_go()
         self._shell.wait()
 

@@ -84,11 +84,11 @@ class RankTask:
     def __call__(self) -> RankOutcome:
         """Run the function as this rank; an exception becomes the outcome's failure."""
         folder = Path(tempfile.gettempdir(), self.folder)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)  # the first rank of each machine makes it
         os.environ.update(self._job(folder).rank_environment(self.local_rank))
         if (torch := sys.modules.get("torch")) is not None:  # which has read the variable already
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
-        enter_rank(folder, runs_script=False, parent=None)
+        enter_rank(folder, runs_script=False, parent=None)  # the launcher itself ends its processes
         try:
             result = load_payload(self.call)()
             content = dump_call(result) if self.rank == 0 else b""
@@ -109,7 +109,7 @@ class RankTask:
             node_rank=self.node_rank,
             address=self.address,
             port=self.port,
-            environ={},
+            environ={},  # besides os.environ, which is that of this machine
         )
 
 
