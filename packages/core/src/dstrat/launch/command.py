@@ -37,10 +37,10 @@ def parse_command(arguments: Sequence[str]) -> Command:
     remaining = list(arguments[1:])
     while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
         argument = remaining.pop(0)
-        if argument == "--check-hash-based-pycs":
+        if argument == "--check-hash-based-pycs":  # the only long option with a value
             flags += [argument, remaining.pop(0)]
             continue
-        alone, option, value = _split_options(argument[1:])
+        alone, option, value = _split_options(argument[1:])  # Python takes "-uWerror" and "-W error"
         flags += [f"-{alone}"] if alone else []
         if option in ("c", "m"):
             target = value or remaining.pop(0)
@@ -73,6 +73,7 @@ def rerun_command(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleTyp
         LaunchError: There is no script.
     """
     command = parse_command(orig_argv)
+    # Without __spec__, __main__ is a script that ``python -m pdb`` or the like runs in its place.
     if command.kind == "module" and getattr(main, "__spec__", None) is not None:
         return replace(command, argv=_join_hydra_job(command.argv))
     path = getattr(main, "__file__", None)

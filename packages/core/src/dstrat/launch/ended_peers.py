@@ -51,16 +51,17 @@ def name_ended_ranks(error: BaseException) -> None:
         return
     kind = kind_of(error)
     processes = _read_processes()
-    if processes is None:
+    if processes is None:  # the store is gone; an own error says enough without it
         if kind != "error" and (address := _store_address()) is not None:
             _note(error, f"rank 0 at {address} does not respond: it has ended, or its machine is not reachable")
         return
     machines = {machine for _, machine in processes.values()}
-    if len(machines) > 1:
+    if len(machines) > 1:  # peers of this machine look up its process instead
         _write_report(error)
     if kind == "error":
         return
     nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
+    # This rank is about to end, on which torchrun sends SIGTERM to the others.
     continue_stopped(nearby.values())
     if kind == "lost" and (ended := _wait_for_end_of_any(nearby, _ENDING_SECONDS)):
         numbers = ", ".join(str(rank) for rank in ended[:_NUM_NAMED])
@@ -74,7 +75,7 @@ def name_ended_ranks(error: BaseException) -> None:
 def _note(error: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(note)
-    else:
+    else:  # Python 3.10 has no notes
         _log.error(note)
 
 

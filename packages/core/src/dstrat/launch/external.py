@@ -41,7 +41,7 @@ class ExternalLauncher(Launcher):
         return is_replaying()
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        launch = next_launch()
+        launch = next_launch()  # counted in every process, as launches are numbered alike in all of them
         rank = this_rank()
         if rank is not None:
             return _launch_in(rank, launch, lambda: function(*args, **kwargs))
@@ -60,7 +60,7 @@ def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
     """Call the function in a rank that dstrat has started."""
     if rank.imports_main:
         raise main_guard_error()
-    if not rank.runs_script:
+    if not rank.runs_script:  # a launch within the function, such as a second fit
         return call()
     if (failed := past_failure(launch)) is not None:
         raise failed

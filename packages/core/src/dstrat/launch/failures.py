@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FailureKind = Literal["error", "lost", "timeout"]
 """An error of the rank itself, a lost connection to a peer, or a timeout while it waited for a peer."""
 
+# Texts of Gloo, NCCL and torch's store, of torch 2.9 to 2.13; one that is missing here counts as the rank's own error.
 _LOST = re.compile(
     r"connection (reset|closed) by peer|connection refused|broken pipe|socket closed|recvValue failed|"
     r"failed to recv|connectFullMesh failed|remote process exit|ncclRemoteError|communicator was aborted",
@@ -135,6 +136,7 @@ def write_failure(folder: Path, error: BaseException) -> None:
     path = _path(folder, os.getpid())
     unfinished = path.with_suffix(".unfinished")
     try:
+        # Errors may quote file names that are no UTF-8, as lone surrogates.
         unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
     except FileNotFoundError:  # the folder was removed; the supervisor reports that
@@ -167,7 +169,7 @@ def _user_traceback(trace: TracebackType | None) -> TracebackType | None:
     link = trace
     while link is not None and _is_ours(link.tb_frame):
         link = link.tb_next
-    return link or trace
+    return link or trace  # of an error of the launcher itself, all frames
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -241,7 +243,7 @@ def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: i
     blocking = [rank for rank in running if not waits(running[rank])]
     if not blocking and len(ends) + len(running) < world_size:
         return None
-    return min(blocking or running, default=None)
+    return min(blocking or running, default=None)  # where all wait, their collectives do not match
 
 
 def early_exit(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -262,13 +264,13 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     primary = primary_failure(ends)
     hung = hung_rank(ends, running, world_size)
     exited = early_exit(ends)
+    # An early exit explains why a rank waits, but not why one is elsewhere in its program.
     if hung is not None and (exited is None or not waits(running[hung])):
         stack = running[hung] or _NO_STACK
+        others = [f"Stack of rank {rank}:\n\n{other}" for rank, other in running.items() if rank != hung]
+        hang = f"rank {hung} of {world_size} hung: {_describe_wait(primary)}. Its stack when it was ended:"
         return RankFailedError(
-            f"rank {hung} of {world_size} hung: {_describe_wait(primary)}. Its stack when it was ended:\n\n{stack}"
-            f"\n\n{_traceback_of(primary)}{_other_stacks(hung, running)}",
-            rank=hung,
-            rank_traceback=stack,
+            "\n\n".join([hang, stack, _traceback_of(primary), *others]), rank=hung, rank_traceback=stack
         )
     if exited is not None:
         return RankFailedError(
@@ -333,10 +335,6 @@ def _describe_wait(end: RankEnd) -> str:
     assert end.failure is not None  # noqa: S101 - an exit code alone does not show that a rank waited
     verb = "timed out waiting for it" if end.failure.kind == "timeout" else "lost the connection"
     return f"rank {end.rank} {verb} ({end.failure.headline})"
-
-
-def _other_stacks(hung: int, running: Mapping[int, str]) -> str:
-    return "".join(f"\n\nStack of rank {rank}:\n\n{stack}" for rank, stack in running.items() if rank != hung)
 
 
 def _traceback_of(end: RankEnd) -> str:

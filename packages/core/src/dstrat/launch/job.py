@@ -75,15 +75,14 @@ class Job:
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment of a rank: the user's, and the variables of the job."""
-        environ = {**os.environ, **self.environ}
+        environ = {**os.environ, **self.environ}  # that of the job may be a part, such as a dictionary in a test
         environ.pop(PID_VARIABLE, None)  # of the rank that started this job, in a nested job
         defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
-        if self.num_nodes == 1:
+        if self.num_nodes == 1:  # nothing of the job listens on an interface that other machines reach
             defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
-        return {**defaults, **environ, **self._rank_variables(local_rank)}
-
-    def _rank_variables(self, local_rank: int) -> dict[str, str]:
         return {
+            **defaults,
+            **environ,  # what the user has set wins over the defaults
             JOB_VARIABLE: str(self.folder),
             "RANK": str(self.global_rank(local_rank)),
             "WORLD_SIZE": str(self.world_size),
@@ -135,7 +134,7 @@ def _locked_folder() -> Iterator[Path]:
     for parent in (tempfile.gettempdir(), "/dev/shm"):  # noqa: S108 - the folder is made for this user only
         try:
             folder = Path(tempfile.mkdtemp(prefix="dstrat-job-", dir=parent))
-        except FileNotFoundError:  # not Linux
+        except FileNotFoundError:  # no /dev/shm: not Linux
             continue
         try:
             locked = os.open(folder, os.O_RDONLY)
@@ -252,7 +251,7 @@ def describe_unpicklable(objects: Mapping[str, object], dumps: Callable[[Any], b
     """
     path, innermost = "", None
     children: Iterable[tuple[str, object]] = objects.items()
-    for _ in range(_MAX_DEPTH):
+    for _ in range(_MAX_DEPTH):  # an object may contain itself
         failing = next(((name, child) for name, child in children if not _can_pickle(child, dumps)), None)
         if failing is None:
             break

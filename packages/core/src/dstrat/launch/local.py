@@ -21,7 +21,6 @@ from dstrat.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
     from datetime import timedelta
     from types import TracebackType
 
@@ -109,12 +108,12 @@ class LocalLauncher(Launcher):
         try:
             return cast("T", self._launch(partial(function, *args, **kwargs)))
         except BaseException as error:
-            external.record_failure(launch, error)
+            external.record_failure(launch, error)  # ranks of later launches raise it again on their way
             if isinstance(error, LaunchError | KeyboardInterrupt):
-                error.with_traceback(None)  # the supervisor's frames are noise
+                error.with_traceback(None)  # a user has no use for the supervisor's frames
             if isinstance(error, RankFailedError) and self.reruns_the_script:
                 show_without_stack(error)
-            leave_quickly_if_uncaught(has_peers=False)
+            leave_quickly_if_uncaught(has_peers=False)  # it has no peers: it runs no rank, and they have ended
             raise
 
     def _launch(self, call: partial[T]) -> Any:
@@ -122,7 +121,13 @@ class LocalLauncher(Launcher):
         self.failed_attempts = recovery.failed
         with Interrupts(self.stop_signals) as interrupts:  # first: a signal before the watchdog would leak the folder
             while True:
-                with self._open_job(len(recovery.failed)) as job, Watchdog(job.folder) as watchdog:
+                job_context = open_job(
+                    num_processes=self.num_processes,
+                    num_nodes=self.num_nodes,
+                    environ=self.environ,
+                    restart_count=len(recovery.failed),
+                )
+                with job_context as job, Watchdog(job.folder) as watchdog:
                     recovery.begin_attempt(job.folder)
                     start = self._prepare(job, call, interrupts, watchdog)
                     try:
@@ -131,19 +136,11 @@ class LocalLauncher(Launcher):
                         seconds = recovery.end_attempt(job.folder, error)
                     else:
                         recovery.end()
-                        interrupts.restore()
+                        interrupts.restore()  # from here on a signal acts at once, also while a large result is read
                         if self.start_method == "popen":
-                            raise SystemExit(0)
+                            raise SystemExit(0)  # the ranks have run the rest of the script
                         return self._result(job)
                 wait_for_restart(seconds, interrupts)  # when nothing of the attempt is left
-
-    def _open_job(self, restart_count: int) -> AbstractContextManager[Job]:
-        return open_job(
-            num_processes=self.num_processes,
-            num_nodes=self.num_nodes,
-            environ=self.environ,
-            restart_count=restart_count,
-        )
 
     def _prepare(
         self, job: Job, call: partial[T], interrupts: Interrupts, watchdog: Watchdog
@@ -157,8 +154,12 @@ class LocalLauncher(Launcher):
             _refuse_daemon(self.start_method)
         if self.start_method == "fork":
             _refuse_cuda()
+            # Nothing is written: the fork inherits the function.
             return partial(processes.start_forked, job, call=call, interrupts=interrupts, watchdog=watchdog)
-        self._write_function(job, call)
+        try:
+            rank.write_function(job.folder, call)
+        except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
+            raise _pickle_error(call, self.start_method, error) from None
         if self.start_method == "spawn":
             return partial(processes.start_spawned, job)
         return partial(processes.start_served, job)
@@ -167,6 +168,9 @@ class LocalLauncher(Launcher):
         self, job: Job, start: Callable[[int], RankProcess], interrupts: Interrupts, watchdog: Watchdog
     ) -> None:
         ranks: list[RankProcess] = []
+        # Ranks of other machines, for which those of this one may wait, are not seen from here.
+        is_limited = self.reruns_the_script and job.num_nodes == 1
+        limit = self.hang_timeout.total_seconds() if self.hang_timeout is not None and is_limited else None
         supervisor = Supervisor(
             ranks,
             job.folder,
@@ -175,29 +179,17 @@ class LocalLauncher(Launcher):
             interrupts=interrupts,
             grace=self.grace,
             stop_grace=self.stop_grace,
-            limit_before_launch=self._limit_before_launch(job),
+            limit_before_launch=limit,
         )
         try:
             for local_rank in range(self.num_processes):
                 ranks.append(start(local_rank))
-                watchdog.guard(ranks[-1].pid)
-        except OSError as error:
+                watchdog.guard(ranks[-1].pid)  # at once: this process may be killed before the next rank starts
+        except OSError as error:  # too many processes, no memory, an unusable folder of temporary files
             supervisor.end_all()
             rank = f"local rank {len(ranks)} of {self.num_processes}"
             raise LaunchError(f"{rank} cannot be started: {error}{_hint(error)}") from None
         supervisor.run()
-
-    def _limit_before_launch(self, job: Job) -> float | None:
-        # Ranks of other machines, for which those of this one may wait, are not seen from here.
-        if self.hang_timeout is None or not self.reruns_the_script or job.num_nodes > 1:
-            return None
-        return self.hang_timeout.total_seconds()
-
-    def _write_function(self, job: Job, call: partial[T]) -> None:
-        try:
-            rank.write_function(job.folder, call)
-        except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
-            raise _pickle_error(call, self.start_method, error) from None
 
     def _result(self, job: Job) -> Any:
         """Return the result that rank 0 wrote; None on other machines."""
@@ -250,13 +242,13 @@ def _refuse_cuda() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise LaunchError(
-            "start_method='fork' cannot be used after CUDA has been initialised in this process, as copies of it "
+            "start_method='fork' cannot be used after CUDA has been initialized in this process, as copies of it "
             "cannot use CUDA: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
         )
 
 
 def _hint(error: OSError) -> str:
-    if "AF_UNIX" not in str(error):
+    if "AF_UNIX" not in str(error):  # "AF_UNIX path too long", of the fork server
         return ""
     return ": the path of a socket in the folder of temporary files is too long; set TMPDIR to a shorter path"
 
@@ -279,7 +271,7 @@ def show_without_stack(error: RankFailedError) -> None:
             previous_hook(kind, value, traceback)
 
     def restore(_: object) -> None:
-        if sys.excepthook is show:
+        if sys.excepthook is show:  # else a later hook calls this one, and it may not be cut out
             sys.excepthook = previous_hook
 
     failed = weakref.ref(error, restore)

@@ -106,7 +106,7 @@ def _start_interpreter(
         [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *arguments],
         env=job.rank_environment(local_rank),
         cwd=directory,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,  # ranks would take each other's lines of it
         start_new_session=True,  # not only a group: the terminal may stop a background group that writes to it
     )
     return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=process.poll)
@@ -124,10 +124,10 @@ def _run_forked(
     watchdog: Watchdog,
     parent: int,
 ) -> None:
-    gc.freeze()
+    gc.freeze()  # before gc.enable: it exempts what exists now, which is the parent's
     gc.enable()
-    os.setsid()
-    interrupts.restore()
+    os.setsid()  # its own group, which the supervisor ends with its children
+    interrupts.restore()  # the parent's handlers record signals and do nothing else
     watchdog.let_go()
     _replace_environment(job.rank_environment(local_rank))
     if torch := sys.modules.get("torch"):
@@ -140,7 +140,7 @@ def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:
     os.setsid()
     # The fork server outlives the supervisor if another copy of that holds the pipe open.
     rank.die_with_supervisor(supervisor)
-    _replace_environment(environ)
+    _replace_environment(environ)  # of the server, which may be from an earlier job
     if torch := sys.modules.get("torch"):
         # torch read it when the server imported torch; "4,2" is for nested parallel regions.
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"].partition(",")[0]))

@@ -64,7 +64,7 @@ def enter_rank(folder: Path, *, runs_script: bool, parent: int | None) -> None:
         parent: The process that has started it; None if that is not the supervisor.
     """
     global _this_rank  # noqa: PLW0603 - the user's script runs in between, and cannot pass it on
-    _die_with(parent)
+    _die_with(parent)  # first, as the parent may die at any time
     _this_rank = ThisRank(folder=folder, runs_script=runs_script)
     os.environ[JOB_VARIABLE] = str(folder)
     os.environ[PID_VARIABLE] = str(os.getpid())
@@ -101,12 +101,12 @@ def exit_code_of(folder: Path, run: Callable[[], object]) -> int:
     """Run a function, and return the exit code; an exception is written to the job's folder."""
     try:
         run()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # no failure: the job is being stopped
         return 128 + signal.SIGINT
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
-        write_failure(folder, error)
+        write_failure(folder, error)  # sys.exit("message")
     except BaseException as error:  # noqa: BLE001 - the supervisor reports it
         write_failure(folder, error)
     else:
@@ -123,7 +123,7 @@ def write_function(folder: Path, call: partial[Any]) -> None:
     write_payload(folder / _FUNCTION_FILE, (call.func, call.args, call.keywords))
     main = spawn.get_preparation_data("rank")
     main.pop("authkey")  # secret, and needed only for connections of multiprocessing
-    (folder / _MAIN_FILE).write_text(json.dumps(main))
+    (folder / _MAIN_FILE).write_text(json.dumps(main))  # apart from the pickle, which may need the script imported
 
 
 def run_function(folder: Path) -> None:
@@ -165,7 +165,7 @@ def main_guard_error() -> LaunchError:
 
 def die_with_supervisor(pid: int) -> None:
     """Kill this process and its group when the supervisor ends, which is not its parent."""
-    if not hasattr(os, "pidfd_open"):
+    if not hasattr(os, "pidfd_open"):  # not on macOS, where the watchdog ends it
         return
     try:
         supervisor = os.pidfd_open(pid)
@@ -186,6 +186,7 @@ def die_with_supervisor(pid: int) -> None:
 
 def _die_with(parent: int | None) -> None:
     """Make the kernel kill this process when its parent dies."""
+    # More exactly, when the thread ends that has started it; that one waits in ``launch``, see prctl(2).
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if parent is not None and os.getppid() != parent:  # it died before prctl

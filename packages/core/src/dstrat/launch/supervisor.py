@@ -88,6 +88,7 @@ class Supervisor:
         """
         stacks: dict[int, str] = {}
         try:
+            # Polled: exit codes, files, signals and idleness have nothing in common to wait for.
             while not self._is_over():
                 time.sleep(_POLL)
                 if self.interrupts.pauses:
@@ -104,22 +105,24 @@ class Supervisor:
         self._look()
         self._note_stop()
         if self._all_exited():
-            self._look()
+            self._look()  # at those that have exited since the first look
             return True
         if self.stop_signal is not None:
             if time.monotonic() > self._deadline:
                 self._report_late_ranks(self.stop_signal)
                 return True
+            # Failures that follow from the stop are normal, such as a connection to a rank that stopped first.
             return len(self.interrupts.received) >= self._max_signals or self._has_cause()
         if not self._failures():
             return self._has_hung()
+        # The first failure that arrives is often a consequence.
         has_timeout = any(end.failure is not None and end.failure.kind == "timeout" for end in self._failures())
         self._wait_until(
             lambda: self._has_cause() or self._all_exited(), _SETTLE_TIMEOUT if has_timeout else _SETTLE_LOST
         )
         self._look()
         self._note_stop()
-        return self.stop_signal is None
+        return self.stop_signal is None  # a stop that has arrived meanwhile gives the ranks its longer grace
 
     # State of the ranks
 
@@ -142,7 +145,7 @@ class Supervisor:
             exit_code=exit_code,
             failure=failure,
             time_ns=failure.time_ns if failure is not None else time.time_ns(),
-            was_set_up=stacks.exists() or not self.folder.exists(),
+            was_set_up=stacks.exists() or not self.folder.exists(),  # a removed folder shows nothing
             stack=_read_stack(stacks) if crashed else "",
         )
 
@@ -201,10 +204,10 @@ class Supervisor:
             return
         if self.interrupts.received:
             self.stop_signal = self.interrupts.received[0]
-            self._max_signals = 2
+            self._max_signals = 2  # this one, and the second that ends the ranks at once
             # Ranks that systemd or scancel --full has signalled already would take a second signal as "end at once".
             files = {process: signal_file(self.folder, process.pid) for process in self._running()}
-            self._send(self.stop_signal, [process for process, file in files.items() if not file.exists()])
+            _send(self.stop_signal, [process.pid for process, file in files.items() if not file.exists()])
             _show(f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once")
         else:
             self.stop_signal = next(filter(None, map(_stopped_by, self.ends.values())), None)
@@ -234,14 +237,14 @@ class Supervisor:
 
     def _pause(self) -> None:
         """Stop all ranks and this process on Ctrl-Z, until the shell continues this process."""
-        self._send_to_groups(signal.SIGSTOP)
+        self._send_to_groups(signal.SIGSTOP)  # SIGTSTP has no effect in orphaned process groups
         self.interrupts.pauses = False
         # By the default handler, which has no effect where no shell could continue this process.
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, handler)
         self._send_to_groups(signal.SIGCONT)
-        self._watch.restart()
+        self._watch.restart()  # the pause is no idleness
 
     def _was_requested(self, end: RankEnd) -> bool:
         """Return whether a rank ended because of a stop signal."""
@@ -257,8 +260,8 @@ class Supervisor:
         ready = [process for process in silent if files[process.rank].exists()]
         for process in ready:
             with contextlib.suppress(FileNotFoundError):  # the job's folder was removed
-                os.truncate(files[process.rank], 0)
-        self._send(STACK_SIGNAL, ready)
+                os.truncate(files[process.rank], 0)  # of an earlier inspection
+        _send(STACK_SIGNAL, [process.pid for process in ready])
         self._wait_until(lambda: all(map(_read_stack, files.values())), _DUMP)
         time.sleep(_POLL)  # the last one may still be writing
         return {rank: _read_stack(file) for rank, file in files.items()}
@@ -266,19 +269,23 @@ class Supervisor:
     def end_all(self) -> None:
         """End every rank and its descendants: SIGTERM, a grace period, SIGKILL."""
         failed = bool(self._running()) or any(end.is_failure for end in self.ends.values())
+        # Looked for now and after the ranks: a child whose parent has ended is no longer found by its parent.
         strays = self._strays() if failed else set()
-        self._send(signal.SIGTERM, [process for process in self._running() if process.rank not in self.ends])
+        # A rank that has written its failure is on its way out, and SIGTERM would cut its tidying up short.
+        _send(signal.SIGTERM, [process.pid for process in self._running() if process.rank not in self.ends])
         self._wait_until(self._all_exited, self.grace)
-        self._send_to_groups(signal.SIGKILL)
-        if failed and (strays := self._alive(strays | self._strays())):
-            self._send_to_all(strays, signal.SIGTERM)  # after the ranks, which may need them to shut down
-            self._wait_until(lambda: not self._alive(strays), self.grace)
-            self._send_to_all(strays, signal.SIGKILL)
-        self._send(signal.SIGKILL, self._running())  # a rank that had not yet created its process group
+        self._send_to_groups(signal.SIGKILL)  # also of ranks that have ended, whose workers may live on
+        if failed and (strays := _alive(strays | self._strays())):
+            _send(signal.SIGTERM, strays)  # after the ranks, which may need them to shut down
+            self._wait_until(lambda: not _alive(strays), self.grace)
+            _send(signal.SIGKILL, strays)
+        # A rank that had not yet created its process group.
+        _send(signal.SIGKILL, [process.pid for process in self._running()])
         self._wait_until(self._all_exited, _REAP)
 
     def _strays(self) -> set[int]:
         """Return the descendants of the ranks outside of their process groups, by parent or by environment."""
+        # By environment too: a daemon's parent is init, and a killed rank has no children any more.
         mark = f"{JOB_VARIABLE}={self.folder}".encode()
         groups = {process.pid for process in self.processes}
         strays = set(descendants_of(process.pid for process in self._running()))
@@ -287,19 +294,6 @@ class Supervisor:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     strays.add(int(entry.name))
         return {pid for pid in strays - groups if _group_of(pid) not in groups}
-
-    def _alive(self, pids: Iterable[int]) -> set[int]:
-        return {pid for pid in pids if _group_of(pid) is not None}
-
-    def _send_to_all(self, pids: Iterable[int], number: signal.Signals) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
-    def _send(self, number: signal.Signals, processes: Iterable[RankProcess]) -> None:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
 
     def _send_to_groups(self, number: signal.Signals) -> None:
         """Send a signal to the ranks and their process groups."""
@@ -331,10 +325,21 @@ class Supervisor:
             error = failure_error([*failures, *well], stacks, self.world_size)
         if self.stop_signal is None and error is not None:
             raise error if self.folder.exists() else self._folder_error(error)
+        # A stopped job ends as a stopped program does, and shows a failure besides, such as of saving a checkpoint.
         cause = error if any(end.failure_order == 0 for end in failures) else None
         if self.stop_signal in (signal.SIGINT, None):
             raise KeyboardInterrupt from cause
         raise SystemExit(128 + self.stop_signal) from cause
+
+
+def _send(number: signal.Signals, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _alive(pids: Iterable[int]) -> set[int]:
+    return {pid for pid in pids if _group_of(pid) is not None}
 
 
 def _group_of(pid: int) -> int | None:
