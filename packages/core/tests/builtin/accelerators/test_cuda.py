@@ -30,7 +30,7 @@ def test_without_a_device_it_says_so():
     cuda = CUDAAccelerator()
     assert not cuda.is_available()
     assert cuda.auto_device_count() == 0
-    with pytest.raises(DeviceError, match="devices=2 cannot be had: this machine has no cuda device"):
+    with pytest.raises(DeviceError, match="devices=2 is not possible: this machine has no cuda device"):
         cuda.parse_devices(2)
 
 

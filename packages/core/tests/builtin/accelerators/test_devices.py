@@ -100,7 +100,7 @@ def test_a_device_named_twice_is_refused(devices):
     ],
 )
 def test_what_makes_no_sense_is_refused(devices):
-    with pytest.raises(DeviceError, match="makes no sense: ask for"):
+    with pytest.raises(DeviceError, match="is not understood: ask for"):
         parse(devices)
 
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class CUDAAccelerator(Accelerator):
     """NVIDIA's GPUs, and AMD's with a ROCm build of torch.
 
-    GPUs are counted through the driver's management library where torch can, because a process that has initialised
+    GPUs are counted through the driver's management library where torch can, because a process that has initialized
     CUDA cannot fork.  ``CUDA_VISIBLE_DEVICES`` is respected: indices count what is visible.
     """
 
     process_group_backend = "nccl"
 
     def is_available(self) -> bool:
-        return self.auto_device_count() > 0  # torch.cuda.is_available() would initialise the driver
+        return self.auto_device_count() > 0  # torch.cuda.is_available() would initialize the driver
 
     def auto_device_count(self) -> int:
         return torch.cuda.device_count()
@@ -40,7 +40,7 @@ class CUDAAccelerator(Accelerator):
         return [torch.device("cuda", index) for index in indices]
 
     def setup(self, device: torch.device | None = None) -> None:
-        torch.cuda.set_device(device if device is not None else 0)
+        torch.cuda.set_device(device if device is not None else 0)  # NCCL uses the current device
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
         """Return bytes of memory: allocated, largest allocated so far, and reserved by torch."""
@@ -60,5 +60,4 @@ class CUDAAccelerator(Accelerator):
         torch.cuda.set_rng_state(state, device)
 
     def teardown(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # which does nothing in a process that has not initialized CUDA

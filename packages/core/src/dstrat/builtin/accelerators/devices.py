@@ -30,7 +30,7 @@ def parse_devices(devices: Devices, *, everything: int, limit: int, name: str) -
         DeviceError: The devices do not exist, or the request is not understood.
     """
     if limit == 0:
-        raise DeviceError(f"devices={devices!r} cannot be had: this machine has no {name} device that torch can use")
+        raise DeviceError(f"devices={devices!r} is not possible: this machine has no {name} device that torch can use")
     requested = _read(devices)
     if isinstance(requested, list):
         _check_indices(requested, devices, limit, name)
@@ -52,26 +52,27 @@ def _read(devices: object) -> int | list[int]:
     number = _integer(devices)
     if number is not None:
         return number
+    # Of a set the order, and so the device of each rank, would be arbitrary.
     if isinstance(devices, Iterable) and not isinstance(devices, bytes | dict | set):
         indices = [_integer(index) for index in devices]
         integers = [index for index in indices if index is not None]
         if len(integers) == len(indices):
             return integers
-    raise DeviceError(f"devices={devices!r} makes no sense: {_FORMS}")
+    raise DeviceError(f"devices={devices!r} is not understood: {_FORMS}")
 
 
 def _read_text(text: str) -> int | list[int]:
     if text.strip() == "auto":
         return -1
-    items = text.removesuffix(",").split(",")
+    items = text.removesuffix(",").split(",")  # "1," is a list of one index
     if not all(_NUMBER.fullmatch(item) for item in items):
-        raise DeviceError(f"devices={text!r} makes no sense: {_FORMS}")
+        raise DeviceError(f"devices={text!r} is not understood: {_FORMS}")
     numbers = [int(item) for item in items]
     return numbers if "," in text else numbers[0]
 
 
 def _integer(value: object) -> int | None:
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # devices=True is a mistake, and not one device
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]  # an object without __index__ raises the TypeError

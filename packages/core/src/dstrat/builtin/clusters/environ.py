@@ -72,4 +72,5 @@ def port_of_job(job: str, step: str = "0") -> int:
 
 
 def _number(name: str) -> int:
+    # Not hash(), which differs between processes.
     return int(name) if _INTEGER.fullmatch(name) else zlib.crc32(name.encode(errors="surrogateescape"))

@@ -103,7 +103,7 @@ class ExternalEnvironment(ClusterEnvironment):
         Raises:
             ClusterError: A variable is missing.
         """
-        _ = self.main_address, self.main_port
+        _ = self.main_address, self.main_port  # their getters raise
 
     def _check_sizes(self, num_devices: int, num_nodes: int) -> None:
         for name, running, required in (

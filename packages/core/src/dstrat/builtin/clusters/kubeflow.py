@@ -16,6 +16,7 @@ class KubeflowEnvironment(ExternalEnvironment):
     A pod that runs several processes starts them with torchrun, and is torchrun's then.
     """
 
+    # There is no variable for the local rank: the property below replaces it, and messages name RANK.
     names = RankNames(world_size="WORLD_SIZE", global_rank="RANK", local_rank="RANK", node_rank="RANK")
     hint = "start the script in a pod of a PyTorchJob, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
@@ -24,6 +25,7 @@ class KubeflowEnvironment(ExternalEnvironment):
     @classmethod
     def evidence(cls, environ: Mapping[str, str]) -> str | None:
         needed = {"KUBERNETES_PORT", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        # torchrun, or variables set by hand, in a pod have LOCAL_RANK.
         if "LOCAL_RANK" in environ or not needed <= environ.keys():
             return None
         return "KUBERNETES_PORT is set, and RANK without LOCAL_RANK"

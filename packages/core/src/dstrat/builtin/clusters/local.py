@@ -45,6 +45,7 @@ class LocalEnvironment(ClusterEnvironment):
     def is_rank(self) -> bool:
         """Whether this process is a rank that dstrat has started, or a worker of one (as of a DataLoader)."""
         parent = multiprocessing.parent_process()
+        # By process id, as a program that a rank has started inherits the variables too.
         pids = {str(os.getpid()), str(parent.pid) if parent is not None else ""}
         return JOB_VARIABLE in self.environ and self.environ.get(PID_VARIABLE) in pids
 
@@ -79,6 +80,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def store_file(self) -> str | None:
+        # A file on this machine; ranks of several machines meet at the address.
         is_one_machine = self.is_rank and self.environ["LOCAL_WORLD_SIZE"] == self.environ["WORLD_SIZE"]
         return os.path.join(self.environ[JOB_VARIABLE], STORE_FILE) if is_one_machine else None  # noqa: PTH118 - a text
 

@@ -20,6 +20,7 @@ _OPEN_MPI = RankNames(
 _HYDRA = RankNames(  # MPICH, Intel MPI; under srun --mpi=pmi2 the PMI_ ones are there without the MPI_ ones
     world_size="PMI_SIZE", global_rank="PMI_RANK", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"
 )
+# Jobs of the same machine get different ports.
 _JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 _DEFAULT_PORT = 29500  # torch's own
 

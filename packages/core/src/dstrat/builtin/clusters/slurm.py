@@ -83,7 +83,7 @@ class SLURMEnvironment(ExternalEnvironment):
     def main_address(self) -> str:
         if self.environ.get("MASTER_ADDR"):
             return self.environ["MASTER_ADDR"]
-        if self._num_nodes == 1:
+        if self._num_nodes == 1:  # the name of a node need not resolve, not even on itself
             return "127.0.0.1"
         return self._reachable(first_host(self._nodelist))
 
@@ -99,6 +99,7 @@ class SLURMEnvironment(ExternalEnvironment):
 
     @property
     def _nodelist(self) -> str:
+        # A step may run on some of the job's nodes only.
         return self.environ.get("SLURM_STEP_NODELIST") or self.variables.text("SLURM_JOB_NODELIST")
 
     @property
@@ -152,7 +153,7 @@ class SLURMEnvironment(ExternalEnvironment):
 
     def _check_sizes(self, num_devices: int, num_nodes: int) -> None:
         super()._check_sizes(num_devices, num_nodes)
-        tasks = self.environ.get("SLURM_STEP_TASKS_PER_NODE", str(num_devices))
+        tasks = self.environ.get("SLURM_STEP_TASKS_PER_NODE", str(num_devices))  # such as "2(x3),1"
         counts = {re.sub(r"\(x[0-9]+\)$", "", count) for count in tasks.split(",")}
         for name, running, fits in (
             ("SLURM_NNODES", self._num_nodes, self._num_nodes == num_nodes),
@@ -168,6 +169,7 @@ class SLURMEnvironment(ExternalEnvironment):
         """Return the host, or if its name does not resolve, the address of a batch script that runs on it."""
         if _resolves(host):
             return host
+        # The machine on which srun was started: of a batch script the job's first node, of salloc perhaps a login node.
         address = self.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if address and self.environ.get("ENVIRONMENT") == "BATCH" and self._starts_on_first_node(host):
             return address
