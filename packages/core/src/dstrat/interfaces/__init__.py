@@ -1,1 +1,1 @@
-"""Interfaces to subclass: strategy, accelerator, precision, checkpoint io, launcher."""
+"""Interfaces to subclass: strategy, accelerator, precision, checkpoint io, cluster environment, launcher."""

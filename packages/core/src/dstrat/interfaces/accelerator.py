@@ -22,7 +22,10 @@ GraphEnd = Literal["backward", "optimizer_step", "evaluation_step"]
 class Accelerator(ABC):
     """One type of hardware: its devices, and their set-up in a process.
 
-    It is cheap to construct: the hardware is not touched before :meth:`setup`.  The smallest complete subclass::
+    The process that plans the job constructs it, and calls :meth:`is_available`, :meth:`parse_devices` and
+    :meth:`get_parallel_devices`, which must be overridden like :meth:`auto_device_count`.  They must not initialize the
+    hardware: that process may be forked, which most drivers do not survive.  Each rank then calls :meth:`setup`, and
+    :meth:`teardown` at the end.  No method communicates.  The smallest complete subclass::
 
         class MyAccelerator(Accelerator):
             process_group_backend = "gloo"
@@ -70,7 +73,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def parse_devices(self, devices: Devices) -> list[int]:
-        """Return the indices of the requested devices.
+        """Return the indices of the requested devices; most subclasses call :func:`dstrat.parse_devices`.
 
         Raises:
             DeviceError: The devices do not exist, or the request is not understood.
@@ -78,7 +81,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
-        """Return one ``torch.device`` for each index."""
+        """Return one ``torch.device`` for each index, in the order of the local ranks."""
 
     def device_in_process(self, device: torch.device) -> torch.device:
         """Return the name of a device within its process.
@@ -98,10 +101,10 @@ class Accelerator(ABC):
         return None
 
     def setup(self, device: torch.device | None = None) -> None:
-        """Prepare the device in this process.
+        """Prepare the device in this process, before communication is opened.
 
         Args:
-            device: One of :meth:`get_parallel_devices`; None for the only one.
+            device: The device of this rank, one of :meth:`get_parallel_devices`; None for the only one.
         """
 
     def end_graph(self, after: GraphEnd) -> None:
@@ -116,7 +119,10 @@ class Accelerator(ABC):
         """
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
-        """Return statistics of the hardware, such as bytes of memory in use, by name."""
+        """Return statistics of the hardware, such as bytes of memory in use, by name.
+
+        This method and the next three get the device by its name in the process, see :meth:`device_in_process`.
+        """
         return {}
 
     def memory_summary(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware counts
@@ -124,11 +130,11 @@ class Accelerator(ABC):
         return ""
 
     def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - the CPU's belongs to torch
-        """Return the state of the hardware's random number generator (uint8); None if it has none."""
+        """Return the state of the hardware's random number generator, uint8 on the CPU; None if it has none."""
         return None
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
         """Set a state that :meth:`get_random_state` returned."""
 
     def teardown(self) -> None:
-        """Release the resources of :meth:`setup`."""
+        """Release the resources of :meth:`setup`; a later run in the same process calls that again."""

@@ -67,6 +67,7 @@ def mover_to(device: torch.device) -> Callable[[Any], Any]:
         return move_to_device(batch, device)
 
     def look_and_move(batch: Any) -> Any:
+        # Exact types: a subclass may have a method ``to`` of its own.
         if type(batch) is list or type(batch) is tuple:
             for value in batch:
                 if type(value) is not Tensor or not value.is_cpu:
@@ -101,10 +102,11 @@ class _NodeKind(enum.Enum):
 
 
 _NUMBERS = (bool, int, float, complex)
+# For _is_on_device, which sees each batch: looking a member up in the class of an enum is slow.
 _TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _NodeKind.TENSOR, _NodeKind.PLAIN, _NodeKind.SEQUENCE, _NodeKind.MAPPING
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # with a limit, as a program may make classes without end, and the cache keeps them alive
 def _classify(cls: type) -> _NodeKind:
     """Return the kind of a class's objects."""
     from torch import Tensor
@@ -167,7 +169,7 @@ def _apply(
     names, values, rebuild = _unpack(batch, kind)
     changed = [_apply(value, classify, to_tensor, to_object) for value in values]
     if all(new is old for new, old in zip(changed, values, strict=True)):
-        return batch
+        return batch  # the same object: a copy would lose attributes, and not all collections can be rebuilt
     return rebuild(batch, dict(zip(names, changed, strict=True)))
 
 
@@ -183,7 +185,7 @@ def _unpack(batch: Any, kind: _NodeKind) -> tuple[Sequence[Any], Sequence[Any], 
 
 def _rebuild_sequence(original: Any, values: dict[int, Any]) -> Any:
     if isinstance(original, list):
-        copied = copy.copy(original)
+        copied = copy.copy(original)  # keeps the attributes of a subclass
         copied[:] = values.values()
         return copied
     return type(original)(*values.values()) if hasattr(original, "_fields") else type(original)(values.values())
@@ -221,6 +223,7 @@ def _move_object(batch: Any, device: torch.device) -> Any:
     """Move an object by its method ``to``; refuse one without it that holds tensors on another device."""
     method = _to_method(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if method is not None:
+        # On CUDA what reads the copy comes after it in the stream; elsewhere it could be read before it is complete.
         options = {"non_blocking": True} if method.takes_non_blocking and device.type == "cuda" else {}
         try:
             moved = batch.to(device, **options)

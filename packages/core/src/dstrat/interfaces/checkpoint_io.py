@@ -21,20 +21,23 @@ class OptionalTensors(dict[str, Any]):
 class CheckpointIO(ABC):
     """Writes checkpoints to storage, and reads them.
 
-    The smallest complete subclass::
+    A checkpoint is a dict of tensors, numbers, texts and None, in nested dicts, lists and tuples; callbacks of a user
+    may add any object.  :meth:`save_checkpoint` and :meth:`load_checkpoint` must be overridden.  The smallest complete
+    subclass::
 
-        class JsonCheckpointIO(CheckpointIO):
+        class MyCheckpointIO(CheckpointIO):
             def save_checkpoint(self, checkpoint, path):
-                Path(path).write_text(json.dumps(checkpoint))
+                torch.save(checkpoint, path)
 
             def load_checkpoint(self, path):
-                return json.loads(Path(path).read_text())
+                return torch.load(path, map_location="cpu", weights_only=True)
 
-            def remove_checkpoint(self, path):
-                Path(path).unlink()
+    Every process reads; global rank 0 alone writes and removes.  No method communicates, unless :attr:`is_collective`
+    is True.
 
     Attributes:
-        is_collective: Whether every process saves, each its shards; otherwise only global rank 0 saves, full tensors.
+        is_collective: Whether every process calls :meth:`save_checkpoint`, each with its shards (DTensors or
+            :class:`FlatShard`); otherwise only global rank 0 calls it, with full tensors.
     """
 
     is_collective: bool = False
@@ -46,7 +49,11 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write the checkpoint.
+        """Write the checkpoint; when this returns, it is complete.
+
+        Args:
+            checkpoint: Tensors on any device, which the training changes as soon as this has returned.
+            path: A path or a URL.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -54,16 +61,24 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint, its tensors on the CPU.
+        """Read a checkpoint, its tensors on the CPU; called in every process.
 
         Raises:
             CheckpointError: It is missing, damaged or refused.
         """
 
     def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - see below
-        """Read a checkpoint into those tensors of a template that it has; they may be sharded.
+        """Read a checkpoint into those tensors of a template that it has; called in every process.
 
         Only collective ones can do this; others return full tensors, as :meth:`load_checkpoint` does.
+
+        Args:
+            path: Of the checkpoint.
+            template: Nested dicts and lists, whose tensors and shards are overwritten in place, on their devices.
+                Below a None no tensor is read.
+
+        Returns:
+            The checkpoint, with the template's tensors in it, and in full those that the template lacks.
         """
         return self.load_checkpoint(path)
 
@@ -78,11 +93,11 @@ class CheckpointIO(ABC):
         return None
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint, if it exists; called in global rank 0 alone."""
         Path(path).unlink(missing_ok=True)
 
     def teardown(self) -> None:
-        """Finish pending writes."""
+        """Finish pending writes; called in every process at the end of a run, also after an error."""
 
 
 # Shards of flattened tensors

@@ -26,7 +26,9 @@ class ClusterEnvironment(ABC):
     """Where a job runs: its processes, which of them is this one, and whether they exist already.
 
     A cluster environment only reads: no method writes to the environment.  Everything is read from ``environ``,
-    ``os.environ`` by default, so tests pass a dictionary.  The smallest complete subclass::
+    ``os.environ`` by default, so tests pass a dictionary.  The process that plans the job calls :meth:`evidence` and
+    :meth:`validate`; every rank reads the other properties, in any order and often.  Nothing communicates.  The
+    smallest complete subclass, of all that must be overridden::
 
         class MyCluster(ClusterEnvironment):
             @classmethod

@@ -14,11 +14,13 @@ T = TypeVar("T")
 class Launcher(ABC):
     """Runs a function once in every process of a job.
 
-    The smallest complete subclass, for processes that exist already::
+    Only :meth:`launch` must be overridden.  The smallest complete subclass, for processes that exist already::
 
         class InlineLauncher(Launcher):
             def launch(self, function, *args, **kwargs):
                 return function(*args, **kwargs)
+
+    The process of the user calls :meth:`receive`, then :meth:`launch` for each fit, validation, test or prediction.
 
     A strategy that overrides its property ``launcher`` is launched by the one that this returns, in a Trainer and in an
     own loop.  A package offers a launcher by an alias, ``Component(kind="launcher", ...)``, and a user asks for it with
@@ -63,6 +65,12 @@ class Launcher(ABC):
     @abstractmethod
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the function in every process of the job and wait for all of them.
+
+        Args:
+            function: Sets up communication itself.  For another process, it and its arguments are pickled, see
+                :func:`~dstrat.launch.task.dump_call`; tensors are copied.
+            *args: Arguments of the function.
+            **kwargs: Keyword arguments of the function.
 
         Returns:
             The result of the function in this process; if it did not run in this process, that of global rank 0.

@@ -70,9 +70,11 @@ class TrainingSize:
 
     def peak(self, layout: MemoryLayout) -> int:
         """Return the largest memory of a rank's device, from the second step on."""
+        # Gradients that the rank shards, or frees early, grow in a backward pass as all of them do on one device.
         always = layout.parameters + layout.optimizer_state + layout.buffers
         share = layout.gradients / self.trainable_parameters if self.trainable_parameters else 0.0
         backward = max((activations + share * gradients for activations, gradients in self.timeline), default=0.0)
+        # Activations are freed before the optimizer steps, so that the two phases do not add up.
         step = layout.gradients + layout.optimizer_temporaries
         return always + max(int(backward) + layout.step_buffers, step)
 

@@ -101,6 +101,7 @@ def _read(returned: Any) -> Optimization:
 
 
 def _read_sequence(returned: Sequence[Any]) -> Optimization:
+    # A pair of optimizers and schedulers; two optimizers, or two dicts of them, are a list of results.
     if len(returned) == 2 and isinstance(returned[0], list | tuple) and not _has_optimizer(returned[1]):
         optimizers, schedulers = returned
         if not isinstance(schedulers, list | tuple):
@@ -151,6 +152,7 @@ def _settle_monitor(config: SchedulerConfig) -> None:
 
     name, requested = type(config.scheduler).__name__, config.reduce_on_plateau
     must_watch = isinstance(config.scheduler, ReduceLROnPlateau)
+    # ``step`` of torch's schedulers would take the value for a number of epochs.
     watches = requested is True or must_watch or not isinstance(config.scheduler, LRScheduler)
     if config.monitor is None and (requested or must_watch):
         raise MisuseError(

@@ -21,7 +21,11 @@ ClipAlgorithm = Literal["norm", "value"]
 class Precision(ABC):
     """Which dtypes a training uses, and what follows from them.
 
-    The smallest complete subclass::
+    Only the flag and the three dtypes must be defined.  No method communicates.  Each process calls, in this order:
+    :meth:`tensor_init_context` around ``configure_model``; :meth:`connect`, before the module is moved and wrapped; for
+    each batch :meth:`convert_input`, :meth:`forward_context` and :meth:`backward`; for each optimizer step, after the
+    backward pass, :meth:`unscale_gradients` and :meth:`clip_gradients`; :meth:`teardown`.  The smallest complete
+    subclass::
 
         class MyPrecision(Precision):
             flag = "32-true"
@@ -55,7 +59,7 @@ class Precision(ABC):
         return (self.param_dtype, self.compute_dtype, self.reduce_dtype)
 
     def connect(self, module: Module) -> Module:
-        """Convert the module to :attr:`param_dtype` where this precision asks for it; return the module to train."""
+        """Convert the module in place, where this precision asks for it; return the module to train."""
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -82,7 +86,10 @@ class Precision(ABC):
         self.scale_loss(loss).backward(*args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Undo the loss scale in the gradients of an optimizer, before hooks and clipping read them."""
+        """Undo the loss scale in the gradients of an optimizer, before hooks and clipping read them.
+
+        It may be called several times before an optimizer step, and acts once.
+        """
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, which computes the gradients, and the optimizer's step.
@@ -118,14 +125,14 @@ class Precision(ABC):
             clip_grad_norm_(parameters, clip_val)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, such as the loss scale."""
+        """Return the state for a checkpoint, such as the loss scale: plain values, the same in every process."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned."""
 
     def teardown(self) -> None:
-        """Undo all changes that this precision made outside of the module."""
+        """Undo all changes that this precision made outside of the module, also after an error."""
 
 
 def _computes_once(optimizer: Optimizer) -> bool:

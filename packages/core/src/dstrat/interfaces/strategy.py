@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Components of a strategy; None for a component that it does not have yet.
+    """Components of a strategy, by the names that its constructor's arguments have; None for those that it lacks yet.
+
+    The Trainer or ``dstrat.build`` selects each component that the user has not passed.
 
     Attributes:
         accelerator: The hardware.
@@ -48,7 +50,7 @@ class Parts:
         cluster_environment: Where the job runs.
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The precision: dtypes, casts, loss scaling.
-        launcher: Starts the processes; None to run in the calling process.
+        launcher: Starts the processes; None to run in the calling process.  Constructors have no such argument.
     """
 
     accelerator: Accelerator | None = None
@@ -135,8 +137,11 @@ class Strategy(ABC):
     :meth:`receive` and :meth:`connect`; ``launcher.launch`` if there is a launcher; then in each process
     :meth:`setup_environment`, :meth:`setup`, the steps, and :meth:`teardown` (after an error, :meth:`on_exception`
     before it).  After each :meth:`backward`, :meth:`optimizer_step` and evaluation step the caller calls ``end_graph``
-    of the accelerator, which some hardware needs.  The methods that are not abstract fit one device.  The smallest
-    complete subclass::
+    of the accelerator, which some hardware needs.
+
+    Every process calls each method that is *collective*, in the same order, so that it may communicate; a process may
+    call any other method by itself.  The methods that are not abstract fit one device.  The smallest complete subclass,
+    of all that must be overridden::
 
         class MyStrategy(Strategy):
             root_device = property(lambda self: torch.device("cpu"))
@@ -157,17 +162,15 @@ class Strategy(ABC):
             def all_gather(self, tensor, group=None, sync_grads=False):
                 return tensor.unsqueeze(0)
 
-    Args:
-        accelerator: The hardware.  The Trainer or ``dstrat.build`` selects each of the arguments that is None.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The precision: dtypes, casts, loss scaling.
+    The arguments of the constructor are components, see :class:`Parts`.
 
     Attributes:
         start_method: Start method of the processes of this machine; None if the strategy starts none.
         uses_torch_distributed: Whether its processes communicate through torch.distributed, which the accelerator must
             support then.
         drives_several_devices: Whether one process drives several devices, if the strategy starts none.
-        accumulates_gradients: Whether the backend decides when accumulated gradients are applied.
+        accumulates_gradients: Whether the backend decides when accumulated gradients are applied; then
+            :meth:`optimizer_step` is called for each batch.
         replicates_state: Whether each process holds the full state of the module and its optimizers, so that one can
             write it without the others.
         saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
@@ -196,6 +199,7 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Here, as otherwise a user of the class would see a TypeError in the first step.
         _check_signature(cls, "backward", "loss, *args, **kwargs")
         _check_signature(cls, "batch_to_device", "batch")
 
@@ -208,7 +212,7 @@ class Strategy(ABC):
         self.given_parts = Parts(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        self.parts = self.given_parts.without_names()
+        self.parts = self.given_parts.without_names()  # until receive, which has objects for the names
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
@@ -220,7 +224,7 @@ class Strategy(ABC):
     # Components
 
     def receive(self, parts: Parts) -> None:
-        """Set the components that were not passed to the constructor; those that were passed stay.
+        """Set the components that were not passed to the constructor, before any process starts; the others stay.
 
         For an alias or a class that was passed to the constructor, the instance in ``parts`` is used.
 
@@ -289,7 +293,7 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def root_device(self) -> torch.device:
-        """The device of this process."""
+        """The device of this process, by its name in the process; on it are the module, batches and collectives."""
 
     @property
     def assigned_device(self) -> torch.device:
@@ -350,10 +354,10 @@ class Strategy(ABC):
     # The module
 
     def connect(self, module: Module) -> None:
-        """Set the user's module, which is not yet moved or wrapped."""
+        """Set the user's module, which is not yet moved or wrapped; called before processes are launched."""
         self._module = module
         self.model = module
-        self.step_methods = None
+        self.step_methods = None  # and below: of an earlier run
         self._is_set_up = False
 
     @property
@@ -363,14 +367,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def model_to_device(self) -> None:
-        """Move the module to :attr:`root_device`."""
+        """Move the module to :attr:`root_device`; called by :meth:`setup`."""
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have the precision's dtype."""
+        """Return the context, around ``configure_model``, in which new tensors have the precision's dtype."""
         return self.precision_plugin.tensor_init_context()
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which a module creates layers that are sharded from the start."""
+        """Return the context, around ``configure_model``, in which layers are sharded from the start; collective."""
         return nullcontext()
 
     @property
@@ -385,17 +389,17 @@ class Strategy(ABC):
     # The life cycle
 
     def setup_environment(self) -> None:
-        """Prepare the device and open communication, before any hook of the module runs."""
+        """Prepare the device and open communication, before any hook of the module runs; collective."""
         self.accelerator.setup(self.assigned_device)
 
     def setup(self, trainer: TrainerLike) -> None:
-        """Prepare the module: precision, device, wrapping, optimizers."""
+        """Prepare the module, in this order: precision, device, wrapping, optimizers; collective."""
         self._is_set_up = True
         self._module = self.model = self.precision_plugin.connect(self.module)
         self.model_to_device()
         self.wrap_model(trainer)
         if trainer.is_fitting:
-            self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)  # last, as the steps before may replace parameters
 
     def check_set_up(self) -> None:
         """Check that :meth:`setup` of a training has created optimizers, or has called its base.
@@ -410,13 +414,16 @@ class Strategy(ABC):
             )
 
     def synchronize_batchnorm(self) -> None:
-        """Synchronize the statistics of the module's batch-norm layers over all processes, before :meth:`setup`."""
+        """Let batch-norm layers of the module compute statistics over all processes; called before :meth:`setup`."""
 
     def wrap_model(self, trainer: TrainerLike) -> None:
-        """Set :attr:`model` to a wrapper of the module, which is on its device, that synchronizes or shards it."""
+        """Set :attr:`model` to a wrapper of the module that synchronizes or shards it; collective.
+
+        The module is on its device and has its dtype.  There are no optimizers yet, so parameters may be replaced.
+        """
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
-        """Create the optimizers and schedulers."""
+        """Create the optimizers and schedulers, of the parameters that :meth:`wrap_model` has left."""
         optimization = trainer.configure_optimizers()
         self.optimizers = list(optimization.optimizers)
         self.lr_schedulers = list(optimization.schedulers)
@@ -431,10 +438,16 @@ class Strategy(ABC):
         """
 
     def on_exception(self, exception: BaseException) -> None:
-        """Release everything for which peers would wait; called after an error, before :meth:`teardown`."""
+        """Release everything for which peers would wait; called after an error, before :meth:`teardown`.
+
+        It must not communicate: other processes may have ended, or may still be at work.
+        """
 
     def teardown(self) -> None:
-        """Unwrap the module, move it to the CPU and close communication."""
+        """Unwrap the module, move it to the CPU and close communication.
+
+        It is called at the end of every run, also after an error in any of the methods before it.
+        """
         if self._module is not None:
             # As cpu() does; after an error a layer may be on the meta device, without memory.
             self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
@@ -449,7 +462,7 @@ class Strategy(ABC):
     # Steps
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader of this process; a backend with its own loader overrides it."""
+        """Return the loader of this process, from one whose data is divided already; a backend may have its own."""
         return dataloader
 
     def process_evaluation_dataloader(self, dataloader: Any) -> Any:
@@ -489,11 +502,11 @@ class Strategy(ABC):
         return map(move, items)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
-        """Return the batch on a device, by default :attr:`root_device`, in the precision's dtype."""
+        """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
         return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
-        """Run a step of the module in the precision; the four methods below call it, each for its step.
+        """Run a step of the module in the precision; the four methods of steps call it, each for its step.
 
         A strategy that wraps the module, or does something around every step, overrides this one method.  The loops
         of a Trainer call it directly where ``training_step`` (``validation_step`` ...) is not overridden::
@@ -547,14 +560,21 @@ class Strategy(ABC):
         return self.run_step("predict_step", self.module_step("predict_step"), *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss (a scalar tensor), by :attr:`module_backward` if the module has one."""
+        """Compute gradients of a loss (a scalar tensor), by :attr:`module_backward` if the module has one; collective.
+
+        A strategy that synchronizes gradients leaves their means over the processes, unless in
+        :meth:`no_backward_sync`.
+        """
         if self.module_backward is None:
             self.precision_plugin.backward(loss, *args, **kwargs)
         else:
             self.module_backward(self.precision_plugin.scale_loss(loss), *args, **kwargs)
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients accumulate without being synchronised."""
+        """Return a context in which gradients accumulate in this process without being synchronized.
+
+        It is around the forward and backward passes of all batches of an optimizer step but the last.
+        """
         return nullcontext()
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -562,7 +582,13 @@ class Strategy(ABC):
         self.precision_plugin.unscale_gradients(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
-        """Clip the unscaled gradients of an optimizer's parameters in place."""
+        """Clip the unscaled gradients of an optimizer's parameters in place; collective.
+
+        Args:
+            optimizer: The optimizer.
+            clip_val: The largest norm, of the full gradients and not of a shard, or the largest absolute value.
+            algorithm: Which of the two.
+        """
         self.precision_plugin.clip_gradients(optimizer, clip_val, algorithm)
 
     def optimizer_step(
@@ -572,17 +598,28 @@ class Strategy(ABC):
         model: Module | None = None,  # noqa: ARG002 - for strategies whose engine steps the model
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, which computes loss and gradients, and step the optimizer; return the closure's result."""
+        """Run the closure, which computes loss and gradients, and step the optimizer; collective.
+
+        Args:
+            optimizer: One of :attr:`optimizers`.
+            closure: Runs :meth:`training_step`, :meth:`backward`, :meth:`unscale_gradients` and :meth:`clip_gradients`.
+            model: The user's module.
+            **kwargs: Passed to the optimizer's ``step``.
+
+        Returns:
+            The result of the closure.
+        """
         return self.precision_plugin.optimizer_step(optimizer, closure, **kwargs)
 
     # Communication
 
     @abstractmethod
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: str | ReduceOp | None = "mean") -> Any:
-        """Return the tensor reduced over all processes; other objects are returned unchanged.
+        """Return the tensor reduced over all processes, without changing it; collective.
 
         Args:
-            tensor: A tensor of the same shape on every process.
+            tensor: A tensor of the same shape and dtype on every process, on :attr:`root_device`; other objects are
+                returned unchanged.
             group: The processes to reduce over; None for all.
             reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None for the mean.  A
                 strategy over torch.distributed supports all of its operations.
@@ -590,20 +627,20 @@ class Strategy(ABC):
 
     @abstractmethod
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of the source rank on every process."""
+        """Return the object of the source rank, which is pickled, on every process; collective."""
 
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has called this; the name is for error messages."""
+        """Wait until every process has called this; collective.  The name is for error messages."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all processes, stacked: ``(*shape)`` on each becomes ``(world_size, *shape)``.
+        """Return the tensors of all processes, stacked: ``(*shape)`` becomes ``(world_size, *shape)``; collective.
 
         Args:
-            tensor: A tensor of the same shape on every process.
+            tensor: A tensor of the same shape and dtype on every process, on :attr:`root_device`.
             group: The processes to gather from; None for all.
-            sync_grads: Whether gradients flow back through the gathering.
+            sync_grads: Whether gradients flow back: each process gets the sum of those of its tensor.
         """
 
     def collectives_begun(self) -> int:
@@ -638,7 +675,7 @@ class Strategy(ABC):
         return values
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
-        """Return whether all processes (or any of them) decided for it."""
+        """Return whether all processes (or any of them) decided for it; collective."""
         import torch
 
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -697,7 +734,7 @@ class Strategy(ABC):
         return state
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`sharded_module_state`, after a checkpoint was loaded into its tensors.
+        """Load a state of :meth:`sharded_module_state`, after a checkpoint was loaded into its tensors; collective.
 
         It does nothing if these tensors are the module's own; otherwise it copies them to the device.
         """
@@ -710,7 +747,7 @@ class Strategy(ABC):
         return named_state(optimizer, self.module)
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this process's tensors, into which a checkpoint of the optimizer is loaded.
+        """Return this process's tensors, into which a checkpoint of the optimizer is loaded; collective.
 
         :meth:`load_sharded_optimizer_state` is called after that.
         """
@@ -725,14 +762,14 @@ class Strategy(ABC):
         load_named_state(optimizer, self.module, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return further state for a checkpoint, besides module and optimizers, the same in every process."""
+        """Return state for a checkpoint besides module and optimizers, the same in every process; collective."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, on any number of processes, after module and optimizers."""
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the state of this process alone, which an exact resumption needs."""
+        """Return the state of this process alone, which an exact resumption needs; collective."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
@@ -742,17 +779,17 @@ class Strategy(ABC):
         """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a checkpoint once for the job; every process calls it and waits until it is written."""
+        """Write a checkpoint once for the job, and wait until it is written; collective."""
         if self.checkpoint_io.is_collective or self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path)
-        self.barrier("save_checkpoint")
+        self.barrier("save_checkpoint")  # else another process could read the file, or end the job, too early
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint in every process."""
+        """Read a checkpoint; any process may call it alone."""
         return self.checkpoint_io.load_checkpoint(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint; every process calls it, and global rank 0 acts."""
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(path)
 

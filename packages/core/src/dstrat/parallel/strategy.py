@@ -48,15 +48,27 @@ class ParallelStrategy(Strategy):
     """A strategy with one process per device, communicating through torch.distributed.
 
     It has everything but the synchronization of the processes: a subclass overrides :meth:`wrap_model` and the methods
-    that its wrapper changes.  For gradients that are synchronized after the backward pass, subclass
-    :class:`~dstrat.parallel.gradient_sync.GradientSyncStrategy`.
+    that its wrapper changes.  No method is abstract.  For gradients that are synchronized after the backward pass,
+    subclass :class:`~dstrat.parallel.gradient_sync.GradientSyncStrategy`.  The smallest complete subclass with a
+    wrapper, which runs the step in its ``forward``::
+
+        class MyStrategy(ParallelStrategy):
+            def wrap_model(self, trainer):
+                super().wrap_model(trainer)
+                if trainer.is_fitting:
+                    self.model = DistributedDataParallel(StepModule(self.module))
+
+            def training_step(self, *args, **kwargs):
+                step = partial(self.model, self.module_step("training_step"))
+                return self.run_step("training_step", step, *args, **kwargs)
+
+            def no_backward_sync(self):
+                return self.model.no_sync()
+
+    The first five arguments of the constructor, by position or by name, are components, see
+    :class:`~dstrat.interfaces.strategy.Parts`.
 
     Args:
-        accelerator: The hardware.
-        parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The precision: dtypes, casts, loss scaling.
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
         timeout: How long a rank waits for the others, and how long it may be idle, before the job fails.  By default it
             waits for 30 minutes, and may be idle for 10.
