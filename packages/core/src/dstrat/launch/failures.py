@@ -267,10 +267,10 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     # An early exit explains why a rank waits, but not why one is elsewhere in its program.
     if hung is not None and (exited is None or not waits(running[hung])):
         stack = running[hung] or _NO_STACK
-        others = [f"Stack of rank {rank}:\n\n{other}" for rank, other in running.items() if rank != hung]
+        peer_stacks = [f"Stack of rank {rank}:\n\n{other}" for rank, other in running.items() if rank != hung]
         hang = f"rank {hung} of {world_size} hung: {_describe_wait(primary)}. Its stack when it was ended:"
         return RankFailedError(
-            "\n\n".join([hang, stack, _traceback_of(primary), *others]), rank=hung, rank_traceback=stack
+            "\n\n".join([hang, stack, _traceback_of(primary), *peer_stacks]), rank=hung, rank_traceback=stack
         )
     if exited is not None:
         return RankFailedError(

@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.utils import _sync_params_and_buffers
 
 from dstrat.errors import RequestError
+from dstrat.parallel.internals import broadcast_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 T = TypeVar("T")
 
-_BUCKET = 250 * 2**20  # bytes of one broadcast
-
 _OPERATIONS = {
-    "mean": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided afterwards: Gloo has no AVG, and a mean of integers is a float
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -47,7 +45,7 @@ def reduce_tensor(
         RequestError: The operation is unknown.
     """
     name = name_of_operation(reduce_op)
-    reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
+    reduced = tensor.detach().clone(memory_format=torch.contiguous_format)  # collectives refuse other layouts
     dist.all_reduce(reduced, op=_OPERATIONS.get(name, reduce_op), group=group)
     return reduced / dist.get_world_size(group) if name == "mean" else reduced
 
@@ -67,7 +65,16 @@ def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
 
 
 def gather_tensors(tensor: Tensor, *, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
-    """Return the tensors of all ranks stacked along a new first dimension; ``(*shape)`` to ``(world_size, *shape)``."""
+    """Return the tensors of all ranks stacked along a new first dimension; collective.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        group: The ranks to gather from; None for all.
+        sync_grads: Whether gradients flow back: each rank gets the sum of those of its tensor.
+
+    Returns:
+        ``(world_size, *shape)``, in the order of the ranks.
+    """
     if sync_grads and torch.is_grad_enabled():
         gathered: Tensor = _GatherWithGradients.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it so
         return gathered
@@ -76,6 +83,7 @@ def gather_tensors(tensor: Tensor, *, group: dist.ProcessGroup | None = None, sy
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     tensor = tensor.contiguous()
+    # Not all_gather_into_tensor, which saves a copy: torch 2.13 warns that it is deprecated.
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor, group=group)
     return torch.stack(gathered)
@@ -91,13 +99,13 @@ class _GatherWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed = gradient.contiguous().clone()
+        summed = gradient.contiguous().clone()  # a copy: autograd may use the gradient elsewhere too
         dist.all_reduce(summed, group=ctx.group)
         return summed[dist.get_rank(ctx.group)], None
 
 
 def broadcast_object(obj: T, *, src: int = 0) -> T:
-    """Return the source rank's object, which must be picklable, on every rank."""
+    """Return the source rank's object, which must be picklable, on every rank; collective."""
     objects = [obj]
     dist.broadcast_object_list(objects, src=src)
     return objects[0]
@@ -114,4 +122,4 @@ def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
     values = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     group = dist.group.WORLD if group is None else group
     if values and group is not None:
-        _sync_params_and_buffers(group, values, _BUCKET, 0)
+        broadcast_tensors(values, group)

@@ -15,12 +15,13 @@ import struct
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
 from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
 from dstrat.interfaces.cluster import this_machine
+from dstrat.parallel.internals import abort_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,11 +81,11 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
         _check_existing(cluster)
     else:
         _meet(store, cluster, timeout, _OPENING)
-        if "gloo" in backend:
+        if "gloo" in backend:  # also in "cpu:gloo,cuda:nccl"
             _select_interface(cluster)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
+            store=dist.PrefixStore("group", store),  # torch's keys apart from ours
             rank=cluster.global_rank,
             world_size=cluster.world_size,
             timeout=timeout,
@@ -164,6 +165,7 @@ def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
     stores = _job_stores[-1:]  # a copy, because another thread may clear the list
     if not stores:
         return None
+    # A store serves one operation at a time, and a thread's would wait for those of the main thread.
     store = dist.PrefixStore(prefix, stores[0].clone())  # type: ignore[attr-defined]  # not in torch's stubs
     store.set_timeout(timeout)
     return store
@@ -226,27 +228,15 @@ def close_process_group() -> None:
     """Close the default process group, if it is open; a peer that has ended already is no error."""
     leave_job()
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the run is over, or has an error of its own to raise
             dist.destroy_process_group()
 
 
 def abort_process_group() -> None:
     """Close the default process group without waiting for pending collectives."""
     # Closing waits for NCCL's collectives, which never end after a rank has ended; other backends fail by themselves.
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
-        abort()
+    abort_groups()
     close_process_group()
-
-
-def count_collectives() -> int:
-    """Return how many collectives this process has begun, in all groups whose backend counts them."""
-    count = 0
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public count
-        counting: Any = group
-        with contextlib.suppress(RuntimeError):
-            count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - likewise
-    return count
 
 
 def _next_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
@@ -277,11 +267,11 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
             is_master=serves,
             timeout=timeout,
             wait_for_workers=False,  # _meet waits, and names missing ranks
-            multi_tenant=True,
+            multi_tenant=True,  # shares the server with a group that the script opens at this port
             master_listen_fd=cluster.listening_socket,
         )
     except dist.DistNetworkError as error:
-        if serves:
+        if serves:  # such as a port that is in use, which torch's message names
             raise
         raise LaunchError(
             f"timed out waiting for rank 0 of {cluster.world_size}, which did not listen on "

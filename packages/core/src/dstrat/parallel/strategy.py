@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
+from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.process_group import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
     abort_process_group,
     check_same_catalog,
     close_process_group,
-    count_collectives,
     open_process_group,
 )
 from dstrat.plugins.catalog import get_catalog
@@ -101,7 +100,7 @@ class ParallelStrategy(Strategy):
         self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend
         self.timeout = timeout or DEFAULT_TIMEOUT
-        # By identity, as a user may ask for the same time.
+        # By identity: a user who writes 30 minutes means both times.
         self.hang_timeout = DEFAULT_HANG_TIMEOUT if timeout is None or timeout is DEFAULT_TIMEOUT else timeout
         if start_method is not None:
             self.start_method = start_method
@@ -200,7 +199,7 @@ class ParallelStrategy(Strategy):
         self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
-        layers = [name for name, layer in self.module.named_modules() if isinstance(layer, _BatchNorm)]
+        layers = [name for name, layer in self.module.named_modules() if isinstance(layer, BatchNorm)]
         if layers and self.root_device.type == "cpu":
             raise RequestError(
                 f"sync_batchnorm=True cannot work on the accelerator 'cpu', where torch has no SyncBatchNorm, and the "
@@ -275,14 +274,15 @@ class SynchronizedNorm:
         self._replaced = [
             (parent, name, layer)
             for parent in module.modules()
-            for name, layer in parent.named_children()
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+            for name, layer in parent.named_children()  # a layer that is the module itself has no parent to change
+            if isinstance(layer, BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
         for parent, name, layer in self._replaced:
             parent.add_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
 
     def undo(self) -> None:
         """Restore the layers, with the trained weights, statistics and mode."""
+        # Into the layers that the user made, of which the program may have references.
         for parent, name, layer in self._replaced:
             synchronized = parent.get_submodule(name)
             layer._parameters, layer._buffers = synchronized._parameters, synchronized._buffers  # noqa: SLF001 - all of both

@@ -1,0 +1,47 @@
+"""Private names of torch that this folder uses, of torch 2.9 to 2.13, each with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.utils import _sync_params_and_buffers
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BUCKET = 250 * 2**20  # bytes of one broadcast, as in DistributedDataParallel
+
+# What SyncBatchNorm.convert_sync_batchnorm converts; the public classes are one for each number of dimensions.
+BatchNorm = _BatchNorm
+
+
+def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors by those of the group's first rank, in few messages; collective.
+
+    A public broadcast sends one tensor at a time, which takes long for a module of thousands of parameters.
+    """
+    _sync_params_and_buffers(group, tensors, _BUCKET, 0)
+
+
+def abort_groups() -> None:
+    """End all process groups of NCCL without waiting for their collectives; others end by themselves.
+
+    The public ``ProcessGroup.abort`` ends one group; of several, aborts in different orders can block each other
+    (https://github.com/pytorch/pytorch/issues/119797), and torch's record of the groups stays.
+    """
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # experimental: torch may drop it
+    if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+        abort()
+
+
+def count_collectives() -> int:
+    """Return how many collectives this process has begun, in all groups whose backend counts them."""
+    count = 0
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
+        counting: Any = group  # the method is not in torch's stubs
+        with contextlib.suppress(RuntimeError):  # the backend does not count
+            count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
+    return count
