@@ -20,6 +20,7 @@ from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel import process_group
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
+from dstrat.parallel.internals import uses_nccl
 from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.testing.ranks.team import LoopbackCluster
@@ -45,6 +46,13 @@ def in_ranks(function, *args, ranks: int = 2):
             close_process_group()
 
     return LocalLauncher(num_processes=ranks, start_method="fork").launch(run)
+
+
+@pytest.mark.parametrize(
+    ("backends", "uses"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_groups_of_nccl_are_aborted_beside_other_backends_too(backends: str, uses: bool) -> None:
+    assert uses_nccl(backends) is uses
 
 
 def expected_reduction(operation: str, ranks: int) -> list[float]:

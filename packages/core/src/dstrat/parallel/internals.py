@@ -27,14 +27,20 @@ def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def abort_groups() -> None:
-    """End all process groups of NCCL without waiting for their collectives; others end by themselves.
+    """End all process groups without waiting for their collectives, if NCCL is among the backends.
 
     The public ``ProcessGroup.abort`` ends one group; of several, aborts in different orders can block each other
     (https://github.com/pytorch/pytorch/issues/119797), and torch's record of the groups stays.
     """
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # experimental: torch may drop it
-    if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
-        abort()
+    if abort is not None and dist.is_initialized() and uses_nccl(dist.get_backend_config()):
+        with contextlib.suppress(RuntimeError):  # another backend beside NCCL cannot abort
+            abort()
+
+
+def uses_nccl(backends: str) -> bool:
+    """Return whether NCCL is among the backends of a group, such as ``"cpu:gloo,cuda:nccl"`` for FSDP's offload."""
+    return any(pair.rpartition(":")[2] == "nccl" for pair in backends.split(","))
 
 
 def count_collectives() -> int:
