@@ -227,9 +227,12 @@ def checksum_of_block(checksums: str, block: int) -> str:
 # Strict JSON: no NaN or Infinity, no duplicate keys, no numbers beyond a float, no unlimited nesting
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def dump_json(value: Any) -> bytes:
     """Return the value as compact ASCII."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def parse_json(data: bytes | bytearray | memoryview) -> Any:

@@ -52,29 +52,6 @@ class TensorEntry:
         return math.prod(self.shape) * DTYPES[self.dtype].size
 
 
-def index_to_json(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Return the content of the index file."""
-    files = sorted({piece.file for entry in entries.values() for piece in entry.pieces})
-    numbers = {name: number for number, name in enumerate(files)}
-    return {"files": files, "tensors": {name: _to_json(entry, numbers) for name, entry in entries.items()}}
-
-
-def _to_json(entry: TensorEntry, numbers: Mapping[str, int]) -> dict[str, Any]:
-    facts: dict[str, Any] = {"dtype": entry.dtype, "shape": list(entry.shape)}
-    if entry.same_as is not None:
-        return {**facts, "same_as": entry.same_as}
-    return {
-        **facts,
-        "pieces": [
-            # Most tensors are one piece, whose box is the full tensor: the short form keeps the index small.
-            [numbers[piece.file], piece.begin, list(piece.starts), list(piece.shape)]
-            if piece.shape != entry.shape
-            else [numbers[piece.file], piece.begin]
-            for piece in entry.pieces
-        ],
-    }
-
-
 def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEntry]:
     """Return the validated entries of an index file, by name.
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import time
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from dstrat.checkpoint.portable.format import (
     parse_json,
     rank_file,
 )
-from dstrat.checkpoint.portable.index import Piece, TensorEntry, index_from_json, index_to_json
+from dstrat.checkpoint.portable.index import index_from_json
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dstrat.checkpoint.paths import CheckpointPath
+    from dstrat.checkpoint.portable.index import TensorEntry
     from dstrat.checkpoint.portable.ranks import Ranks
     from dstrat.checkpoint.portable.shards import Payload
     from dstrat.checkpoint.portable.storage import Unfinished
@@ -138,7 +138,9 @@ def _write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> 
         files[name] = write_shard_file(prepared.shard, folder / name)
     pieces: dict[str, list[Any]] = {}
     for payload, begin in zip(prepared.shard.payloads, prepared.shard.begins, strict=True):
-        pieces.setdefault(payload.name, []).append([begin, payload.starts, payload.shape])
+        is_full = payload.shape == prepared.entries[payload.name].shape
+        # Most tensors are one piece, whose box is the full tensor: the short form keeps the index small.
+        pieces.setdefault(payload.name, []).append([begin] if is_full else [begin, payload.starts, payload.shape])
     return dump_json(
         {
             "files": {name: [record.size, record.checksums] for name, record in files.items()},
@@ -182,28 +184,20 @@ def _complete(prepared: Prepared, folder: CheckpointPath, reports: list[dict[str
 
 
 def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    pieces: dict[str, list[Piece]] = {}
-    entries: dict[str, Any] = {}
-    for rank, report in enumerate(reports):
-        file = rank_file(rank, "safetensors")
-        for name, facts in report["entries"].items():
-            entries.setdefault(name, facts)
-        for name, stored in report["pieces"].items():
-            pieces.setdefault(name, []).extend(
-                Piece(file=file, begin=begin, starts=tuple(starts), shape=tuple(shape))
-                for begin, starts, shape in stored
-            )
-    return index_to_json(
-        {
-            name: TensorEntry(
-                dtype=dtype,
-                shape=tuple(shape),
-                same_as=same_as,
-                pieces=tuple(sorted(pieces.get(name, ()), key=attrgetter("starts"))),
-            )
-            for name, (dtype, shape, same_as) in entries.items()
-        }
-    )
+    """Return the content of the index file: the tensors of all ranks, with their pieces in ascending order."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for name, (dtype, shape, same_as) in report["entries"].items():
+            origin = {"pieces": []} if same_as is None else {"same_as": same_as}
+            tensors.setdefault(name, {"dtype": dtype, "shape": shape, **origin})
+    writers = [rank for rank, report in enumerate(reports) if report["pieces"]]
+    for number, rank in enumerate(writers):
+        for name, pieces in reports[rank]["pieces"].items():
+            tensors[name]["pieces"] += [[number, *piece] for piece in pieces]
+    for tensor in tensors.values():
+        if len(tensor.get("pieces", ())) > 1:
+            tensor["pieces"].sort(key=lambda piece: piece[2:])  # by their starts
+    return {"files": [rank_file(rank, "safetensors") for rank in writers], "tensors": tensors}
 
 
 # A rank's boxes of tensors as one safetensors file, written in several threads that compute the checksums too
@@ -248,29 +242,20 @@ def arrange(payloads: Sequence[Payload]) -> ShardFile:
         payloads, key=lambda payload: (-DTYPES[dtype_name(payload.dtype)].size, payload.name, payload.starts)
     )
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ends, reached = [], 0
+    offsets, reached = [], 0
     for payload in ordered:
-        entries[_key(payload, entries)] = _header_entry(payload, reached)
+        facts = DTYPES[dtype_name(payload.dtype)]
+        is_unique = not any(payload.starts) and payload.name not in entries
+        # A name may stand for several boxes, and the header needs one key for each.
+        key = payload.name if is_unique else f"{payload.name}[{','.join(map(str, payload.starts))}]"
+        shape = [*payload.shape, facts.columns] if facts.columns > 1 else payload.shape
+        entries[key] = {"dtype": facts.code, "shape": shape, "data_offsets": [reached, reached + payload.num_bytes]}
+        offsets.append(reached)
         reached += payload.num_bytes
-        ends.append(reached)
     text = dump_json(entries)
     text += b" " * (-len(text) % 64)  # aligns the first payload; safetensors allows trailing spaces
     header = len(text).to_bytes(8, "little") + text
-    begins = [len(header) + end - payload.num_bytes for payload, end in zip(ordered, ends, strict=True)]
-    return ShardFile(header=header, payloads=ordered, begins=begins)
-
-
-def _key(payload: Payload, used: dict[str, Any]) -> str:
-    """Return the payload's unique name in the header: that of the tensor, with the start of the box if necessary."""
-    if not any(payload.starts) and payload.name not in used:
-        return payload.name
-    return f"{payload.name}[{','.join(map(str, payload.starts))}]"
-
-
-def _header_entry(payload: Payload, begin: int) -> dict[str, Any]:
-    facts = DTYPES[dtype_name(payload.dtype)]
-    shape = [*payload.shape, facts.columns] if facts.columns > 1 else list(payload.shape)
-    return {"dtype": facts.code, "shape": shape, "data_offsets": [begin, begin + payload.num_bytes]}
+    return ShardFile(header=header, payloads=ordered, begins=[len(header) + offset for offset in offsets])
 
 
 def write_shard_file(file: ShardFile, path: CheckpointPath) -> FileRecord:
