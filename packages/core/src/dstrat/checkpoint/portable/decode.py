@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.checkpoint.portable.format import DTYPES, dtype_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Iterable
 
 
 _DEVICE = re.compile(r"[a-z]{2,20}(:[0-9]{1,5})?")
@@ -149,11 +149,15 @@ SEPARATOR = "/"
 _TAGGED_DICTS = ("dict", "ordered", "counter")
 
 
-def join_name(path: str, key: object) -> str:
-    """Return the name of a value below another one, such as ``state_dict/layers.0.weight``."""
+def name_of(keys: Iterable[object]) -> str:
+    """Return the name of the value that some keys lead to, such as ``state_dict/layers.0.weight``."""
     # The escapes of JSON Pointer (RFC 6901).
-    key_text = str(key).replace("~", "~0").replace(SEPARATOR, "~1")
-    return f"{path}{SEPARATOR}{key_text}" if path else key_text
+    return SEPARATOR.join([str(key).replace("~", "~0").replace(SEPARATOR, "~1") for key in keys])
+
+
+def join_name(path: str, key: object) -> str:
+    """Return the name of a value below another one, from that one's name."""
+    return f"{path}{SEPARATOR}{name_of([key])}" if path else name_of([key])
 
 
 def split_name(path: str) -> list[str]:

@@ -242,10 +242,7 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
         ValueError: The document is not JSON, has a duplicate key, a number beyond a float, or too deep a nesting.
     """
     try:
-        text = str(data, "utf-8")
-        return json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite_float
-        )
+        return _DECODER.decode(str(data, "utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -268,6 +265,11 @@ def _finite_float(digits: str) -> float:
     if math.isinf(number):
         raise ValueError(f"it holds {digits[:80]}, which is too large for a float")
     return number
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite_float
+)
 
 
 # Errors

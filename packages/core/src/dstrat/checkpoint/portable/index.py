@@ -86,7 +86,7 @@ def _from_json(name: str, entry: Any, files: Sequence[str]) -> TensorEntry:
         raise ValueError(f"tensor {name[:200]!r} has a dtype {dtype!r:.80} that this dstrat does not know")
     if "same_as" in entry:
         return TensorEntry(dtype=dtype, shape=shape, same_as=str(entry["same_as"]))
-    pieces = tuple(_piece(piece, shape, files) for piece in entry["pieces"])
+    pieces = tuple([_piece(piece, shape, files) for piece in entry["pieces"]])
     if not _covers(pieces, shape):
         raise ValueError(f"the pieces of tensor {name[:200]!r} do not cover it exactly once")
     return TensorEntry(dtype=dtype, shape=shape, pieces=pieces)

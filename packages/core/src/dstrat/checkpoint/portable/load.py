@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.checkpoint.portable.decode import decode, insert, join_name, split_name, without_tensors
+from dstrat.checkpoint.portable.decode import decode, insert, name_of, split_name, without_tensors
 from dstrat.checkpoint.portable.format import (
     BLOCK,
     BUCKET,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.shards import LocalBox
 
 
-_PER_RANK_PREFIX = join_name(PER_RANK, "")
+_PER_RANK_PREFIX = name_of([PER_RANK, ""])
 
 
 def load(
@@ -93,19 +93,19 @@ def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], tup
     targets: dict[str, Any] = {}
     optional: set[str] = set()
     skipped = []
-    pending: list[tuple[str, Any, bool]] = [("", template, False)]
+    pending: list[tuple[tuple[Any, ...], Any, bool]] = [((), template, False)]
     while pending:
-        path, value, is_optional = pending.pop()
+        keys, value, is_optional = pending.pop()
         is_optional = is_optional or isinstance(value, OptionalTensors)
         if isinstance(value, (Tensor, FlatShard)):
-            targets[path] = value
+            targets[name_of(keys)] = value
             if is_optional:
-                optional.add(path)
+                optional.add(name_of(keys))
         elif value is None:
-            skipped.append(join_name(path, ""))
+            skipped.append(name_of((*keys, "")))
         elif isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            pending += [(join_name(path, key), item, is_optional) for key, item in items]
+            pending += [((*keys, key), item, is_optional) for key, item in items]
     return targets, optional, tuple(skipped)
 
 
@@ -165,7 +165,7 @@ def _with_rank_values(
 
 
 def _rank_values(reader: CheckpointReader, index: Mapping[str, TensorEntry], rank: int) -> Any:
-    prefix = join_name(join_name(PER_RANK, rank), "")
+    prefix = name_of([PER_RANK, rank, ""])
     tensors = read_tensors(reader, [name for name in index if name.startswith(prefix)])
     return _decoded(reader, rank_file(rank, "json"), tensors, below=prefix)
 

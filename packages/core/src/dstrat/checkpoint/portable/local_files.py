@@ -159,19 +159,20 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
 
 def remove_stale(parent: Path) -> list[Path]:
     """Remove the stale files and folders of crashed writers in a folder, and return the folders."""
-    # needs_lock: without locks a stale folder cannot be told from one that is being written.
     removed = []
-    for path in sorted(parent.glob(f"{_PREFIX}*{_CLAIM_SUFFIX}")):
-        descriptor = _locked(path, needs_lock=True) if _is_old(path) else None
-        if descriptor is not None:
+    for path in sorted(parent.glob(f"{_PREFIX}*")):
+        is_claim = path.suffix == _CLAIM_SUFFIX and _is_old(path)
+        is_folder = path.suffix == _SUFFIX and path.is_dir() and not path.is_symlink()
+        # needs_lock: without locks a stale folder cannot be told from one that is being written.
+        descriptor = _locked(path, needs_lock=True) if is_claim or is_folder else None
+        if descriptor is None:
+            continue
+        if is_claim:
             path.unlink(missing_ok=True)
-            os.close(descriptor)
-    for path in sorted(parent.glob(f"{_PREFIX}*{_SUFFIX}")):
-        descriptor = _locked(path, needs_lock=True) if path.is_dir() and not path.is_symlink() else None
-        if descriptor is not None:
+        else:
             shutil.rmtree(path, ignore_errors=True)
-            os.close(descriptor)
             removed.append(path)
+        os.close(descriptor)
     return removed
 
 
@@ -211,9 +212,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
     If the process is killed in the block, :func:`remove_stale` removes the temporary folder.
     """
     folder, lock = _create_locked(path.parent)
+    temporary = folder / path.name
     try:
-        yield folder / path.name
-        (folder / path.name).replace(path)
+        yield temporary
+        temporary.replace(path)
         flush_folder(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

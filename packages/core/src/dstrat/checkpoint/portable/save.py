@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.checkpoint.portable.decode import join_name
 from dstrat.checkpoint.portable.encode import encode
 from dstrat.checkpoint.portable.format import (
     BUCKET,
@@ -81,7 +80,7 @@ def prepare(checkpoint: Mapping[str, Any], ranks: Ranks) -> Prepared:
     """
     with ranks.on_all_ranks("save its checkpoint"):
         job = encode({key: value for key, value in checkpoint.items() if key != PER_RANK})
-        rank = encode(checkpoint.get(PER_RANK, {}), path=join_name(PER_RANK, ranks.rank))
+        rank = encode(checkpoint.get(PER_RANK, {}), keys=(PER_RANK, ranks.rank))
         state = _limited(dump_json(job.value), "plain values")
         rank_state = _limited(dump_json(rank.value), "plain values of this rank")
     write_plan = make_write_plan(job.tensors, rank.tensors, ranks)

@@ -228,20 +228,17 @@ class Payload:
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return the bytes from ``begin`` to ``end``; each byte is read once."""
-        data = self._bytes()[begin:end]
-        with self._lock:
-            self._remaining -= end - begin
-            if self._remaining == 0:
-                self._copy = None
-        return data.cpu().numpy().data
-
-    def _bytes(self) -> Tensor:
         if self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg():
-            return as_bytes(self.tensor)
-        with self._lock:
-            if self._copy is None:
-                self._copy = as_bytes(self.tensor.resolve_conj().resolve_neg().contiguous())
-            return self._copy
+            data = as_bytes(self.tensor)[begin:end]
+        else:
+            with self._lock:  # threads read different buckets of one box
+                if self._copy is None:
+                    self._copy = as_bytes(self.tensor.resolve_conj().resolve_neg().contiguous())
+                data = self._copy[begin:end]
+                self._remaining -= end - begin
+                if self._remaining == 0:
+                    self._copy = None
+        return data.cpu().numpy().data
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Te
     with ranks.on_all_ranks("save its tensors"):
         # Two calls: a tensor of one rank may share memory with one of the job, but must not become an alias of it.
         entries = _entries(tensors) | _entries(rank_tensors)
-    leaders = _leaders(tensors, ranks)
+        shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
+    leaders = _leaders({name: tensor for name, tensor in tensors.items() if name not in shared}, ranks)
     with ranks.on_all_ranks("save its tensors"):
         payloads = [
             Payload(name, box)
@@ -67,7 +68,6 @@ def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Te
             if entries[name].same_as is None
             for box in local_boxes(tensor)
         ]
-        shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
         payloads += _sharded_payloads(tensors, entries, shared, leaders)
     all_ranks = _exchange_entries(shared, sum(payload.num_bytes for payload in payloads), ranks)
     payloads += [Payload(name, box) for name, box in _assigned_boxes(tensors, all_ranks, ranks)]
@@ -214,7 +214,7 @@ def _assigned_boxes(
     boxes = [
         (num_bytes, name, first, count)
         for name, entry in all_ranks.entries.items()
-        if entry.same_as is None and entry.num_bytes
+        if entry.same_as is None
         for first, count, num_bytes in _rows(entry, len(all_ranks.holders[name]))
     ]
     loads = list(all_ranks.loads)
@@ -227,17 +227,14 @@ def _assigned_boxes(
         if key not in queues:
             queues[key] = [(loads[rank], rank) for rank in key]
             heapq.heapify(queues[key])
-        writer = _least_loaded(queues[key], loads)
+        queue = queues[key]
+        # Ranks got boxes from other queues meanwhile: an entry gets its present load when it comes first.
+        while queue[0][0] != loads[queue[0][1]]:
+            heapq.heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
+        writer = queue[0][1]
         loads[writer] += num_bytes
         if writer == ranks.rank:
             yield name, _box(tensors[name].detach(), first, count)
-
-
-def _least_loaded(queue: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    """Return the rank of the queue with the least load; entries get their present load when they come first."""
-    while queue[0][0] != loads[queue[0][1]]:
-        heapq.heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
-    return queue[0][1]
 
 
 def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
@@ -248,8 +245,10 @@ def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
 
 def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:
     """Yield the first row, the number of rows and the bytes of each box that a tensor is written in."""
-    rows = entry.shape[0] if entry.shape else 1
     num_bytes = entry.num_bytes
+    if num_bytes == 0:
+        return
+    rows = entry.shape[0] if entry.shape else 1
     boxes = max(1, min(num_holders, rows, num_bytes // _SPLIT_SIZE))
     step = -(-rows // boxes)
     for first in range(0, rows, step):
