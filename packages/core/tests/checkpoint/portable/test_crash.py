@@ -5,14 +5,17 @@ import multiprocessing
 import os
 import random
 import subprocess
+import tempfile
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from tests.warm_program import WarmProgram
 
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.local_files import UnfinishedFolder, remove_stale
+from dstrat.checkpoint.portable.local_files import Claim, UnfinishedFolder, remove_stale
 from dstrat.checkpoint.portable.newest import newest_checkpoint
 
 NUMBERS = 400_000
@@ -110,6 +113,41 @@ def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / ".dstrat-0123.tmp").symlink_to(tmp_path / "precious")
     assert remove_stale(tmp_path) == []
     assert (tmp_path / "precious").exists()
+
+
+def test_claims_that_come_and_go_do_not_disturb_a_save(tmp_path):
+    def claim_on_and_on():
+        claim = Claim(tmp_path / "c")
+        while not is_over.is_set():
+            assert claim.take()
+            claim.release()
+
+    is_over = threading.Event()
+    claimer = threading.Thread(target=claim_on_and_on)
+    claimer.start()
+    try:
+        for _ in range(5000):
+            assert remove_stale(tmp_path) == []
+    finally:
+        is_over.set()
+        claimer.join()
+
+
+def test_an_unfinished_folder_of_another_user_does_not_disturb_a_save():
+    with tempfile.TemporaryDirectory() as shared:  # tmp_path is closed to other users
+        Path(shared).chmod(0o777)
+        folder = UnfinishedFolder(Path(shared) / "of another")
+        folder.path.chmod(0o000)
+        before = os.geteuid()
+        if before == 0:  # who may read everything
+            os.seteuid(65534)
+        try:
+            assert remove_stale(Path(shared)) == []
+        finally:
+            os.seteuid(before)
+        assert folder.path.exists()
+        folder.path.chmod(0o700)
+        folder.close()
 
 
 def test_without_locks_checkpoints_are_saved_and_leftovers_stay(tmp_path, io, monkeypatch):

@@ -141,13 +141,15 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
 
     Args:
         path: Of the file or folder.
-        needs_lock: Whether the result is None, too, on a file system without locks; otherwise it is an unlocked
-            descriptor there.
+        needs_lock: Whether the result is None, too, without access and on a file system without locks; otherwise it
+            is an unlocked descriptor there.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or needs_lock:
+            return None
+        raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -178,7 +180,10 @@ def remove_stale(parent: Path) -> list[Path]:
 
 def _is_old(claim: Path) -> bool:
     """Return whether a claim may be stale; locking a new one could make its owner's attempt fail."""
-    status = claim.lstat()
+    try:
+        status = claim.lstat()
+    except FileNotFoundError:  # its owner has released it since the folder was listed
+        return False
     return stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _STALE_SECONDS
 
 
