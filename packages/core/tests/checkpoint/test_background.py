@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def test_what_is_written_is_what_it_was_when_save_returned(tmp_path, inner):
         assert torch.equal(loaded["state_dict"]["t"], before.reshape(3, -1).t())
         assert loaded["losses"] == [1.0] + [2.0] * step
         assert loaded["pair"] == (1, 2)
+
+
+def test_a_state_dict_is_copied_tensor_by_tensor(slow):
+    model = torch.nn.Linear(2, 2)
+    state = model.state_dict()
+    state["of a graph"] = model.weight * 2  # which copy.deepcopy refuses
+    state["tied"] = state["weight"]
+    io = AsyncCheckpointIO(slow)
+    io.save_checkpoint({"state_dict": state, "counts": Counter("aab")}, "c")
+    slow.may_write.set()
+    saved = io.load_checkpoint("c")
+    assert saved["counts"] == Counter("aab")
+    copied = saved["state_dict"]
+    assert type(copied) is type(state)
+    assert copied._metadata == state._metadata
+    assert torch.equal(copied["of a graph"], model.weight * 2)
+    assert copied["weight"].data_ptr() != model.weight.data_ptr()
+    assert copied["tied"].data_ptr() == copied["weight"].data_ptr()
 
 
 def test_portable_folders_are_written_unless_another_is_passed(tmp_path):

@@ -74,7 +74,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if isinstance(io, StagesCheckpoints):
             self._write = _Write(io.write, io.stage(checkpoint), path, io.remove_checkpoint)
         else:
-            self._write = _Write(io.save_checkpoint, _copied(checkpoint), path, io.remove_checkpoint)
+            self._write = _Write(io.save_checkpoint, _copied(checkpoint, {}), path, io.remove_checkpoint)
         self._write.start()
 
     def check(self) -> None:
@@ -176,12 +176,39 @@ class _Write(threading.Thread):
             ) from self._failure
 
 
-def _copied(value: Any) -> Any:
-    """Return a deep copy of nested values, with all tensors on the CPU."""
+def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """Return a deep copy of nested values, with all tensors on the CPU.
+
+    Args:
+        value: The nested values.
+        copies: The copies made so far, by the memory that they were made of.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        memory = _memory_of(value)
+        if memory not in copies:
+            copies[memory] = value.detach().to("cpu", copy=True)
+        return copies[memory]  # one copy of tied weights, as torch.save writes shared memory once
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # keeps the class and its attributes: a module's state dict has _metadata
+        for key, item in value.items():
+            copied[key] = _copied(item, copies)
+        return copied
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_copied(item, copies) for item in value)
     return copy.deepcopy(value)
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """Return a value that is equal for two tensors if they are the same elements of the same memory."""
+    # Subclasses, sparse tensors and some backends have no address, or 0 for each tensor.
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.data_ptr() == 0:
+        return id(tensor)
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
