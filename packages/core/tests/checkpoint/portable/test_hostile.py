@@ -242,6 +242,16 @@ def test_values_that_make_no_sense_are_refused(path, io, text, reason):
         io.load_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [{"$": "dict", "items": [[]]}, {"$": "tensor", "name": []}, {"$": "tensor", "name": {}}, {"$": "tensor"}],
+    ids=json.dumps,
+)
+def test_marks_that_make_no_sense_are_refused_where_tensors_are_skipped(path, io, refusal, value):
+    edited(path, "state.json", lambda document: document.update(epoch=value))
+    assert "is damaged: state.json: " in refusal(io.load_into, path, {"state_dict": None})
+
+
 def test_a_json_file_that_would_fill_the_memory_is_not_read(path, io, refusal):
     with (path / "state.json").open("r+b") as file:
         file.truncate(300 * 1024 * 1024)  # a hole, so it takes no space

@@ -186,10 +186,14 @@ def without_tensors(value: Any, *, keep: Container[str]) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get(TAG) in _TAGGED_DICTS and isinstance(value.get("items"), list):
-        pairs = [pair for pair in value["items"] if not isinstance(pair, list) or _stays(pair[-1], keep)]
+        # Without its key too.  What is no pair stays, so that decode refuses it.
+        pairs = [pair for pair in value["items"] if not (isinstance(pair, list) and pair) or _stays(pair[-1], keep)]
         return {**value, "items": [without_tensors(pair, keep=keep) for pair in pairs]}
     return {key: without_tensors(item, keep=keep) for key, item in value.items() if _stays(item, keep)}
 
 
 def _stays(item: Any, keep: Container[str]) -> bool:
-    return not (isinstance(item, dict) and item.get(TAG) == "tensor" and item.get("name") not in keep)
+    if not isinstance(item, dict) or item.get(TAG) != "tensor":
+        return True
+    name = item.get("name")
+    return not isinstance(name, str) or name in keep  # decode refuses a name that is no str
