@@ -144,7 +144,9 @@ def test_a_manifest_lists_only_names_that_a_checkpoint_has(path, io, name, refus
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 2}, "its format is version 2 .* upgrade dstrat"),
+        ({"version": 2}, r"c' cannot be read: its format is version 2 .* reads version 1: upgrade dstrat$"),
+        ({"version": 2, "block": 4096}, "its format is version 2 .* upgrade dstrat"),
+        ({"block": 4096}, "its 'block' is 4096, and version 1 has 1048576"),
         ({"format": "other"}, "it is not the manifest of a dstrat checkpoint"),
         ({"world_size": "1"}, "its 'world_size' is '1' and not of type int"),
         ({"world_size": -1}, "its 'world_size' is negative"),

@@ -45,7 +45,7 @@ LARGEST_JSON = 256 * MEBIBYTE
 DEEPEST_NESTING = 100
 LARGEST_DIMENSIONS = 64
 
-# Nothing else may be in a manifest, so that none can name a path outside its folder.
+# Nothing else may be in a manifest, so that none can name a path outside its folder, such as "../x".
 _FILE_NAME = re.compile(r"state\.json|tensors\.json|rank-[0-9]{5,7}\.(json|safetensors)")
 
 
@@ -122,11 +122,13 @@ class Manifest:
         """Return the manifest of a file's content.
 
         Raises:
-            ValueError: The content is not a manifest, is damaged, or has another version of the format.
+            ValueError: The content is not a manifest, or is damaged.
+            UnknownVersionError: It has another version of the format.
         """
         envelope = _ENVELOPE.fullmatch(data)
         if envelope is None:
             raise ValueError("it is not the manifest of a dstrat checkpoint")
+        # Before the fields are believed: they hold the checksums and sizes of everything else.
         if checksum(envelope[2]) != envelope[1].decode():
             raise ValueError("its checksum does not match")
         body = parse_json(envelope[2])
@@ -141,19 +143,26 @@ class Manifest:
         )
 
 
+class UnknownVersionError(ValueError):
+    """The manifest has a version of the format that this dstrat cannot read."""
+
+
 def _check_version(body: dict[str, Any]) -> None:
-    if body.get("format") != FORMAT or body.get("block") != BLOCK:
+    if body.get("format") != FORMAT:
         raise ValueError("it is not the manifest of a dstrat checkpoint")
+    # Before any other field, which may mean something else in another version.
     if body.get("version") != FORMAT_VERSION:
-        raise ValueError(
+        raise UnknownVersionError(
             f"its format is version {body.get('version')!r} (written by dstrat {body.get('dstrat')!r}), and this "
             f"dstrat reads version {FORMAT_VERSION}: upgrade dstrat"
         )
+    if body.get("block") != BLOCK:
+        raise ValueError(f"its 'block' is {body.get('block')!r:.80}, and version {FORMAT_VERSION} has {BLOCK}")
 
 
 def _field(body: dict[str, Any], key: str, kind: type) -> Any:
     value = body.get(key)
-    if type(value) is not kind:
+    if type(value) is not kind:  # not isinstance: true is an int in Python, and would pass for a size
         raise ValueError(f"its {key!r} is {value!r:.80} and not of type {kind.__name__}")
     return value
 
@@ -227,6 +236,7 @@ def checksum_of_block(checksums: str, block: int) -> str:
 # Strict JSON: no NaN or Infinity, no duplicate keys, no numbers beyond a float, no unlimited nesting
 
 
+# Made once: json.dumps and json.loads make a new one in each call that has options.
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
@@ -243,11 +253,12 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
     """
     try:
         return _DECODER.decode(str(data, "utf-8"))
-    except RecursionError:
+    except RecursionError:  # of json's own recursion, which a hostile file can reach with 2 KiB of "["
         raise ValueError("it is nested too deeply") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json takes the last of equal keys, other parsers the first: a file must not mean two things.
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -262,7 +273,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _finite_float(digits: str) -> float:
     number = float(digits)
-    if math.isinf(number):
+    if math.isinf(number):  # json reads 1e999 as inf, though JSON has no infinity
         raise ValueError(f"it holds {digits[:80]}, which is too large for a float")
     return number
 

@@ -12,6 +12,7 @@ from dstrat.checkpoint.portable.format import (
     LARGEST_JSON,
     MANIFEST,
     Manifest,
+    UnknownVersionError,
     checksum,
     checksum_of_block,
     damaged_error,
@@ -208,6 +209,8 @@ def read_manifest(folder: CheckpointPath) -> Manifest:
         raise CheckpointError(f"checkpoint {str(folder)!r} {_why_no_manifest(folder)}")
     try:
         return Manifest.from_bytes(_read_manifest_bytes(folder))
+    except UnknownVersionError as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
     except ValueError as error:
         raise damaged_error(folder, f"{MANIFEST}: {error}") from error
 
