@@ -35,8 +35,8 @@ class AsyncCheckpointIO(CheckpointIO):
     """A checkpoint io that copies the state, and writes the copy in a thread.
 
     At most one save is in flight: the next one waits for it.  If a write fails, the next call of any method raises the
-    error.  Removals requested during a write happen after it, so that the newest complete checkpoint is never lost.
-    The process waits for the write before it exits.
+    error.  Removals that are requested during a write happen after it.  The process waits for the write before it
+    exits.
 
     Args:
         checkpoint_io: Writes the checkpoints; None is :class:`PortableCheckpointIO`.  A :class:`StagesCheckpoints`
@@ -115,8 +115,9 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
+        # During a write the older checkpoint is the newest complete one, so it stays until the write has succeeded.
         if self._write is None or not self._write.remove_after(path):
-            self.check()
+            self.check()  # raises if the write failed, and the older checkpoint stays
             self.checkpoint_io.remove_checkpoint(path)
 
     @override
@@ -128,10 +129,10 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 class _Write(threading.Thread):
-    """A save in flight; not a daemon thread, so that the interpreter waits for it at exit."""
+    """A save in flight."""
 
     def __init__(self, write: Any, staged: Any, path: str | Path, remove: Any) -> None:
-        super().__init__(name=f"writes {path}", daemon=False)
+        super().__init__(name=f"writes {path}", daemon=False)  # no daemon: the interpreter waits for it at exit
         self._path, self._remove = path, remove
         self._work, self._staged = write, staged
         self._deferred_removals: list[str | Path] = []
@@ -152,7 +153,7 @@ class _Write(threading.Thread):
             self._remove_deferred()
 
     def _remove_deferred(self) -> None:
-        with self._lock:
+        with self._lock:  # a removal is deferred before this, or done by its caller after it, but never lost
             self._is_done = True
         if self._failure is not None:  # the older checkpoints are all that is complete
             return

@@ -239,9 +239,8 @@ def stand_ins(file: Path) -> list[Any]:
 
     torch trusts its own classes; only the names that it does not trust are in the list.
     """
-    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # since torch 2.6
     try:
-        names = [] if find is None else find(file)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # noqa: BLE001 - damaged bytes raise almost any class; reading the file reports the damage
         return []
     return [(_stand_in(name), name) for name in names]

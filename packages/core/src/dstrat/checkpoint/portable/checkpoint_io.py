@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,11 +73,13 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: A rank failed; then all ranks raise, and nothing is at the path.
         """
+        # Here, as in other methods: a process that only saves need not import what loads, nor the other way round.
         from dstrat.checkpoint.portable.newest import point_to
         from dstrat.checkpoint.portable.save import write
 
         target = as_path(path)
         write(staged, target)
+        # Only now: the pointer must never name a checkpoint that is not complete.
         with staged.ranks.on_all_ranks("point to the newest checkpoint"):
             if staged.ranks.rank == 0:
                 point_to(target)
@@ -169,7 +170,7 @@ class PortableCheckpointIO(CheckpointIO):
 class StagingMemory:
     """Host memory for one staged save at a time, pinned if the tensors are on a GPU."""
 
-    # It is reused: allocating (and pinning) memory takes longer than the copy itself.
+    # It is reused, since allocating (and pinning) memory takes longer than the copy itself.
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -187,9 +188,9 @@ class StagingMemory:
             moves += list(_moves(payload.tensor, target))
         map_in_threads(_move, moves)
         for device in devices:
-            if device.type == "cuda":
+            if device.type == "cuda":  # its copies are not blocking, and the next step changes the tensors
                 torch.cuda.synchronize(device)
-        return replace(shard, payloads=copies)
+        return dataclasses.replace(shard, payloads=copies)
 
     def release(self) -> None:
         """Free the memory."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _DEVICE = re.compile(r"[a-z]{2,20}(:[0-9]{1,5})?")
+# Numbers only, in little-endian or of one byte; never "O", whose bytes are pointers to objects.
 _NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
 _FLOATS = ("nan", "inf", "-inf")
 
@@ -40,6 +41,7 @@ class _Decoder:
     """Decoding of one document."""
 
     def __init__(self, tensor: Callable[[str], Any]) -> None:
+        # All that a document can make: it cannot name a class or a function to call.
         self._kinds: dict[str, Callable[[dict[str, Any]], Any]] = {
             "tensor": lambda tagged: tensor(_text(tagged["name"])),
             "int": lambda tagged: int(_text(tagged["hex"]), 16),
@@ -55,7 +57,7 @@ class _Decoder:
             "dtype": lambda tagged: dtype_named(_known_dtype(tagged["name"])),
             "device": _device,
             "size": self._size,
-            "numpy": lambda tagged: _array(tagged)[()],
+            "numpy": lambda tagged: _array(tagged)[()],  # a number of numpy, not an array without dimensions
             "ndarray": _array,
         }
 
@@ -79,7 +81,7 @@ class _Decoder:
 
     def _pairs(self, tagged: dict[str, Any]) -> list[tuple[Any, Any]]:
         pairs = [(key, item) for key, item in self._items(tagged)]
-        if len({key for key, _ in pairs}) != len(pairs):
+        if len({key for key, _ in pairs}) != len(pairs):  # also 1 and true, which JSON keeps apart and Python does not
             raise ValueError("a dict in it has a key twice")
         return pairs
 
@@ -88,7 +90,7 @@ class _Decoder:
         return complex(real, imaginary)
 
     def _size(self, tagged: dict[str, Any]) -> Any:
-        import torch
+        import torch  # here, since checkpoints are inspected without torch
 
         return torch.Size(self._items(tagged))
 
@@ -114,7 +116,7 @@ def _known_dtype(name: Any) -> str:
 
 
 def _device(tagged: dict[str, Any]) -> Any:
-    import torch  # here, since checkpoints are inspected without torch
+    import torch
 
     name = _text(tagged["name"])
     if _DEVICE.fullmatch(name) is None:
@@ -135,7 +137,7 @@ def _array(tagged: dict[str, Any]) -> Any:
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{shape!r:.80} is no shape")
     data = base64.b64decode(_text(tagged["base64"]), validate=True)
-    return np.frombuffer(data, dtype=np.dtype(name)).reshape(shape).copy()
+    return np.frombuffer(data, dtype=np.dtype(name)).reshape(shape).copy()  # bytes are read-only memory
 
 
 # Tags of types that JSON lacks, and names of values

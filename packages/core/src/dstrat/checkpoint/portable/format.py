@@ -40,8 +40,8 @@ BLOCK = MEBIBYTE
 """Bytes with one checksum."""
 BUCKET = 8 * MEBIBYTE
 """Bytes that a thread reads or writes at a time; a multiple of :data:`BLOCK`."""
-THREADS = 4
 LARGEST_JSON = 256 * MEBIBYTE
+"""Bytes of a JSON file, so that a damaged checkpoint cannot make its reader allocate any amount of memory."""
 DEEPEST_NESTING = 100
 LARGEST_DIMENSIONS = 64
 
@@ -185,6 +185,7 @@ def _record(name: str, record: Any) -> FileRecord:
         raise ValueError(f"its record of {name} is no object")
     size = _count(record, "size")
     checksums: str = _field(record, "xxh3", str)
+    # A size is believed only with a checksum for each of its blocks: to claim a terabyte takes 16 MiB of them.
     if not _CHECKSUMS.fullmatch(checksums) or len(checksums) != DIGITS * num_blocks(size):
         raise ValueError(f"its checksums of {name} do not fit {size} bytes")
     return FileRecord(size=size, checksums=checksums)
@@ -253,7 +254,7 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
     """
     try:
         return _DECODER.decode(str(data, "utf-8"))
-    except RecursionError:  # of json's own recursion, which a hostile file can reach with 2 KiB of "["
+    except RecursionError:  # a few thousand "[" are enough
         raise ValueError("it is nested too deeply") from None
 
 
@@ -349,7 +350,7 @@ def dtype_named(name: str) -> torch.dtype:
     """
     import torch
 
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None)  # the name is from a file, and may be that of a function
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} has no dtype {name!r}")  # noqa: TRY004 - the name is wrong
     return dtype

@@ -98,6 +98,7 @@ _ONLY_INTEGERS = frozenset({int})
 def _numbers(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > LARGEST_DIMENSIONS:
         raise ValueError(f"{values!r:.80} is no shape")
+    # Exactly int: True is one too.  torch's sizes are int64, and torch.empty raises a TypeError for larger ones.
     if not set(map(type, values)) <= _ONLY_INTEGERS or min(values, default=0) < 0 or max(values, default=0) >= 2**62:
         raise ValueError(f"{values!r:.80} is no shape")
     return tuple(values)
@@ -146,12 +147,13 @@ def _extent(piece: Piece, dimension: int) -> tuple[int, int]:
 
 def _check_alias(name: str, entry: TensorEntry, same_as: str, entries: Mapping[str, TensorEntry]) -> None:
     other = entries.get(same_as)
+    # Not an alias itself: two could name each other.
     if other is None or other.same_as is not None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
         raise ValueError(f"tensor {name[:200]!r} is said to be the same as {same_as[:200]!r}, which it cannot be")
 
 
 def _check_bytes(entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -> None:
-    """Check that pieces share no byte and end within their files, so that tensors need no more memory than files."""
+    """Raise a ValueError unless pieces share no byte and end within their files."""
     extents: dict[str, list[tuple[int, int, str]]] = {}
     for name, entry in entries.items():
         for piece in entry.pieces:
@@ -160,6 +162,7 @@ def _check_bytes(entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -
     for file, spans in extents.items():
         reached = 0
         for begin, end, name in sorted(spans):
+            # Shared bytes could fill any amount of memory: a thousand tensors from the same gigabyte.
             if begin < reached or end > sizes[file]:
                 raise ValueError(f"tensor {name[:200]!r} has bytes in {file} that are not its own")
             reached = end

@@ -75,6 +75,7 @@ def load_into(reader: CheckpointReader, template: Mapping[str, Any], *, rank: in
     index = reader.index()
     targets, optional, skipped = _targets(template)
     targets = {name: tensor for name, tensor in targets.items() if name in index or name not in optional}
+    # All of them before the first read: a checkpoint that does not fit leaves the template as it was.
     check_fits(reader, index, targets, converted=optional)
     read_into(reader, [(_stored(index, name), local_boxes(tensor, name)) for name, tensor in targets.items()])
     remaining = [name for name in _job_names(index) if name not in targets and not name.startswith(skipped)]
@@ -159,6 +160,7 @@ def _with_rank_values(
     rank: int,
     world_size: int,
 ) -> dict[str, Any]:
+    # With another number of ranks, no state of a rank is this rank's: load_rank reads any of them.
     if world_size == reader.manifest.world_size:
         checkpoint[PER_RANK] = _rank_values(reader, index, rank)
     return checkpoint
@@ -186,7 +188,7 @@ def read_tensors(
     index, names = reader.index(), list(names)
     stored: dict[str, Tensor] = {}
     for name in names:
-        first = index[name].same_as or name
+        first = index[name].same_as or name  # which may be a name that was not asked for
         if first not in stored:
             stored[first] = _allocate(reader, first, index[first])
     read_into(reader, [(index[name], local_boxes(tensor)) for name, tensor in stored.items()], advance)
@@ -212,8 +214,7 @@ def _decoded(
     Args:
         reader: The checkpoint.
         name: Of the file.
-        tensors: The tensors by name.  Those without a reference in the file, which only other ranks had, are inserted
-            under their names.
+        tensors: The tensors by name.  Those without a reference in the file are inserted under their names.
         below: Common prefix of the tensors' names.
         skips: Whether references to other tensors are dropped; otherwise they are damage.
     """
@@ -230,6 +231,7 @@ def _decoded(
         decoded = decode(without_tensors(value, keep=tensors) if skips else value, tensor)
         if not isinstance(decoded, dict):
             raise ValueError(f"its values are a {type(decoded).__name__} and no dict")  # noqa: TRY004, TRY301 - about the file, as decode's
+        # Rank 0 wrote the values, and tensors that only other ranks had are not in them: the stages of a pipeline.
         for unused in tensors.keys() - used:
             insert(decoded, split_name(unused.removeprefix(below)), tensors[unused])
     except (ValueError, RecursionError) as error:
@@ -293,6 +295,7 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
     """Yield groups of adjacent reads of about a bucket, so that small tensors do not cost a task each."""
     batch: list[_Read] = []
     size = 0
+    # In the order of the file: neighbors share a block, which is verified once and then read without a buffer.
     for read in sorted(reads, key=lambda read: (read.file, read.begin)):
         batch.append(read)
         size += read.target.nbytes
@@ -306,7 +309,7 @@ def _read_all(reader: CheckpointReader, batch: list[_Read], advance: Callable[[i
     for read in batch:
         if read.is_direct:
             reader.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
-        else:
+        else:  # another dtype or device, or rows of which the target takes only some columns
             stored = torch.empty(read.shape, dtype=read.dtype)
             reader.file(read.file).read_into(as_bytes(stored).numpy().data, read.begin)
             read.target.copy_(stored[read.box])

@@ -44,7 +44,7 @@ class UnfinishedFolder:
     """
 
     def __init__(self, target: Path) -> None:
-        check_free(target)
+        check_free(target)  # now, before the ranks write for nothing
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target.parent)
         self.target = target
@@ -57,11 +57,12 @@ class UnfinishedFolder:
         # Before the rename, or a power failure could leave the final name with missing files.
         flush_folder(self.path)
         self.path.rename(self.target)
+        # After it, or a power failure could undo the rename, while older checkpoints are removed already.
         flush_folder(self.target.parent)
 
     def close(self) -> None:
         """Remove the folder unless it was committed, and release the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)  # after a commit there is nothing of this name
         os.close(self._lock)
 
 
@@ -105,6 +106,7 @@ class Claim:
         """Release the path, after the save has succeeded or failed."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
+            # Unlinked while it is locked: afterwards the file may be another process's.
             self._file.unlink(missing_ok=True)
             os.close(descriptor)
 
@@ -129,11 +131,12 @@ def _create_locked(parent: Path) -> tuple[Path, int]:
     while True:
         path = parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
         path.mkdir()
+        # Until it is locked, it looks stale: remove_stale of another job may lock it first, or remove it.
         descriptor = _locked(path)
         if descriptor is not None and path.exists():
             return path, descriptor
         if descriptor is not None:
-            os.close(descriptor)  # another job's remove_stale was faster than the lock
+            os.close(descriptor)
 
 
 def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
@@ -151,6 +154,7 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
             return None
         raise
     try:
+        # flock, not lockf: a POSIX lock is lost when the process closes any descriptor of the same file.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if isinstance(error, BlockingIOError) or needs_lock:
@@ -214,8 +218,10 @@ def replace_file(path: Path, data: bytes) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write a file to, which is renamed to its own path at the end of the block.
 
-    If the process is killed in the block, :func:`remove_stale` removes the temporary folder.
+    The block flushes what it writes, or the rename may reach the disk before the content.  If the process is killed in
+    the block, :func:`remove_stale` removes the temporary folder.
     """
+    # In a folder, so that remove_stale has one kind of unfinished writes to recognize.
     folder, lock = _create_locked(path.parent)
     temporary = folder / path.name
     try:
@@ -228,7 +234,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint's folder; a crash meanwhile leaves a stale temporary folder, not a damaged checkpoint."""
+    """Remove a checkpoint's folder."""
+    # Renamed first: a crash meanwhile leaves a stale temporary folder, and not a damaged checkpoint.
     temporary = path.parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
     path.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -274,6 +281,7 @@ def _open_regular(path: Path) -> int:
         if error.errno in _DAMAGE:
             raise damaged_error(path.parent, f"{path.name}: {reason}") from error
         raise StoreError(f"{str(path)!r} cannot be read: {reason}") from error
+    # Of the open file, which is the one that is read; the path may be another one's by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise damaged_error(path.parent, f"{path.name} is no regular file")
@@ -304,6 +312,7 @@ class OutputFile:
     def __init__(self, path: Path, size: int) -> None:
         self._size = size
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # A second descriptor, since not every write can be direct, and O_DIRECT is a flag of the descriptor.
         self._direct = _open_direct(path) if size >= BUCKET else None
         self._threads = threading.local()
 
@@ -330,7 +339,7 @@ class OutputFile:
     def flush(self) -> None:
         """Truncate the file to its size, and flush it to the disk."""
         os.ftruncate(self._cached, self._size)  # direct I/O writes full pages, also at the end
-        os.fsync(self._cached)
+        os.fsync(self._cached)  # of the file, by whichever descriptor it was written
 
     def _write_directly(self, descriptor: int, views: Sequence[memoryview], position: int) -> bool:
         """Write a bucket with direct I/O; return False if the file system refuses it."""
@@ -348,7 +357,7 @@ class OutputFile:
             if error.errno in _NOT_ALIGNED:
                 return False
             raise
-        if written < filled:
+        if written < filled:  # a nearly full disk; direct I/O cannot go on within a page
             _write_all(self._cached, bucket[written:filled], position + written)
         return True
 

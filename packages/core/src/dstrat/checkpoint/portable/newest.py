@@ -26,14 +26,14 @@ def newest_checkpoint(folder: CheckpointPath) -> CheckpointPath | None:
     """Return the complete checkpoint of a folder that was saved last; None if there is none.
 
     That is the one that the pointer names, or a later one with more steps, if a crash came before the pointer was
-    updated.  Without a valid pointer it is the one with the most steps, and of equal ones the latest.  The clock alone
-    does not decide, since it may have been set back.
+    updated.  Without a valid pointer it is the one with the most steps, and of equal ones the latest.
 
     Raises:
         OSError: The store or disk fails, so that the newest checkpoint is not known.
     """
     created = {path: manifest.created_ns for path in _candidates(folder) if (manifest := _complete(path)) is not None}
     pointer = folder / LAST
+    # The pointer decides, and not the clock, which may have been set back between two saves.
     pointed = _target(pointer) if _is_pointer(pointer) else None
     if pointed not in created:
         return max(created, key=lambda path: (step_of(path) or 0, created[path], str(path)), default=None)
@@ -59,7 +59,7 @@ def _candidates(folder: CheckpointPath) -> list[CheckpointPath]:
     if not folder.is_dir():
         return []
     paths: Iterable[CheckpointPath] = folder.iterdir()
-    return [path for path in paths if not path.name.startswith(".") and path.is_dir()]
+    return [path for path in paths if not path.name.startswith(".") and path.is_dir()]  # unfinished ones have a dot
 
 
 def is_complete(path: CheckpointPath) -> bool:
@@ -71,9 +71,9 @@ def _complete(path: CheckpointPath) -> Manifest | None:
     """Return the manifest of a checkpoint if all its files exist with their sizes; otherwise None."""
     try:
         sizes, manifest = storage_of(path).file_sizes(path), read_manifest(path)
-    except StoreError:
+    except StoreError:  # unknown, and not incomplete: an older checkpoint must not be taken for the newest
         raise
-    except (CheckpointError, FileNotFoundError, NotADirectoryError):
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):  # or another process has removed it meanwhile
         return None
     except PermissionError:  # other people's folders may be beside the checkpoints
         if path.suffix == _SUFFIX:
@@ -117,7 +117,7 @@ def is_portable(path: CheckpointPath) -> bool:
     """Return whether a path is the folder of a portable checkpoint, or the pointer to one."""
     if path.is_dir():
         return True
-    return path.name == LAST and not is_zip(path)
+    return path.name == LAST and not is_zip(path)  # a file of torch.save may be called "last" too
 
 
 def is_zip(path: CheckpointPath) -> bool:
@@ -133,6 +133,7 @@ def _is_pointer(path: CheckpointPath) -> bool:
 
 def _target(pointer: CheckpointPath) -> CheckpointPath:
     name = storage_of(pointer).read_start(pointer, _LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
+    # It must not lead out of its folder, whoever wrote it.
     if not name or name in (".", "..") or "/" in name or "\0" in name or "\\" in name:
         raise CheckpointError(f"{str(pointer)!r} does not name a checkpoint beside it: give the checkpoint's own path")
     return pointer.parent / name

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dstrat.parallel.process_group import Channel
 
-_LONGEST_MESSAGE = 4000
+_LONGEST_MESSAGE = 4000  # bytes, of each rank to each
 
 
 class Ranks:
@@ -72,6 +72,7 @@ class Ranks:
         messages = self.exchange(b"" if failure is None else _described(failure)) if any_failed else []
         if failure is not None and not isinstance(failure, Exception):  # KeyboardInterrupt stays one
             raise failure
+        # As it is, with its class: there is no rank to name.
         if self.size == 1 and isinstance(failure, CheckpointError):
             raise failure
         for rank, message in enumerate(messages):
@@ -96,6 +97,7 @@ class GroupRanks(Ranks):
 
     @property
     def is_current(self) -> bool:
+        # destroy_process_group() for the default group destroys this one too.
         return dist.is_initialized() and dist.group.WORLD is self._parent
 
     def exchange(self, message: bytes) -> list[bytes]:

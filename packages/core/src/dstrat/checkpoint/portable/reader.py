@@ -176,7 +176,7 @@ class CheckpointReader:
         """
         file = self.file(name)
         size = self.manifest.files[name].size
-        if size > LARGEST_JSON:
+        if size > LARGEST_JSON:  # a file with a hole has any size without taking space
             raise damaged_error(self.path, f"{name} has {size} bytes, and {LARGEST_JSON} is the limit")
         data = bytearray(size)
         file.read_into(memoryview(data), 0)
@@ -205,6 +205,7 @@ def read_manifest(folder: CheckpointPath) -> Manifest:
     Raises:
         CheckpointError: The folder or the manifest does not exist, or the manifest is damaged.
     """
+    # Not is_file: for a link, open_file has the better error.
     if not folder.is_dir() or not storage_of(folder).is_occupied(folder / MANIFEST):
         raise CheckpointError(f"checkpoint {str(folder)!r} {_why_no_manifest(folder)}")
     try:
@@ -222,6 +223,7 @@ def _read_manifest_bytes(folder: CheckpointPath) -> bytes:
             raise damaged_error(folder, f"{MANIFEST} has more than {LARGEST_JSON} bytes")
         data = memoryview(bytearray(file.size))
         done = 0
+        # A file that became shorter ends the loop too, and its manifest is refused.
         while done < file.size and (count := file.read_into(data[done:], done)):
             done += count
         return bytes(data[:done])

@@ -41,7 +41,7 @@ class UnfinishedUpload:
     def __init__(self, target: RemotePath) -> None:
         self.path, self._claim = target, _claim(target)
         self._is_to_be_removed = False
-        remove_stale_uploads(target.parent)
+        remove_stale_uploads(target.parent)  # first: a stale claim of this very folder would refuse it for ever
         try:
             self._claim.create(b"")
         except FileExistsError as error:
@@ -67,6 +67,7 @@ class UnfinishedUpload:
         with contextlib.suppress(CheckpointError):  # the store fails: a later save removes the stale upload
             if self._is_to_be_removed:
                 self.path.remove_below()
+            # Last: without the claim another writer may begin in the folder.
             self._claim.unlink(missing_ok=True)
 
 
@@ -130,9 +131,9 @@ def is_claimed(target: RemotePath) -> bool:
 
 
 def remove_upload(path: RemotePath) -> None:
-    """Remove a checkpoint; a crash meanwhile leaves a stale upload, not a damaged checkpoint."""
+    """Remove a checkpoint."""
     claim = _claim(path)
-    claim.write_bytes(b"")
+    claim.write_bytes(b"")  # so that nobody begins to write in the folder, and a crash leaves a stale upload
     (path / MANIFEST).unlink(missing_ok=True)  # first: without it the folder is not a checkpoint
     path.remove_below()
     claim.unlink(missing_ok=True)
@@ -150,7 +151,7 @@ def remove_stale_uploads(parent: RemotePath) -> list[RemotePath]:
                 continue
         except (CheckpointError, FileNotFoundError):  # the store has no times, or the writer has just finished
             continue
-        if not (path / MANIFEST).exists():
+        if not (path / MANIFEST).exists():  # with one, the writer has crashed between its manifest and this claim
             path.remove_below()
             removed.append(path)
         claim.unlink(missing_ok=True)

@@ -95,8 +95,7 @@ def prepare(checkpoint: Mapping[str, Any], ranks: Ranks) -> Prepared:
 
 
 def _limited(data: bytes, content: str) -> bytes:
-    # The reader has the same limit: a damaged manifest must not make it allocate any amount of memory.
-    if len(data) > LARGEST_JSON:
+    if len(data) > LARGEST_JSON:  # the reader would refuse the file
         raise CheckpointError(
             f"its {content} take {len(data)} bytes as JSON, and {LARGEST_JSON} is the limit: use tensors"
         )
@@ -114,13 +113,15 @@ def write(prepared: Prepared, target: CheckpointPath) -> None:
     try:
         with ranks.on_all_ranks(f"create checkpoint {str(target)!r}"):
             folder = storage_of(target).begin_checkpoint(target) if ranks.rank == 0 else None
-        # A disk has a temporary name until the commit; only rank 0 knows it.
+        # On a disk it has a temporary name until the commit, which only rank 0 knows.
         name = ranks.broadcast(b"" if folder is None else folder.path.name.encode()).decode()
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
             report = _write_rank_files(prepared, target.parent / name, ranks.rank)
+        # Each rank reports after it has flushed its files, so that the commit comes after all of them.
         reports = ranks.gather(report)
+        # No rank returns before the commit: what follows a save may remove the checkpoint before it.
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
-            if folder is not None:  # the manifest is written last: a checkpoint with one is complete
+            if folder is not None:
                 folder.commit(_complete(prepared, folder.path, [parse_json(report) for report in reports]))
     finally:
         if folder is not None:
@@ -224,6 +225,7 @@ class ShardFile:
     def views(self, begin: int, end: int) -> list[memoryview]:
         """Return the bytes of the file from ``begin`` to ``end``, in consecutive views."""
         views = [memoryview(self.header)[begin:end]] if begin < len(self.header) else []
+        # From the payload in which the first byte is; there may be a hundred thousand before it.
         position = max(0, bisect.bisect_right(self.begins, begin) - 1)
         for payload, first in zip(self.payloads[position:], self.begins[position:], strict=True):
             if first >= end:
@@ -244,8 +246,8 @@ def arrange(payloads: Sequence[Payload]) -> ShardFile:
     offsets, reached = [], 0
     for payload in ordered:
         facts = DTYPES[dtype_name(payload.dtype)]
+        # A tensor may have several boxes, and the header needs a key for each; a tensor may be called "__metadata__".
         is_unique = not any(payload.starts) and payload.name not in entries
-        # A name may stand for several boxes, and the header needs one key for each.
         key = payload.name if is_unique else f"{payload.name}[{','.join(map(str, payload.starts))}]"
         shape = [*payload.shape, facts.columns] if facts.columns > 1 else payload.shape
         entries[key] = {"dtype": facts.code, "shape": shape, "data_offsets": [reached, reached + payload.num_bytes]}

@@ -52,7 +52,8 @@ def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
         tensor = tensor.local
     kind = type(tensor)
     reason = None
-    if kind not in (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)) and not is_distributed(tensor):
+    # A subclass has contents that its elements do not show; it would come back as a plain tensor.
+    if kind not in (Tensor, torch.nn.Parameter) and not is_distributed(tensor):
         reason = f"is a {kind.__module__}.{kind.__qualname__}"
     elif tensor.layout != torch.strided:
         reason = f"has the layout {tensor.layout}"
@@ -83,6 +84,7 @@ def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
     runs = _runs(distributed, coordinate, name)
+    # The placements say which elements these are: were it wrong, they would be saved as others.
     if tuple(local.shape) != tuple(sum(size for _, size in dimension) for dimension in runs):
         raise CheckpointError(
             f"tensor {name!r} has a local shape of {tuple(local.shape)}, which does not follow from the placements "

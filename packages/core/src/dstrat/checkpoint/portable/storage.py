@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from dstrat.checkpoint.paths import RemotePath
-from dstrat.checkpoint.portable.format import BUCKET, THREADS, block_checksums
+from dstrat.checkpoint.portable.format import BUCKET, block_checksums
 from dstrat.checkpoint.portable.local_files import (
     Claim,
     DiskFile,
@@ -172,7 +172,7 @@ class LocalStorage:
             raise CheckpointError(
                 f"checkpoint {str(path)!r} is a folder, and a file was expected: give the path of the file"
             )
-        if not path.exists():
+        if not path.exists():  # most often a typing error, so the message has the names beside it
             raise CheckpointError(f"checkpoint {str(path)!r} does not exist, and {_nearby(path)}: check the path")
         yield path
 
@@ -184,6 +184,7 @@ class LocalStorage:
         return path.stat().st_size
 
     def file_sizes(self, folder: Path) -> dict[str, int]:
+        # lstat, and regular files only: a link is not a file of a checkpoint, wherever it leads.
         statuses = {path.name: path.lstat() for path in folder.iterdir()}
         return {name: status.st_size for name, status in statuses.items() if stat.S_ISREG(status.st_mode)}
 
@@ -262,6 +263,7 @@ class RemoteStorage:
 # Threads of reads and writes
 
 
+_NUM_THREADS = 4
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -285,7 +287,7 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
             except BaseException as error:  # noqa: BLE001 - raised in the calling thread
                 failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(min(THREADS, len(items)) - 1)]
+    threads = [threading.Thread(target=work) for _ in range(min(_NUM_THREADS, len(items)) - 1)]  # and this one
     for thread in threads:
         thread.start()
     work()

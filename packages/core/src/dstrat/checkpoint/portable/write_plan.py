@@ -133,6 +133,7 @@ def _sharded_payloads(
         if isinstance(tensor, FlatShard):
             yield from (Payload(name, box) for box in local_boxes(tensor, name))
             continue
+        # Another group of ranks has the same tensor, and writes it.
         if name in leaders and int(tensor.device_mesh.mesh.min()) != leaders[name]:
             continue
         same = holders(tensor)
