@@ -32,6 +32,7 @@ def io_for(path: str | Path, default: CheckpointIO) -> CheckpointIO:
     """
     inner = default.checkpoint_io if isinstance(default, AsyncCheckpointIO) else default
     try:
+        # The exact types, as in is_builtin: a subclass may have another format, and reads its own checkpoints.
         if type(inner) is TorchCheckpointIO and is_portable(as_path(path)):
             return PortableCheckpointIO()
         if type(inner) is PortableCheckpointIO and as_path(path).is_file() and not is_portable(as_path(path)):
@@ -69,7 +70,7 @@ def recover_checkpoint(path: str, step: int, *, io: CheckpointIO) -> bool:
         if file_or_folder.is_dir():
             return is_complete(file_or_folder) and step_of(file_or_folder) == step
         return _step_of_file(file_or_folder) == step
-    except OSError:  # the store or disk fails
+    except OSError:  # the store or disk fails, or the file is damaged: a CheckpointError is an OSError
         return False
 
 

@@ -177,6 +177,7 @@ class RemotePath:
                 entries = store.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        # Some file systems end the names of folders with a slash.
         by_name = {facts["name"].rstrip("/").rpartition("/")[2]: facts for facts in entries}
         return {name: by_name[name] for name in sorted(by_name)}
 
@@ -187,7 +188,7 @@ class RemotePath:
         try:
             store.invalidate_cache()  # fsspec caches listings, and other ranks write to the same folders
             yield store, path
-        except (FileNotFoundError, FileExistsError, NotADirectoryError):
+        except (FileNotFoundError, FileExistsError, NotADirectoryError):  # answers, not failures of the store
             raise
         except Exception as error:  # each store's client has its own exception classes
             reason = str(error) or type(error).__name__
@@ -214,7 +215,7 @@ def as_path(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Ch
         return home_path(path)
     if not isinstance(path, str):
         raise RequestError(f"{name}={path!r} is of the type {type(path).__name__}: give a str or a Path")
-    if path.startswith(_FILE):
+    if path.startswith(_FILE):  # a local path, with the locks and renames that stores lack
         return Path(path.removeprefix(_FILE))
     if not _URL.match(path):
         return home_path(path)

@@ -117,6 +117,7 @@ def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[
     Raises:
         CheckpointError: The checkpoint cannot be read, or is not a checkpoint of a training.
     """
+    # Below None no tensor is read: sharded ones are read once, by load_module, when each rank has its shards.
     checkpoint = io.load_into(path, dict.fromkeys(_SHARDED)) if _shards(strategy, io) else io.load_checkpoint(path)
     if "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} has no 'state_dict': it is not a checkpoint of a training")
@@ -146,6 +147,7 @@ def load_module(
         return dict(values)
     state = strategy.sharded_module_state()
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
+    # None for all other values, which read_values has read already.
     template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": tensors}
     if has_optimizers and "optimizers" in values:
         check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
@@ -164,6 +166,7 @@ def load_module(
 
 def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
     """Compare the names in a checkpoint with those of all ranks; collective."""
+    # A vote first: the names fit mostly, and exchanging those of a large model from each rank takes time.
     if not strategy.reduce_boolean_decision(targets.keys() != saved.keys(), all=False):
         return
     names: set[str] = set()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
-_NOTHING = object()
+_NOTHING = object()  # None may be a batch
 
 
 class CombinedLoader:
@@ -69,16 +69,16 @@ class CombinedLoader:
     def _together(self) -> Iterator[Any]:
         readers = [_Reader(loader) for loader in self.flattened]
         counter = itertools.count()
+        # The structure with numbers in place of the loaders, to put each batch where its loader was.
         indices = map_leaves(self.iterables, lambda _: next(counter))
         ends = any if self.mode == "min_size" else all
-        missing = _Reader.take_from_the_start if self.mode == "max_size_cycle" else _none
         while True:
             values = [reader.take() for reader in readers]
             if ends(reader.has_ended for reader in readers):
                 return
             for index, reader in enumerate(readers):
                 if values[index] is _NOTHING:
-                    values[index] = missing(reader)
+                    values[index] = reader.take_from_the_start() if self.mode == "max_size_cycle" else None
             yield map_leaves(indices, values.__getitem__)
 
 
@@ -97,6 +97,7 @@ class _Reader:
         return value
 
     def take_from_the_start(self) -> Any:
+        # has_ended stays true: once all have ended, also those that were read again, the epoch is over.
         self._iterator = iter(self._loader)
         value = next(self._iterator, _NOTHING)
         if value is _NOTHING:
@@ -105,10 +106,6 @@ class _Reader:
                 "or an iterator that can be read once only"
             )
         return value
-
-
-def _none(reader: _Reader) -> None:  # noqa: ARG001 - it has ended
-    return None
 
 
 # Nested structures of loaders
@@ -142,6 +139,7 @@ def map_leaves(loaders: Any, function: Callable[[Any], Any]) -> Any:
         values = [map_leaves(child, function) for child in loaders]
         if isinstance(loaders, list):
             return values
+        # A named tuple takes its items one by one, and no iterable of them.
         return type(loaders)(*values) if hasattr(loaders, "_fields") else tuple(values)
     return function(loaders)
 
@@ -152,6 +150,8 @@ def describe(loaders: Any) -> str:
 
 
 class _Name(str):
+    """A class name, which the text of a structure shows without quotes."""
+
     __slots__ = ()
 
     def __repr__(self) -> str:

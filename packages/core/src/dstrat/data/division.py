@@ -48,6 +48,7 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
     elif isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, ShardedIterableDataset):
         reason = "has an iterable dataset, which dstrat divides only inside a dstrat.ShardedIterableDataset"
     else:
+        # Divided already: by the user, or by dstrat, as a loader may be prepared twice.
         return not isinstance(sampler_of(loader), DistributedSampler | RankSampler)
     share = strategy.training_sampler_kwargs if purpose == "training" else strategy.distributed_sampler_kwargs
     if strategy.is_global_zero and share.get("num_replicas", 1) > 1:
@@ -55,6 +56,7 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
             "the %s loader %s: unless it divides itself by rank, each of the %d processes reads all of it",
             purpose,
             reason,
+            # More replicas than ranks are several jobs, and fewer are ranks that share each batch.
             max(strategy.world_size, share["num_replicas"]),
         )
     return False
@@ -135,7 +137,8 @@ def _regrouped(batches: Any, sampler: Any) -> Any:
 def with_attributes(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a copy of a loader of any class with another sampler, batch sampler or dataset."""
     copied = copy.copy(loader)
-    # Written into __dict__, because a DataLoader raises when they are set after its construction.
+    # Written into __dict__, because a DataLoader raises when they are set after its construction.  Its _iterator is
+    # that of persistent workers, which stay with the original and have its dataset and samplers.
     copied.__dict__.update(attributes, _iterator=None)
     return copied
 
@@ -180,7 +183,7 @@ class RecordedBatches(Sampler[Any]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self._pending.clear()
+        self._pending.clear()  # of a reading that was left before its end
         for batch in self._batches:
             self._pending.append(batch)
             yield batch
@@ -194,7 +197,7 @@ class RecordedBatches(Sampler[Any]):
 def record_batches(loader: Any) -> Any:
     """Return a loader that records the indices of its batches; a loader without indices is returned unchanged."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if not has_indices or not getattr(loader, "in_order", True):
+    if not has_indices or not getattr(loader, "in_order", True):  # without the order, no queue matches the batches
         return loader
     if loader.batch_sampler is None:
         return with_attributes(loader, sampler=RecordedBatches(loader.sampler))

@@ -53,10 +53,12 @@ class ShortestLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # One at first, so that training begins early; then more, since each agreement is a wait for all processes.
         iterator, num_requested = iter(self.loader), 1
         while True:
             read = deque(itertools.islice(iterator, num_requested))
-            agreed = self._fewest(len(read))
+            count = torch.tensor(len(read), device=self._strategy.root_device)
+            agreed = int(self._strategy.reduce(count, reduce_op="min"))
             if len(read) > agreed:
                 self._warn()
             for _ in range(agreed):
@@ -64,9 +66,6 @@ class ShortestLoader:
             if agreed < num_requested:
                 return
             num_requested = min(2 * num_requested, MOST_BATCHES_AHEAD)
-
-    def _fewest(self, count: int) -> int:
-        return int(self._strategy.reduce(torch.tensor(count, device=self._strategy.root_device), reduce_op="min"))
 
     def _warn(self) -> None:
         if not self._has_warned:

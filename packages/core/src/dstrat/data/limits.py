@@ -18,14 +18,14 @@ def limit_of(limit: float | None, length: int | None, name: str) -> int | None:
     Raises:
         RequestError: A fraction of an unknown length.
     """
-    if limit is None or (limit == 1.0 and isinstance(limit, float)):
+    if limit is None or (limit == 1.0 and isinstance(limit, float)):  # 1.0 is all batches, and 1 is one
         return length
     if isinstance(limit, int):
         return limit if length is None else min(limit, length)
     if length is None:
         raise RequestError(f"{name}={limit!r} is a fraction, and the loader has no length: give a number of batches")
     count = int(limit * length)
-    if count == 0 and limit > 0 and length > 0:
+    if count == 0 and limit > 0 and length > 0:  # 0 and 0.0 say that nothing is to be read; this fraction does not
         raise RequestError(f"{name}={limit!r} of {length} batches is less than one: give a number of batches")
     return count
 
@@ -44,7 +44,7 @@ def round_to_items(count: int | None, per_item: int) -> int | None:
 
 def check_limit(limit: Any, name: str) -> None:
     """Raise RequestError unless the limit is None, a count, or a fraction from 0 to 1."""
-    counts = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
+    counts = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0  # True is an int, and a mistake
     fraction = isinstance(limit, float) and 0.0 <= limit <= 1.0
     if limit is not None and not counts and not fraction:
         raise RequestError(f"{name}={limit!r} must be a number of batches (int) or a fraction from 0.0 to 1.0 (float)")

@@ -61,7 +61,9 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         return _with_worker_seeds(leaf, strategy.training_sampler_kwargs)
 
     loader = _map_loaders(loader, divided)
+    # Again: with few samples and drop_last, a shard may be empty though the data is not.
     _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
+    # Where a process had an extra batch, its collectives would wait for the others without end.
     if strategy.world_size > 1 and not length_is_certain(loader):
         loader = ShortestLoader(loader, strategy)
     return strategy.process_dataloader(loader)
@@ -86,9 +88,12 @@ def prepare_evaluation_loader(
     _check_not_empty(loader, "a loader for evaluation")
     agrees = distribute and _shares_data(strategy)
     loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-    agrees = agrees and all([is_divisible(leaf, "evaluation", strategy) for leaf in loaders])  # noqa: C419 - tells of each
+    # All or none: batches that are read together must be those of one position.
+    agrees = agrees and all([is_divisible(leaf, "evaluation", strategy) for leaf in loaders])  # noqa: C419 - a warning for each
     if agrees:
-        repeat_to = _longest(loader)
+        repeats = isinstance(loader, CombinedLoader) and loader.mode == "max_size_cycle"
+        # Shorter loaders start again as in one process, before the division and not after it.
+        repeat_to = length_of(loader) if repeats else None
         loader = _map_loaders(loader, lambda leaf: divide_evaluation(leaf, strategy, repeat_to=repeat_to))
     else:
         loader = _map_loaders(loader, _for_all_workers)
@@ -105,11 +110,6 @@ def _shares_data(strategy: Strategy) -> bool:
     return strategy.world_size > 1 and bool(strategy.distributed_sampler_kwargs)
 
 
-def _longest(loader: Any) -> int | None:
-    """Return the number of batches to which shorter loaders are repeated, None where they are not."""
-    return length_of(loader) if isinstance(loader, CombinedLoader) and loader.mode == "max_size_cycle" else None
-
-
 def _for_all_workers(loader: Any) -> Any:
     """Return the loader with the batch size set in its dataset, where that divides itself between workers."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, ShardedIterableDataset):
@@ -120,7 +120,7 @@ def _for_all_workers(loader: Any) -> Any:
 
 def _with_worker_seeds(loader: Any, share: Mapping[str, int]) -> Any:
     """Return the loader with worker seeds that differ from those of the first process."""
-    rank = share.get("rank", 0)  # the same where processes read the same data
+    rank = share.get("rank", 0)  # not the process's rank: the same where processes read the same data
     if rank == 0 or not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return loader
     return with_attributes(loader, worker_init_fn=WorkerSeeds(rank, loader.worker_init_fn))
@@ -235,6 +235,7 @@ def _make_sequential(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         _log.warning("a %s cannot be kept from shuffling: overfit_batches takes what it gives", type(loader).__name__)
         return loader
+    # Drawn once: in the next epoch it might draw others.
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return with_attributes(loader, batch_sampler=list(loader.batch_sampler))
     sampler = sampler_of(loader)

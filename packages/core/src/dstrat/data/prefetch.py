@@ -18,8 +18,7 @@ def prefetch(
     """Yield batches on the device, and start the copy of the next one before each is yielded.
 
     A copy runs on a separate stream, from pinned memory.  It waits for the step that was queued last, and overlaps
-    with the step of the batch that is yielded.  As each copy waits for all work that was queued before it, the memory
-    of an old batch is reused only when no step reads it, without ``record_stream``.
+    with the step of the batch that is yielded.
 
     Args:
         batches: On the host, each with whether it is the last.
@@ -29,13 +28,15 @@ def prefetch(
     copies = torch.cuda.Stream(device)
 
     def start(host_batch: Any) -> tuple[Any, torch.cuda.Event]:
-        pinned = pin_memory(host_batch)  # without which the copy would keep the host waiting for the step before
+        pinned = pin_memory(host_batch)  # from other memory, the copy would block the host until the step has ended
+        # So that the memory of an old batch is reused only when no step reads it, without record_stream.
         copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
             return move(pinned), copies.record_event()
 
     ready: tuple[Any, torch.cuda.Event, bool] | None = None
     for host_batch, is_last in batches:
+        # Queued before the batch is yielded, and so before its step: the copy does not wait for that one.
         following = (*start(host_batch), is_last)
         if ready is not None:
             yield _awaited(ready, device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import random
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
@@ -37,7 +36,7 @@ def seed_everything(
     workers: bool = False,  # noqa: ARG001 - as Lightning has it
     verbose: bool = True,
 ) -> int:
-    """Seed python, numpy (where it is installed) and torch, so that every run draws the same numbers; return the seed.
+    """Seed python, numpy and torch, so that every run draws the same numbers; return the seed.
 
     Args:
         seed: From 0 to 2**32 - 1; the same in every process, so that all of them create the same module.  None takes
@@ -80,10 +79,7 @@ def _read_seed(seed: Any, source: str) -> int:
 def _seed_generators(seed: int, numpy_seed: Any) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
-    if importlib.util.find_spec("numpy") is not None:
-        import numpy as np
-
-        np.random.seed(numpy_seed)
+    np.random.seed(numpy_seed)
 
 
 class WorkerSeeds:
@@ -118,7 +114,7 @@ class RandomState:
 
     Attributes:
         python: State of the module ``random``.
-        numpy: State of numpy's global generator; None where numpy is not loaded.
+        numpy: State of numpy's global generator; None in checkpoints of processes that had not loaded numpy.
         torch: State of torch's generator on the CPU.
     """
 
@@ -129,12 +125,7 @@ class RandomState:
     @classmethod
     def capture(cls) -> Self:
         """Return the state of this process."""
-        numpy = sys.modules.get("numpy")
-        return cls(
-            python=random.getstate(),
-            numpy=numpy.random.get_state() if numpy is not None else None,
-            torch=torch.get_rng_state(),
-        )
+        return cls(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
@@ -162,8 +153,6 @@ class RandomState:
         random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.numpy is not None:
-            import numpy as np
-
             np.random.set_state(self.numpy)
 
 

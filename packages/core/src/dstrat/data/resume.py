@@ -86,7 +86,7 @@ def _draw_sampler_seed(loader: DataLoader[Any]) -> int:
     """Draw the seed by which torch's ``RandomSampler`` shuffles an epoch of a loader."""
     # A loader draws the seed of its workers first, by a generator of its own if it has one.
     iter(DataLoader(TensorDataset(torch.zeros(1)), generator=None if loader.generator is None else Generator()))
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+    return int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler.__iter__ does
 
 
 def shared_seeds(loader: Any) -> list[int | None]:
@@ -150,6 +150,7 @@ class ResumedLoader:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         skipping = _Skipping(getattr(loader, name), self._batches_done)
         iterator: Iterator[Any] = iter(with_attributes(loader, **{name: skipping}))
+        # After iter, in which a loader draws the seed of its workers, and before the caller restores the random state.
         skipping.start_later()
         return iterator
 
@@ -184,7 +185,7 @@ class _Skipping(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         now = RandomState.capture()
-        if self._random is not None:
+        if self._random is not None:  # otherwise the loader reads in its own iter, when the state is that already
             self._random.restore()
         iterator = iter(self._sampler)
         next(itertools.islice(iterator, self._count, self._count), None)
@@ -270,6 +271,7 @@ class StatefulLoader:
         batches = self._counted(loader if self._position is None else self._resume(loader))
         if not isinstance(self.loader, ShortestLoader):
             return batches
+        # Positions are recorded below the agreement, which reads ahead; position_after finds that of a trained batch.
         agreeing = copy.copy(self.loader)
         agreeing.loader = batches
         return iter(agreeing)
@@ -296,7 +298,7 @@ class StatefulLoader:
         now = RandomState.capture()
         self._beginning.restore(self.loader)
         try:
-            loader.load_state_dict(copy.deepcopy(self._position))
+            loader.load_state_dict(copy.deepcopy(self._position))  # which the loader may keep and change
             return iter(loader)
         finally:
             now.restore()
@@ -306,7 +308,8 @@ class StatefulLoader:
             if self._is_read_ahead:
                 self.record_position()
             yield batch
-        self._positions.append((self._num_read, _copy_position(_innermost(self.loader))))  # which now is the end
+        # Once more: the position after the last batch is not yet that of the end.
+        self._positions.append((self._num_read, _copy_position(_innermost(self.loader))))
 
 
 def is_stateful(loader: Any) -> bool:

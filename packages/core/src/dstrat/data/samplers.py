@@ -57,7 +57,7 @@ class RankSampler(Sampler[int]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Make the next reading continue from a saved position."""
-        self._times_read = max(0, state["times_read"] - 1)
+        self._times_read = max(0, state["times_read"] - 1)  # that reading begins again, and counts itself
         self._num_skipped = state["num_read"]
 
     def __len__(self) -> int:
@@ -65,9 +65,9 @@ class RankSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = list(self.order(self.epoch, self._times_read))
-        self._times_read += 1
+        self._times_read += 1  # a loader that is read twice in an epoch (max_size_cycle) gets another order
         total = len(self) * self._num_replicas
-        while indices and len(indices) < total:
+        while indices and len(indices) < total:  # more than once where there are fewer samples than processes
             indices += indices[: total - len(indices)]
         # A loader that has read everything starts again.
         self._num_read = self._num_skipped if self._num_skipped < len(self) else 0
@@ -193,6 +193,7 @@ class BroadcastOrder:
     def __call__(self, epoch: int, times_read: int) -> Iterable[Any]:  # noqa: ARG002 - the sampler draws by itself
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
+        # Each rank draws, and all use rank 0's: so the sampler's own state and the random numbers go on alike.
         return self._broadcast(list(self._sampler))
 
 

@@ -66,6 +66,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         if self._pads:
             return math.ceil(length / self._num_replicas)
         size, blocks = self._batch_size, math.ceil(length / self._batch_size)
+        # Every n-th batch; the last one of all may be incomplete, and belongs to one process.
         mine = range(self._rank, blocks, self._num_replicas)
         cut = size * blocks - length if mine and mine[-1] == blocks - 1 else 0
         return len(mine) * size - cut
@@ -77,6 +78,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
 
     def _once(self, worker: int, num_workers: int) -> Iterator[Any]:
         """Yield every n-th batch, by which predictions of all processes can be put in order."""
+        # The workers of a process have its batches by turns, as a DataLoader reads from them by turns.
         for index, sample in enumerate(self.dataset):
             turn, rank = divmod(index // self._batch_size, self._num_replicas)
             if rank == self._rank and turn % num_workers == worker:
@@ -89,9 +91,10 @@ class ShardedIterableDataset(IterableDataset[Any]):
         for index, sample in enumerate(self.dataset):
             count = index + 1
             if index <= self._rank:
-                spare = sample  # where the stream is shorter than that, its last
+                spare = sample  # this rank's first; of a shorter stream, its last
             if index // step_size % num_workers == worker and index % num_replicas == self._rank:
                 yield sample
+        # The last step may lack a sample for this process, which the worker of that step pads by an early one.
         in_last_worker = (count - 1) // step_size % num_workers == worker
         if in_last_worker and 0 < count % num_replicas <= self._rank:
             yield spare

@@ -45,18 +45,10 @@ LARGEST_JSON = 256 * MEBIBYTE
 DEEPEST_NESTING = 100
 LARGEST_DIMENSIONS = 64
 
-# Nothing else may be in a manifest, so that none can name a path outside its folder, such as "../x".
-_FILE_NAME = re.compile(r"state\.json|tensors\.json|rank-[0-9]{5,7}\.(json|safetensors)")
-
 
 def rank_file(rank: int, kind: str) -> str:
     """Return the name of a rank's file of a kind: ``"json"`` or ``"safetensors"``."""
     return f"rank-{rank:05d}.{kind}"
-
-
-def is_file_name(name: object) -> bool:
-    """Return whether a manifest may list a file of that name."""
-    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
 # Manifest: versions, strategy, and the size and checksums of each file
@@ -65,6 +57,8 @@ def is_file_name(name: object) -> bool:
 # The checksum of the manifest comes first, over exactly the bytes that follow: no need to dump JSON in the same form.
 _ENVELOPE = re.compile(rb'\{"xxh3":"([0-9a-f]{16})","manifest":(\{.*\})\}\n', re.DOTALL)
 _CHECKSUMS = re.compile(r"([0-9a-f]{16})*")
+# No other files, so that a manifest cannot name a path outside its folder, such as "../x".
+_FILE_NAME = re.compile(r"state\.json|tensors\.json|rank-[0-9]{5,7}\.(json|safetensors)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +169,7 @@ def _count(body: dict[str, Any], key: str) -> int:
 
 
 def _name(name: str) -> str:
-    if not is_file_name(name):
+    if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"it lists a file {name[:80]!r}, and a checkpoint has no file of such a name")
     return name
 

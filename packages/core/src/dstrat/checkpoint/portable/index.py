@@ -65,7 +65,7 @@ def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEnt
     try:
         files = [_known_file(name, sizes) for name in value["files"]]
         entries = {name: _from_json(name, entry, files) for name, entry in value["tensors"].items()}
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError) as error:  # a list for a dict, the number of no file ...
         raise ValueError(f"its structure is wrong ({error!r:.80})") from error
     for name, entry in entries.items():
         if entry.same_as is not None:
@@ -116,7 +116,7 @@ def _piece(value: Any, shape: tuple[int, ...], files: Sequence[str]) -> Piece:
 def _covers(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
     """Return whether the boxes of the pieces cover the shape without gaps and overlaps."""
     if math.prod(shape) == 0:
-        return not pieces
+        return not pieces  # nothing is stored of a tensor without elements
     if len(pieces) == 1:
         return pieces[0].shape == shape and not any(pieces[0].starts) and len(pieces[0].starts) == len(shape)
     if any(len(piece.starts) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):

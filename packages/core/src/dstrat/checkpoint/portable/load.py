@@ -76,8 +76,9 @@ def load_into(reader: CheckpointReader, template: Mapping[str, Any], *, rank: in
     targets, optional, skipped = _targets(template)
     targets = {name: tensor for name, tensor in targets.items() if name in index or name not in optional}
     # All of them before the first read: a checkpoint that does not fit leaves the template as it was.
-    check_fits(reader, index, targets, converted=optional)
-    read_into(reader, [(_stored(index, name), local_boxes(tensor, name)) for name, tensor in targets.items()])
+    _check_fits(reader, index, targets, converted=optional)
+    stored = {name: index[index[name].same_as or name] for name in targets}
+    read_into(reader, [(stored[name], local_boxes(tensor, name)) for name, tensor in targets.items()])
     remaining = [name for name in _job_names(index) if name not in targets and not name.startswith(skipped)]
     tensors = {**read_tensors(reader, remaining), **targets}
     checkpoint = _decoded(reader, STATE, tensors, skips=bool(skipped))
@@ -110,12 +111,8 @@ def _targets(template: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], tup
     return targets, optional, tuple(skipped)
 
 
-def check_fits(
-    reader: CheckpointReader,
-    index: Mapping[str, TensorEntry],
-    targets: Mapping[str, Any],
-    *,
-    converted: Container[str] = (),
+def _check_fits(
+    reader: CheckpointReader, index: Mapping[str, TensorEntry], targets: Mapping[str, Any], *, converted: Container[str]
 ) -> None:
     """Raise a :class:`CheckpointError` unless a checkpoint has the tensors of a template in their shapes and dtypes.
 
@@ -197,13 +194,9 @@ def read_tensors(
 
 def _allocate(reader: CheckpointReader, name: str, entry: TensorEntry) -> Tensor:
     try:
-        return empty_tensor(entry)
-    except (RuntimeError, ValueError) as error:
+        return torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+    except (RuntimeError, ValueError) as error:  # an enormous shape with a 0 in it, or a dtype that this torch lacks
         raise damaged_error(reader.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
-
-
-def _stored(index: Mapping[str, TensorEntry], name: str) -> TensorEntry:
-    return index[index[name].same_as or name]
 
 
 def _decoded(
@@ -319,6 +312,7 @@ def _read_all(reader: CheckpointReader, batch: list[_Read], advance: Callable[[i
 
 def _reads(entry: TensorEntry, local: LocalBox) -> Iterator[_Read]:
     """Yield the reads of a box, from each piece that overlaps it."""
+    # A tensor without dimensions is read as a row of one element.
     target = local.tensor if local.tensor.dim() else local.tensor.reshape(1)
     starts, dtype = local.starts or (0,), dtype_named(entry.dtype)
     for piece in entry.pieces:
@@ -360,8 +354,3 @@ def _rows(
                 box=(slice(0, count), *box[split + 1 :]),
                 target=inner[first - box[split].start :][:count],
             )
-
-
-def empty_tensor(entry: TensorEntry) -> Tensor:
-    """Return an uninitialized full tensor on the CPU."""
-    return torch.empty(entry.shape, dtype=dtype_named(entry.dtype))

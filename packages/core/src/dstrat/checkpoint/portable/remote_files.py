@@ -139,9 +139,8 @@ def remove_upload(path: RemotePath) -> None:
     claim.unlink(missing_ok=True)
 
 
-def remove_stale_uploads(parent: RemotePath) -> list[RemotePath]:
-    """Remove the stale uploads of crashed writers in a folder, and return their paths."""
-    removed = []
+def remove_stale_uploads(parent: RemotePath) -> None:
+    """Remove the stale uploads of crashed writers in a folder."""
     for name in parent.file_sizes():
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
             continue
@@ -153,9 +152,7 @@ def remove_stale_uploads(parent: RemotePath) -> list[RemotePath]:
             continue
         if not (path / MANIFEST).exists():  # with one, the writer has crashed between its manifest and this claim
             path.remove_below()
-            removed.append(path)
         claim.unlink(missing_ok=True)
-    return removed
 
 
 def _claim(target: RemotePath) -> RemotePath:

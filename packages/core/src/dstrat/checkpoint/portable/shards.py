@@ -160,7 +160,7 @@ def _shard(runs: Sequence[Run], position: int, count: int, factor: int) -> list[
     that many chunks first, and each chunk is sharded.
     """
     total = sum(size for _, size in runs)
-    chunk = max(1, -(-total // factor))
+    chunk = max(1, -(-total // factor))  # torch.chunk rounds up, so that later chunks may be smaller or missing
     selected: list[Run] = []
     for begin in range(0, total, chunk):
         end = min(total, begin + chunk)
@@ -181,6 +181,7 @@ def _slice(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
+    # Fewer runs are fewer boxes: their number is multiplied over the dimensions.
     merged: list[Run] = []
     for start, size in runs:
         if merged and sum(merged[-1]) == start:
