@@ -169,4 +169,4 @@ def test_another_strategy_begins_without_the_state_and_says_so(quiet_trainer, tm
     fit_here(quiet_trainer, Following(), SavesAt(tmp_path / "saved", 1))
     with caplog.at_level(logging.WARNING, "dstrat"):
         fit_here(quiet_trainer, SingleDeviceStrategy(), ckpt_path=tmp_path / "saved")
-    assert "has a state of Following, which SingleDeviceStrategy begins without" in caplog.text
+    assert "has a state of Following, which SingleDeviceStrategy cannot load: it begins without" in caplog.text

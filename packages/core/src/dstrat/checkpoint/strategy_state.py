@@ -120,7 +120,9 @@ def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[
     # Below None no tensor is read: sharded ones are read once, by load_module, when each rank has its shards.
     checkpoint = io.load_into(path, dict.fromkeys(_SHARDED)) if _shards(strategy, io) else io.load_checkpoint(path)
     if "state_dict" not in checkpoint:
-        raise CheckpointError(f"{path} has no 'state_dict': it is not a checkpoint of a training")
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} has no 'state_dict', and so is none of a training: give another path"
+        )
     return checkpoint
 
 
@@ -214,7 +216,9 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
         strategy.load_state_dict(checkpoint["strategy"]["state"])
     elif checkpoint.get("strategy", {}).get("state") and strategy.is_global_zero:
         saved, current = checkpoint["strategy"]["name"], type(strategy).__name__
-        _log.warning("%s has a state of %s, which %s begins without", path, saved, current)
+        _log.warning(
+            "checkpoint %r has a state of %s, which %s cannot load: it begins without", str(path), saved, current
+        )
 
 
 def _check_options(optimizer: Optimizer, options: list[str]) -> None:
@@ -237,5 +241,6 @@ def check_same_number(kind: str, current: list[Any], saved: list[Any], path: str
     """Raise a CheckpointError unless a training has as many optimizers or schedulers as were saved."""
     if len(current) != len(saved):
         raise CheckpointError(
-            f"{path} has {len(saved)} {kind}, and this training has {len(current)}: it needs as many to go on"
+            f"checkpoint {str(path)!r} has {len(saved)} {kind}, and this training has {len(current)}: it needs "
+            "as many to go on"
         )

@@ -103,7 +103,7 @@ class _Reader:
         if value is _NOTHING:
             raise MisuseError(
                 f"a {type(self._loader).__name__} in a CombinedLoader has no batch when it is read again: it is empty, "
-                "or an iterator that can be read once only"
+                "or an iterator that can be read once only; give one that starts anew with each iter()"
             )
         return value
 

@@ -27,9 +27,9 @@ _SAFE_INTEGER = 2**63
 _NUMBERS = "biufc"
 
 # By the exact type, here and below: a subclass would come back as its base class.
-_SEQUENCES = {tuple: "tuple", torch.Size: "size"}
-_MAPPINGS = {OrderedDict: "ordered", Counter: "counter"}
-_SETS = {set: "set", frozenset: "frozenset"}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size"}
+_MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter"}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

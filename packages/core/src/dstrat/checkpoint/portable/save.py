@@ -131,7 +131,9 @@ def write(prepared: Prepared, target: CheckpointPath) -> None:
 def _write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> bytes:
     """Write this rank's files, and return the report for rank 0's index and manifest."""
     if storage_of(folder).is_local and not folder.is_dir():
-        raise CheckpointError(f"rank 0 created {str(folder)!r}, which is not here: all ranks must see the same files")
+        raise CheckpointError(
+            f"rank 0 created {str(folder)!r}, which is not here: give a path on a file system that all ranks share"
+        )
     files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.rank_state)}
     if prepared.shard.payloads:
         name = rank_file(rank, "safetensors")
