@@ -46,8 +46,13 @@ class TorchCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         source = as_path(path)
-        with storage_of(source).read_local(source) as file:
-            return self._load(file, source)
+        try:
+            with storage_of(source).read_local(source) as file:
+                return self._load(file, source)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {str(path)!r} cannot be read: {_reason(error)}") from error
 
     def remove_checkpoint(self, path: str | Path) -> None:
         as_path(path).unlink(missing_ok=True)

@@ -5,8 +5,10 @@ import time
 import pytest
 
 from dstrat.checkpoint.paths import as_path
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.newest import is_zip
 from dstrat.checkpoint.portable.storage import storage_of
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError
 
 
@@ -45,3 +47,9 @@ def test_files_are_worked_on_on_this_machine(folder):
 def test_zip_archives_are_recognized(folder):
     storage_of(folder).write_file(folder / "plain", b"none")
     assert [is_zip(folder / name) for name in ("first", "plain", "missing")] == [True, False, False]
+
+
+@pytest.mark.parametrize("io", [PortableCheckpointIO(), TorchCheckpointIO()], ids=["portable", "torch"])
+def test_a_path_that_the_system_refuses_is_a_checkpoint_error(tmp_path, io):
+    with pytest.raises(CheckpointError, match="xxx' cannot be read: file name too long"):
+        io.load_checkpoint(tmp_path / ("x" * 300))

@@ -13,6 +13,7 @@ from dstrat.checkpoint.portable.format import BUCKET
 from dstrat.checkpoint.portable.ranks import ChannelRanks, GroupRanks, Ranks
 from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes
 from dstrat.checkpoint.portable.storage import map_in_threads
+from dstrat.errors import CheckpointError, StoreError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.parallel.process_group import channel_factory, group_timeout, rank_and_size
 
@@ -137,7 +138,15 @@ class PortableCheckpointIO(CheckpointIO):
         from dstrat.checkpoint.portable.newest import resolve
         from dstrat.checkpoint.portable.reader import CheckpointReader
 
-        return CheckpointReader(resolve(as_path(path)), verifies=self.verify)
+        try:
+            return CheckpointReader(resolve(as_path(path)), verifies=self.verify)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            # Of a folder without access, or a name that is too long: pathlib raises these while it looks for the path.
+            raise StoreError(
+                f"checkpoint {str(path)!r} cannot be read: {(error.strerror or str(error)).lower()}"
+            ) from error
 
     @override
     def teardown(self) -> None:
