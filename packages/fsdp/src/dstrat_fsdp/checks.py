@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.optimizer_checks import how_division_fails
-from dstrat_fsdp.gradients import fsdp_params
+from dstrat_fsdp.internals import fsdp_params, gathered_versions, is_view, parameter_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,7 +62,7 @@ class ViewOutputGuard:
         return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
     def _copy_view(self, tensor: Tensor) -> Tensor:
-        if tensor._base is None or not tensor.requires_grad:  # noqa: SLF001 - torch has no public name for it
+        if not (is_view(tensor) and tensor.requires_grad):
             return tensor
         if not self._has_logged:
             self._has_logged = True
@@ -88,7 +88,7 @@ class ParameterGuard:
             for layer in module.modules()
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        self._stores = [(layer._parameters, name, parameter) for layer, name, parameter in self._sharded]  # noqa: SLF001 - read in each step
+        self._stores = [(parameter_store(layer), name, parameter) for layer, name, parameter in self._sharded]
 
     def check_not_replaced(self) -> None:
         """Check that no parameter was replaced; no unit is gathered now.
@@ -112,7 +112,7 @@ class ParameterGuard:
         Raises:
             MisuseError: A parameter was changed in place while it was gathered.
         """
-        versions = [getattr(getattr(param, "_unsharded_param", None), "_version", None) for param in self._fsdp_params]
+        versions = gathered_versions(self._fsdp_params)
         before, self._versions = self._versions, versions
         for param, old, new in zip(self._fsdp_params, before, versions, strict=True):
             if old not in (None, new):

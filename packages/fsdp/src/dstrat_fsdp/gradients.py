@@ -14,11 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dstrat.errors import MisuseError
+from dstrat_fsdp.internals import (
+    accumulated_gradient,
+    accumulation_dtype,
+    clear_accumulated_gradient,
+    fsdp_params,
+    initialize_before_forward,
+    norms,
+    scale,
+    set_accumulated_gradient,
+    unsharded_parameter,
+)
 from dstrat_fsdp.state import with_local
-from dstrat_fsdp.units import parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
@@ -38,7 +48,7 @@ def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     full, placements = {}, {}
     for param in fsdp_params(units):
-        gradient = _accumulated(param)
+        gradient = accumulated_gradient(param)
         if gradient is None:
             continue
         name = names[id(param.sharded_param)]
@@ -58,19 +68,28 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
         module: The user's module.
         saved: The gradients; empty if this rank had none.
     """
-    _gather_once(units)
+    # The unsharded parameters that hold gradients are allocated when a unit is first gathered.
+    for unit in units:  # outer ones first, which torch requires
+        initialize_before_forward(unit)
+    for unit in units:
+        unit.unshard()
+        unit.reshard()
     parameters = dict(module.named_parameters())
     params = {id(param.sharded_param): param for param in fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
         param = params[id(parameters[name])]
-        like = param.unsharded_param
-        restored = gradient.to(like.device, _accumulation_dtype(param))
+        like = unsharded_parameter(param)
+        restored = gradient.to(like.device, accumulation_dtype(param))
         if name in saved["placements"]:
-            restored = _distributed(restored, like, saved["placements"][name])
-        if param.reduce_dtype is not None and _has_separate_gradient(param):
-            param.unsharded_accumulated_grad = restored
-        else:
-            like.grad = restored
+            restored = DTensor.from_local(
+                restored,
+                like.device_mesh,
+                [_placement(described) for described in saved["placements"][name]],
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
+        set_accumulated_gradient(param, restored)
     for name, gradient in saved.get("shards", {}).items():
         parameter: Any = parameters[name]
         parameter.grad = with_local(parameter, gradient.to(parameter.device))
@@ -85,58 +104,11 @@ def drop_accumulated(units: Sequence[FSDPModule], parameters: Container[int]) ->
     """
     for param in fsdp_params(units):
         if id(param.sharded_param) in parameters:
-            if _has_separate_gradient(param):
-                param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param.unsharded_param.grad = None
-
-
-def fsdp_params(units: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield torch's record (``FSDPParam``) of each parameter."""
-    for unit in units:
-        for group in parameter_groups(unit):
-            yield from group.fsdp_params
-
-
-def _has_separate_gradient(param: Any) -> bool:
-    """Return whether torch accumulates gradients of another dtype in a separate attribute, as before 2.15."""
-    return "unsharded_accumulated_grad" in vars(param)  # a property from then on
-
-
-def _accumulation_dtype(param: Any) -> Any:
-    if _has_separate_gradient(param):
-        return param.reduce_dtype or param.unsharded_param.dtype
-    return param.unsharded_grad_dtype or param.unsharded_param.dtype
-
-
-def _accumulated(param: Any) -> Tensor | None:
-    if param.unsharded_accumulated_grad is not None:  # in another dtype than the unsharded parameter
-        return param.unsharded_accumulated_grad  # type: ignore[no-any-return]  # torch's own attribute
-    return param.unsharded_param.grad if hasattr(param, "_unsharded_param") else None
-
-
-def _gather_once(units: Sequence[FSDPModule]) -> None:
-    """Gather and free every unit once, which allocates the unsharded parameters that hold gradients; collective."""
-    for unit in units:  # outer ones first, which torch requires
-        unit._get_fsdp_state()._lazy_init()  # noqa: SLF001 - as a forward pass begins
-    for unit in units:
-        unit.unshard()
-        unit.reshard()
+            clear_accumulated_gradient(param)
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _distributed(local: Tensor, like: DTensor, placements: Sequence[int | str | None]) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        [_placement(described) for described in placements],
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
 
 
 def _describe(placement: Placement) -> int | str | None:
@@ -173,7 +145,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
         return torch.zeros(())
     norm = total_norm(gradients)
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # torch's own formula, so that losses are those of one device
-    torch._foreach_mul_([_summed_shard(gradient) for gradient in gradients], factor)
+    scale([_summed_shard(gradient) for gradient in gradients], factor)
     return norm
 
 
@@ -200,8 +172,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         by_layout.setdefault(_layout(gradient), []).append(_summed_shard(gradient))
     squares = []
     for layout, shards in by_layout.items():
-        norms = torch._foreach_norm(shards)  # noqa: SLF001 - as torch.nn.utils does
-        square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])).square()
+        # In float32, as a square overflows in float16 from a norm of 256 on, and has 3 digits in bfloat16.
+        square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms(shards)])).square()
         for mesh, dimension in layout:
             dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)

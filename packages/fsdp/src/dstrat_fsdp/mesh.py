@@ -6,11 +6,11 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.parallel.process_group import wait_for_all_ranks
+from dstrat_fsdp.internals import set_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,17 +118,10 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
         LaunchError: A rank did not open its groups in time; the message names it.
     """
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    # Made public, and the old name deprecated, by torch 2.15.
-    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # noqa: SLF001
     with warnings.catch_warnings():
         # Groups of other backends than NCCL and gloo keep the timeout that they opened with.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported", category=UserWarning)
         for dimension in range(len(shape)):
-            set_timeout(timeout, mesh.get_group(dimension))
+            set_timeout(mesh.get_group(dimension), timeout)
     wait_for_all_ranks("open the device mesh")  # Gloo fails in a rank that still connects when another one closes
     return mesh
-
-
-def release_mesh(mesh: DeviceMesh) -> None:
-    """Drop a mesh's references to process groups, which close with their last reference; DTensors keep the mesh."""
-    getattr(mesh, "_pg_registry", {}).clear()

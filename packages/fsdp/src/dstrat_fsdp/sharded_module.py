@@ -19,8 +19,8 @@ from dstrat_fsdp.checks import (
     explain_shards,
     refuse_copy,
 )
-from dstrat_fsdp.gradients import drop_accumulated, fsdp_params, pending_gradients, restore_gradients
-from dstrat_fsdp.units import SelfShardedSteps, unwrap
+from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
+from dstrat_fsdp.internals import fsdp_params, unwrap
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ShardedModule:
         self._view_guards = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
         units = [sharding.apply_to(block) for block in blocks]
         self._module = module
-        self.root: Any = (SelfShardedSteps if isinstance(module, FSDPModule) else StepModule)(module)
+        self.root: Any = (_SelfShardedSteps if isinstance(module, FSDPModule) else StepModule)(module)
         if gathers_root:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
@@ -241,3 +241,11 @@ class _BuffersInSteps:
         for buffer, dtype in self._cast:
             buffer.data = buffer.data.to(dtype)
         self._cast = []
+
+
+class _SelfShardedSteps(StepModule):
+    """Step module of a user's module that is itself a unit: torch gathers that for ``forward`` only, not for steps."""
+
+    def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.module.unshard()  # type: ignore[operator]  # an FSDPModule
+        return super().forward(step, *args, **kwargs)

@@ -23,7 +23,7 @@ from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
-from dstrat_fsdp.mesh import release_mesh
+from dstrat_fsdp.internals import release_mesh
 from dstrat_fsdp.parameters import gather_parameters, materialize, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.state import as_shards, load_optimizer

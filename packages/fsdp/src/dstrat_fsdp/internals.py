@@ -1,0 +1,184 @@
+"""Adapter of torch's private names: each one that this package reads, calls or replaces.
+
+They are those of torch 2.9 and 2.13, which are tested.  Where the two differ, or torch 2.15 does, the line says so.
+``FSDPParam`` and its group are private classes: their attributes are read here only, except ``sharded_param``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn import Module
+
+
+# Units of ``fully_shard``
+
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def unwrap(unit: FSDPModule) -> None:
+    """Turn a unit into a plain module again; its parameters stay sharded.
+
+    torch has no public way to undo ``fully_shard``: this reverts its hooks, class, registry entries and process groups.
+
+    Args:
+        unit: A unit that is not gathered.
+    """
+    module: Any = unit
+    state = module._get_fsdp_state()  # torch records its changes in this object
+    for handle in _hooks(state):
+        handle.remove()
+    module.__class__ = type(module).__mro__[2]  # after torch's combined class and FSDPModule
+    for submodule in module.modules():  # torch marks all below a unit, for its compiler
+        for name in _MARKS:
+            submodule.__dict__.pop(name, None)
+    # Process groups close with their last reference.  A traceback may keep the unit of a failed rank alive, and its
+    # peers would wait for the open group.
+    for group in _groups(state):
+        for holder in (group, *group.fsdp_params):
+            holder.mesh_info = holder.post_forward_mesh_info = None
+    # fully_shard refuses a module that is in its registry, and the next run shards this one again.
+    for key in (STATE_KEY, REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+    _module_state_mapping.pop(module, None)
+
+
+def fsdp_params(units: Iterable[FSDPModule]) -> Iterator[Any]:
+    """Yield torch's record (``FSDPParam``) of each parameter."""
+    for unit in units:
+        for group in _groups(unit._get_fsdp_state()):
+            yield from group.fsdp_params
+
+
+def initialize_before_forward(unit: FSDPModule) -> None:
+    """Do for a unit what its first forward pass does: find out which unit is the root, and set up communication.
+
+    torch requires it of a unit before the units in it.
+    """
+    unit._get_fsdp_state()._lazy_init()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a unit, each of which torch gathers in one collective."""
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.9: one
+    return [group for group in groups if group is not None]
+
+
+def _hooks(state: Any) -> list[Any]:
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in _groups(state):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    return handles
+
+
+# Gradients that accumulate without communication, and versions of gathered parameters
+#
+# Before torch 2.15, a gradient whose dtype is not that of the gathered parameter is in unsharded_accumulated_grad, and
+# any other one is the parameter's grad.  From 2.15 on both are the parameter's.
+
+
+def accumulated_gradient(param: Any) -> Tensor | None:
+    """Return the unsharded gradient of a parameter; None if there is none."""
+    if param.unsharded_accumulated_grad is not None:
+        return param.unsharded_accumulated_grad  # type: ignore[no-any-return]  # torch's own attribute
+    return param.unsharded_param.grad if _was_gathered(param) else None
+
+
+def set_accumulated_gradient(param: Any, gradient: Tensor) -> None:
+    """Set the unsharded gradient of a parameter that was gathered, in its :func:`accumulation_dtype`."""
+    if param.reduce_dtype is not None and _has_separate_gradient(param):
+        param.unsharded_accumulated_grad = gradient
+    else:
+        param.unsharded_param.grad = gradient
+
+
+def clear_accumulated_gradient(param: Any) -> None:
+    """Drop the unsharded gradient of a parameter."""
+    if _has_separate_gradient(param):
+        param.unsharded_accumulated_grad = None
+    if _was_gathered(param):
+        param.unsharded_param.grad = None
+
+
+def accumulation_dtype(param: Any) -> torch.dtype:
+    """Return the dtype in which torch accumulates the unsharded gradient of a parameter that was gathered."""
+    dtype = param.reduce_dtype if _has_separate_gradient(param) else param.unsharded_grad_dtype
+    return dtype or param.unsharded_param.dtype  # type: ignore[no-any-return]  # torch's own attribute
+
+
+def unsharded_parameter(param: Any) -> Any:
+    """Return the unsharded parameter of one that was gathered; between two uses its memory is freed."""
+    return param.unsharded_param
+
+
+def gathered_versions(params: Iterable[Any]) -> list[int | None]:
+    """Return the version counter of each parameter as it is gathered; None if it never was."""
+    return [param._unsharded_param._version if _was_gathered(param) else None for param in params]
+
+
+def _was_gathered(param: Any) -> bool:
+    return hasattr(param, "_unsharded_param")
+
+
+def _has_separate_gradient(param: Any) -> bool:
+    return "unsharded_accumulated_grad" in vars(param)  # a property from torch 2.15 on
+
+
+# Tensors and modules
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of another one."""
+    return tensor._base is not None
+
+
+def parameter_store(layer: Module) -> dict[str, Any]:
+    """Return the dict in which a layer keeps its own parameters: a look-up in it is cheap enough for each step."""
+    return layer._parameters
+
+
+def allocate_meta_tensors(module: Module, device: torch.device) -> None:
+    """Allocate the tensors of a module that are on the meta device; shared ones stay shared."""
+    # As Module.to_empty does, which would empty all tensors, with their values.
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norm of each tensor, computed in one call, as ``torch.nn.utils`` does."""
+    return torch._foreach_norm(tensors)
+
+
+def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a factor in place, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# Process groups and meshes
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Set how long collectives of a group wait for the other ranks."""
+    # Made public, and the old name deprecated, by torch 2.15.
+    function = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    function(timeout, group)
+
+
+def release_mesh(mesh: DeviceMesh) -> None:
+    """Drop a mesh's references to process groups, which close with their last reference; DTensors keep the mesh."""
+    getattr(mesh, "_pg_registry", {}).clear()  # torch 2.9 has no such registry
