@@ -1,24 +1,20 @@
-"""Adapter to DistributedDataParallel's reducer: end, bucket layout, one for each of several modules."""
+"""Adapter of DistributedDataParallel's reducer, and of torch's private names: the one file that touches them.
+
+They are those of torch 2.9 and 2.13, which are tested, and are the same in both.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from dstrat.parallel.step_module import StepModule
-from dstrat_ddp.step_module import ExplainedUnusedParameters, pass_ignored_names
+from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.nn import Module, Parameter
-
-    from dstrat.parallel.separate_modules import SeparateModules
+    from torch.nn.parallel import DistributedDataParallel
 
 
 def release_reducer(model: DistributedDataParallel) -> None:
@@ -32,6 +28,45 @@ def release_reducer(model: DistributedDataParallel) -> None:
         model.__dict__.pop(name, None)
 
 
+def prepare_for_backward(model: DistributedDataParallel, loss: Tensor) -> None:
+    """Let the reducer expect a backward pass from a loss, as the end of the wrapper's forward does."""
+    # With the loss, torch searches its graph for parameters that get no gradient; a static graph needs no search.
+    searches = model.find_unused_parameters and not model.static_graph
+    model.reducer.prepare_for_backward([loss] if searches else [])
+
+
+def check_reduction_finished(model: DistributedDataParallel) -> None:
+    """Raise torch's error if a backward pass has reached some parameters of a model, and not all."""
+    # torch documents this private method for the use after a backward pass.  By itself it checks in the next step only,
+    # when gradients that were not averaged have been applied.
+    model._check_reducer_finalized()
+
+
+# Parameters and buffers that DistributedDataParallel ignores
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module with their names: torch has a private setter, and users set it as its tutorials do."""
+
+
+def ignored_names(module: Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that DistributedDataParallel does not synchronize."""
+    if isinstance(module, SeparateModules):  # each of them has a wrapper
+        return frozenset(f"{child}.{name}" for child, one in module.named_children() for name in ignored_names(one))
+    return frozenset(getattr(module, _IGNORED, ()))
+
+
+def pass_ignored_names(module: Module, outer: Module) -> None:
+    """Copy the names that the user excluded from synchronization to an outer module.
+
+    Args:
+        module: The user's module.
+        outer: The module that is wrapped instead, which has the user's as ``module``.
+    """
+    if names := ignored_names(module):
+        setattr(outer, _IGNORED, [f"module.{name}" for name in names])
+
+
 # Bucket layout before the first step
 
 
@@ -43,16 +78,16 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     job would differ from one that never stopped.  With this pass both have the same buckets from the first step on, in
     the reversed order of parameters.
 
-    It does nothing if torch never rebuilds, or if the pass would be visible: to the user's hooks on parameters, or in
-    a graph that torch records.
-
     Args:
         model: The new wrapper, before communication hooks are registered.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # With a search torch never rebuilds, and this pass would be the graph that a static one keeps.  Mixed precision
+    # replaces the data of parameters in the wrapper's forward, which does not run here.
     if model.find_unused_parameters or model.static_graph or model.mixed_precision is not None:
         return
-    if any(map(_has_hooks, parameters)):
+    # The user's hooks on parameters would see the zeros.
+    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
         return
     sparse = {id(layer.weight) for layer in model.modules() if _is_sparse(layer)}
     gradients = [parameter.grad for parameter in parameters]
@@ -74,71 +109,5 @@ def _zero_of_row(table: Parameter) -> Tensor:
     return (nn.functional.embedding(row, table, sparse=True) * 0).sum()
 
 
-def _has_hooks(parameter: Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # noqa: SLF001 - torch has no public name
-
-
 def _is_sparse(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-
-
-# One DistributedDataParallel for each of several modules
-
-
-class SeparateWrappers:
-    """The wrappers of several modules.
-
-    Args:
-        modules: The modules; those without trainable parameters need no wrapper.
-        wrap: Returns the wrapper of a module.
-    """
-
-    def __init__(self, modules: SeparateModules, wrap: Callable[[Module], Any]) -> None:
-        self._modules = modules
-        self._wrappers = {
-            id(module): wrap(_as_steps(module))
-            for module in modules.children()
-            if any(parameter.requires_grad for parameter in module.parameters())
-        }
-        self._parallel = [one for one in self._wrappers.values() if isinstance(one, DistributedDataParallel)]
-        for wrapper in self._parallel:
-            lay_out_buckets(wrapper)
-        self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
-
-    def __call__(self, step: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, which calls a function, in the wrappers of the modules that the function uses."""
-        run: Callable[..., Any] = partial(step, function)
-        for module in self._modules.used_by(function):
-            if id(module) in self._wrappers:
-                run = partial(self._wrappers[id(module)], run)
-        return run(*args, **kwargs)
-
-    def explained(self) -> AbstractContextManager[Any]:
-        """Return a context that names parameters without a gradient in torch's error about them."""
-        stack = ExitStack()
-        for one in self._explained:
-            stack.enter_context(one)
-        return stack
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients accumulate without being averaged."""
-        stack = ExitStack()
-        for wrapper in self._parallel:
-            stack.enter_context(wrapper.no_sync())
-        return stack
-
-    def check_finished(self) -> None:
-        """Raise torch's error if a backward pass has reached some parameters of a module, and not all."""
-        for wrapper in self._parallel:
-            wrapper._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this use
-
-    def release(self) -> None:
-        """Free the reducers."""
-        for wrapper in self._parallel:
-            release_reducer(wrapper)
-
-
-def _as_steps(module: Module) -> StepModule:
-    steps = StepModule(module)
-    pass_ignored_names(module, steps)
-    return steps

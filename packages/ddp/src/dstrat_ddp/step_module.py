@@ -1,42 +1,31 @@
-"""Module that DistributedDataParallel wraps, so that a training step is its forward."""
+"""Modules that DistributedDataParallel wraps, so that a training step is its forward, and their backward passes."""
 
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from dstrat.errors import MisuseError
-from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.step_module import StepModule
+from dstrat_ddp.reducer import (
+    check_reduction_finished,
+    lay_out_buckets,
+    pass_ignored_names,
+    prepare_for_backward,
+    release_reducer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
     from torch.nn import Module
-    from torch.nn.parallel import DistributedDataParallel
 
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module with the names of parameters and buffers that DistributedDataParallel ignores."""
-
-
-def ignored_names(module: Module) -> frozenset[str]:
-    """Return the names of parameters and buffers that DistributedDataParallel does not synchronize."""
-    if isinstance(module, SeparateModules):  # each of them has a wrapper
-        return frozenset(f"{child}.{name}" for child, one in module.named_children() for name in ignored_names(one))
-    return frozenset(getattr(module, _IGNORED, ()))
-
-
-def pass_ignored_names(module: Module, outer: Module) -> None:
-    """Copy the names that the user excluded from synchronization to an outer module.
-
-    Args:
-        module: The user's module.
-        outer: The module that is wrapped instead, which has the user's as ``module``.
-    """
-    if names := ignored_names(module):
-        setattr(outer, _IGNORED, [f"module.{name}" for name in names])
+    from dstrat.parallel.separate_modules import SeparateModules
 
 
 class StepWatch:
@@ -152,10 +141,8 @@ class ManualBackward:
         if not self._watch.is_running:
             return
         self._ran = True
-        model = self._model
-        if model.require_backward_grad_sync:
-            searches = model.find_unused_parameters and not model.static_graph
-            model.reducer.prepare_for_backward([loss] if searches else [])
+        if self._model.require_backward_grad_sync:  # false in no_sync, where nothing is reduced
+            prepare_for_backward(self._model, loss)
 
     def after_forward(self) -> None:
         """Re-enable the averaging of gradients and the broadcast of buffers for the next step."""
@@ -168,3 +155,65 @@ class ManualBackward:
         # Else the end of the forward would prepare the reducer for a backward pass that has already run.
         if self._ran:
             self._model.require_backward_grad_sync = False
+
+
+# One DistributedDataParallel for each of several modules
+
+
+class SeparateWrappers:
+    """The wrappers of several modules.
+
+    Args:
+        modules: The modules; those without trainable parameters need no wrapper.
+        wrap: Returns the wrapper of a module.
+    """
+
+    def __init__(self, modules: SeparateModules, wrap: Callable[[Module], Any]) -> None:
+        self._modules = modules
+        self._wrappers = {
+            id(module): wrap(_as_steps(module))
+            for module in modules.children()
+            if any(parameter.requires_grad for parameter in module.parameters())
+        }
+        self._parallel = [one for one in self._wrappers.values() if isinstance(one, DistributedDataParallel)]
+        for wrapper in self._parallel:
+            lay_out_buckets(wrapper)
+        self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
+
+    def __call__(self, step: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, which calls a function, in the wrappers of the modules that the function uses."""
+        run: Callable[..., Any] = partial(step, function)
+        for module in self._modules.used_by(function):
+            if id(module) in self._wrappers:
+                run = partial(self._wrappers[id(module)], run)
+        return run(*args, **kwargs)
+
+    def explained(self) -> AbstractContextManager[Any]:
+        """Return a context that names parameters without a gradient in torch's error about them."""
+        stack = ExitStack()
+        for one in self._explained:
+            stack.enter_context(one)
+        return stack
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate without being averaged."""
+        stack = ExitStack()
+        for wrapper in self._parallel:
+            stack.enter_context(wrapper.no_sync())
+        return stack
+
+    def check_finished(self) -> None:
+        """Raise torch's error if a backward pass has reached some parameters of a module, and not all."""
+        for wrapper in self._parallel:
+            check_reduction_finished(wrapper)
+
+    def release(self) -> None:
+        """Free the reducers."""
+        for wrapper in self._parallel:
+            release_reducer(wrapper)
+
+
+def _as_steps(module: Module) -> StepModule:
+    steps = StepModule(module)
+    pass_ignored_names(module, steps)
+    return steps

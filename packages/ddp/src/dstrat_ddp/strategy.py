@@ -17,8 +17,8 @@ from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.plugins.settings import nearest
 from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
-from dstrat_ddp.reducer import SeparateWrappers, lay_out_buckets, release_reducer
-from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, WatchedSteps, ignored_names
+from dstrat_ddp.reducer import check_reduction_finished, ignored_names, lay_out_buckets, release_reducer
+from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, SeparateWrappers, WatchedSteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -226,8 +226,7 @@ class DDPStrategy(ParallelStrategy):
         self._manual_backward.before_backward(loss)
         with self._explained:
             super().backward(loss, *args, **kwargs)
-            # torch checks this in the next step only, when gradients that were not averaged have been applied.
-            self.model._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this use
+            check_reduction_finished(self.model)
         self._has_run_backward = True
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fairscale.wrapping import (
+from dstrat_fairscale.internals import (
     FullyShardedDataParallel,
     ShardedGradScaler,
     auto_wrap,

@@ -1,8 +1,11 @@
-"""FairScale's classes, imported without its warnings."""
+"""Adapter of FairScale 0.4.13, its last release: its classes without warnings, and the one file for private names."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
+
+from dstrat.errors import MisuseError
 
 # FairScale's last release is of 2022: it imports what torch has deprecated since, and users cannot change that.
 with warnings.catch_warnings():
@@ -13,11 +16,45 @@ with warnings.catch_warnings():
     from fairscale.optim.grad_scaler import ShardedGradScaler
 
 __all__ = [
-    "OSS",
     "FullyShardedDataParallel",
     "ShardedDataParallel",
     "ShardedGradScaler",
+    "ShardedOptimizer",
     "auto_wrap",
     "default_auto_wrap_policy",
     "enable_wrap",
+    "expect_backward",
 ]
+
+
+def expect_backward(model: ShardedDataParallel) -> None:
+    """Let a model reduce the gradients of the next backward pass, as its forward does."""
+    model._clear_counters()
+
+
+class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types that mypy sees
+    """FairScale's optimizer, which schedulers accept although they were made for another one."""
+
+    # A scheduler of torch marks the optimizer that it is made for, and warns if the one that it steps has no marks:
+    # that its step was replaced, and that no step came before the scheduler's.
+    _opt_called = True
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Step the share of this rank, and send the parameters to the others."""
+        return super().step(closure, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made.
+
+        Raises:
+            MisuseError: It has been made, and the gradients of the group would not be shared by the ranks.
+        """
+        if not self.in_super_constructor:
+            raise MisuseError(
+                f"add_param_group got a group of {len(list(param_group['params']))} parameters after the training has "
+                "begun, which FairScale's ShardedDataParallel does not follow: let configure_optimizers return all "
+                "groups, and set the learning rate of one that comes later to 0 until then"
+            )
+        super().add_param_group(param_group)

@@ -19,7 +19,7 @@ from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fairscale.wrapping import OSS, ShardedDataParallel, ShardedGradScaler
+from dstrat_fairscale.internals import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, expect_backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,7 +140,7 @@ class DDPShardedStrategy(ParallelStrategy):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # Otherwise only the first backward pass after a forward is reduced, of those that a step may run by itself.
-        self.model._clear_counters()  # noqa: SLF001 - FairScale has no other way
+        expect_backward(self.model)
         super().backward(loss, *args, **kwargs)
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
@@ -204,32 +204,6 @@ def _check_keywords(keywords: Mapping[str, Any], owner: type) -> None:
 
 
 # FairScale's sharded optimizers (OSS)
-
-
-class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types that mypy sees
-    """FairScale's optimizer, which schedulers accept although they were made for another one."""
-
-    _opt_called = True  # schedulers warn otherwise that no step came before theirs
-
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Step the share of this rank, and send the parameters to the others."""
-        return super().step(closure, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - as above
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is made.
-
-        Raises:
-            MisuseError: It has been made, and the gradients of the group would not be shared by the ranks.
-        """
-        if not self.in_super_constructor:
-            raise MisuseError(
-                f"add_param_group got a group of {len(list(param_group['params']))} parameters after the training has "
-                "begun, which FairScale's ShardedDataParallel does not follow: let configure_optimizers return all "
-                "groups, and set the learning rate of one that comes later to 0 until then"
-            )
-        super().add_param_group(param_group)
 
 
 def sharded_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig]) -> list[Optimizer]:
