@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from dstrat.errors import MisuseError, RequestError
+from dstrat.parallel.separate_modules import SeparateModules
 from dstrat_ddp import DDPStrategy
 
 TOLERANCES = {  # of losses, relative, over 20 steps; from compression to 16 bits, or to matrices of rank 1
@@ -131,3 +132,21 @@ def test_a_hook_of_ones_own_gets_its_state_and_every_gradient_once_in_an_optimiz
         for seen, parameters, still_open in found.values():
             assert seen == 3 * parameters
             assert not still_open
+
+
+class Pair(SeparateModules):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sizes_before_the_first_step(cluster, separate):
+    sizes = []
+    strategy = DDPStrategy(ddp_comm_hook=counting_hook, ddp_comm_state=sizes)
+    start(strategy, Pair({"first": Net(), "second": Net()}) if separate else Net(), parts(cluster))
+    strategy.teardown()
+    return sizes
+
+
+def test_a_hook_is_not_called_before_the_first_step():
+    cases = {separate: {"separate": separate} for separate in (False, True)}
+    assert in_ranks(each, function=sizes_before_the_first_step, cases=cases) == [{False: [], True: []}] * 2

@@ -13,7 +13,6 @@ from dstrat.errors import MisuseError
 from dstrat.parallel.step_module import StepModule
 from dstrat_ddp.reducer import (
     check_reduction_finished,
-    lay_out_buckets,
     pass_ignored_names,
     prepare_for_backward,
     release_reducer,
@@ -176,8 +175,6 @@ class SeparateWrappers:
             if any(parameter.requires_grad for parameter in module.parameters())
         }
         self._parallel = [one for one in self._wrappers.values() if isinstance(one, DistributedDataParallel)]
-        for wrapper in self._parallel:
-            lay_out_buckets(wrapper)
         self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
 
     def __call__(self, step: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -164,17 +164,17 @@ class DDPStrategy(ParallelStrategy):
             self.model = SeparateWrappers(self.module, self._wrap_one)
             return
         steps = WatchedSteps(self.module)
+        self._wrap_one(steps)
+        if isinstance(self.model, DistributedDataParallel):
+            self._manual_backward = ManualBackward(self.model, steps.watch)
+            self._explained = ExplainedUnusedParameters(self.model)
+
+    def _wrap_one(self, steps: Module) -> Any:
+        """Wrap a module whose forward runs a step, and return the wrapper."""
         self.model = steps
         self.configure_ddp()
         if isinstance(self.model, DistributedDataParallel):
-            lay_out_buckets(self.model)
-            self._manual_backward = ManualBackward(self.model, steps.watch)
-            self._explained = ExplainedUnusedParameters(self.model)
-        self._configure_communication()
-
-    def _wrap_one(self, module: Module) -> Any:
-        self.model = module
-        self.configure_ddp()
+            lay_out_buckets(self.model)  # before a communication hook could see its gradients of zero
         self._configure_communication()
         return self.model
 
