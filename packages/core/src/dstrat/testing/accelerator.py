@@ -14,7 +14,7 @@ from dstrat.testing.suite import Suite, fail, not_declared, standard
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
 
-_NONSENSE: tuple[Any, ...] = (0, -2, "many", [], [0, 0], [-1])
+_NONSENSE: tuple[Any, ...] = (0, -2, "many", [], [0, 0], [-1])  # -1 by itself means all devices
 
 
 class AcceleratorSuite(Suite):
@@ -60,7 +60,7 @@ class AcceleratorSuite(Suite):
             accelerator.parse_devices(2)
         except DeviceError:
             not_declared(f"{self.alias} has fewer than two devices here")
-        from dstrat.testing.ranks.communication import sum_over_ranks
+        from dstrat.testing.ranks.communication import sum_over_ranks  # here, as it imports torch
 
         totals = run_job(sum_over_ranks, 2, component=self.offer.component, options=dict(self.options))
         if totals != [3.0, 3.0]:
@@ -84,7 +84,9 @@ class AcceleratorSuite(Suite):
                 parsed = accelerator.parse_devices(devices)
             except DeviceError:
                 continue
-            fail(f"devices={devices!r} is taken for {parsed}", fix="raise DeviceError, which says what is possible.")
+            fail(
+                f"parse_devices accepts {devices!r}, as {parsed}", fix="raise DeviceError, which says what is possible."
+            )
 
     @standard("device", "devices")
     def test_it_gives_a_device_of_torch_for_each_index(self) -> None:
@@ -107,7 +109,7 @@ class AcceleratorSuite(Suite):
     @standard("device", "life cycle")
     def test_it_may_be_set_up_and_ended_twice(self) -> None:
         accelerator = self._available
-        for _ in range(2):
+        for _ in range(2):  # a process may train twice
             accelerator.setup(self._device)
             accelerator.teardown()
 

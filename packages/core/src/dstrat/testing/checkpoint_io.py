@@ -45,7 +45,7 @@ class CheckpointIOSuite(Suite):
         io = self._io
         io.save_checkpoint(checkpoint, tmp_path / "checkpoint")
         checkpoint["state_dict"]["weight"].add_(1)
-        io.teardown()
+        io.teardown()  # here and below, as it waits for an io that writes in the background
         if _differences(_checkpoint(), io.load_checkpoint(tmp_path / "checkpoint")):
             fail(
                 "a tensor that was changed after save_checkpoint had returned is changed in the checkpoint too",
@@ -58,7 +58,7 @@ class CheckpointIOSuite(Suite):
         io.save_checkpoint(_checkpoint(), path)
         io.teardown()
         if _differences(_checkpoint(), io.load_checkpoint(path)):
-            fail("a checkpoint that is saved to a path given as a text does not come back")
+            fail("a checkpoint that was saved to a path of type str does not come back")
 
     @standard("basic", "errors")
     def test_a_missing_checkpoint_is_an_error_that_names_it(self, tmp_path: Path) -> None:
@@ -78,6 +78,7 @@ class CheckpointIOSuite(Suite):
         path = tmp_path / "checkpoint"
         self._saved_and_loaded(_checkpoint(), path)
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        # Not any file: formats may have small ones that a loading never reads.
         largest = max(files, key=lambda file: file.stat().st_size)
         content = largest.read_bytes()
         largest.write_bytes(content[: len(content) // 2])
@@ -122,9 +123,9 @@ def _checkpoint() -> dict[str, Any]:
     return {
         "state_dict": {
             "weight": torch.arange(12.0).reshape(3, 4) / 7,
-            "half": torch.arange(4.0).to(torch.bfloat16),
-            "transposed": torch.arange(6.0).reshape(2, 3).T,
-            "counts": torch.tensor([1, -2, 2**40]),
+            "half": torch.arange(4.0).to(torch.bfloat16),  # which numpy does not have
+            "transposed": torch.arange(6.0).reshape(2, 3).T,  # not contiguous
+            "counts": torch.tensor([1, -2, 2**40]),  # too large for int32
             "mask": torch.tensor([True, False]),
             "scalar": torch.tensor(0.1, dtype=torch.float64),
             "empty": torch.zeros(0, 3),

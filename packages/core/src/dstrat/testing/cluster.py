@@ -42,7 +42,7 @@ class ClusterEnvironmentSuite(Suite):
     def test_it_is_not_found_where_nothing_is_set(self) -> None:
         evidence = self._class.evidence({"PATH": "/usr/bin", "HOME": "/root"})
         if evidence is not None:
-            fail(f"evidence() found {evidence!r} in an environment without anything of a scheduler's: return None")
+            fail(f"evidence() returned {evidence!r} for an environment without a scheduler's variables: return None")
 
     @standard("optional", "evidence")
     def test_it_says_by_what_it_is_found(self) -> None:
@@ -86,7 +86,7 @@ class ClusterEnvironmentSuite(Suite):
 
     @standard("optional", "ranks")
     def test_it_can_be_pickled(self) -> None:
-        cluster = self._class(dict(self._environ(1)))
+        cluster = self._class(dict(self._environ(1)))  # a MappingProxyType cannot be pickled
         if pickle.loads(pickle.dumps(cluster)).global_rank != 1:  # noqa: S301 - our own bytes
             fail("a copy of it in another process has another rank: it must travel with the environ that it was given")
 
@@ -98,7 +98,7 @@ class ClusterEnvironmentSuite(Suite):
         environ = type(self).rank_environ(rank, _RANKS)
         if environ is None:
             not_declared(f"{type(self).__name__} declares no rank_environ(rank, world_size)")
-        return MappingProxyType(dict(environ))  # which nobody can write to
+        return MappingProxyType(dict(environ))  # read-only: a getter must not write to the environment
 
     def _cluster(self, rank: int) -> ClusterEnvironment:
         return self._class(self._environ(rank))

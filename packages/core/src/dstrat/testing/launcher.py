@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import LaunchError, RankFailedError
+from dstrat.launch.progress import has_ended
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.plugin import check_light, check_record
 from dstrat.testing.suite import Suite, fail, standard
@@ -93,7 +95,7 @@ class LauncherSuite(Suite):
         """Check that no rank is left, each of which has written its process id first."""
         pids = [int(path.read_text().split()[0]) for path in folder.iterdir()]
         deadline = time.monotonic() + _SECONDS
-        while remaining := [pid for pid in pids if _is_alive(pid)]:
+        while remaining := [pid for pid in pids if not has_ended(pid)]:
             if time.monotonic() > deadline:
                 fail(
                     f"{len(remaining)} of {_RANKS} ranks are alive {_SECONDS:g} s after the end of the job",
@@ -102,13 +104,11 @@ class LauncherSuite(Suite):
             time.sleep(0.05)
 
 
-# What the ranks run
+# Functions of the ranks, which other processes import by their names
 
 
 def note_rank(folder: str) -> tuple[str, float]:
     """Write how this process is described, and return a value."""
-    from dstrat.builtin.clusters.local import LocalEnvironment
-
     cluster = LocalEnvironment()
     facts = (os.getpid(), cluster.global_rank, cluster.world_size, cluster.local_rank, cluster.node_rank)
     Path(folder, f"rank-{cluster.global_rank}").write_text(" ".join(map(str, facts)))
@@ -127,9 +127,3 @@ def kill_rank_1(folder: str) -> None:
     name, _ = note_rank(folder)
     if name == "rank 1":
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _is_alive(pid: int) -> bool:
-    from dstrat.launch.progress import has_ended
-
-    return not has_ended(pid)

@@ -18,7 +18,7 @@ from dstrat.testing.suite import Suite, fail, not_declared, standard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dstrat.plugins.component import Component, Kind
+    from dstrat.plugins.component import Component
     from dstrat.plugins.offer import Offer
 
 
@@ -65,7 +65,7 @@ def check_record(offer: Offer) -> None:
     missing = catalog.missing_requirements(offer)
     if missing:
         fail(f"{offer.title} requires {', '.join(missing)}, which is not installed, so that nothing can be tested")
-    catalog.load(offer)
+    catalog.load(offer)  # raises where the record contradicts the class, or has no class
     problems = [*_summary_problems(component), *_reference_problems(component), *_option_problems(offer)]
     if problems:
         fail(f"the record of {offer.title} {'; and '.join(problems)}", fix="correct the record in plugin.py.")
@@ -83,7 +83,8 @@ def _summary_problems(component: Component) -> Iterator[str]:
 
 def _reference_problems(component: Component) -> Iterator[str]:
     """Yield what the record names that nothing installed offers; hardware may come from packages that are not here."""
-    precisions = _names("precision")
+    offers = get_catalog().offers("precision")
+    precisions = {name for offer in offers for name in (*offer.names, *offer.component.groups)}
     for name in component.precisions:
         if name not in precisions:
             yield f"names the precision {name!r}, which is none: possible are {', '.join(sorted(precisions))}"
@@ -102,18 +103,14 @@ def _option_problems(offer: Offer) -> Iterator[str]:
             yield f"presets {name!r}, which {cls.__name__} does not take"
 
 
-def _names(kind: Kind) -> set[str]:
-    return {name for offer in get_catalog().offers(kind) for name in (*offer.names, *offer.component.groups)}
-
-
 # Check that importing a plugin does not import torch.
 
 
-GROUP = "dstrat.v1"
+_GROUP = "dstrat.v1"
 _PROGRAM = """
 import sys, importlib, json, time
 sys.path[:] = json.loads(sys.argv[2])
-import dstrat.plugins.component, dstrat.plugins.component
+import dstrat.plugins.component  # which every plugin imports, so that its time is nobody's
 before = set(sys.modules)
 begun = time.process_time()
 plugin = importlib.import_module(sys.argv[1])
@@ -122,7 +119,7 @@ seconds = time.process_time() - begun
 new = sorted(set(sys.modules) - before)
 print(json.dumps({"seconds": seconds, "torch": "torch" in sys.modules, "heavy": [n for n in new if "." not in n]}))
 """
-_SECONDS = 0.5  # of processor time; ours take 1 ms
+_SECONDS = 0.5  # of processor time, which other work of the machine does not lengthen; ours take 1 ms
 
 
 def check_light(offer: Offer) -> None:
@@ -137,7 +134,7 @@ def plugin_modules(distribution: str) -> list[str]:
     """Return the modules that a distribution's entry points name."""
     return [
         point.module
-        for point in entry_points(group=GROUP)
+        for point in entry_points(group=_GROUP)
         if point.dist is not None and normalized(point.dist.name) == normalized(distribution)
     ]
 
@@ -170,6 +167,7 @@ def check_module_is_light(module: str) -> None:
 @lru_cache
 def _imported(module: str) -> str:
     """Import a plugin in a fresh interpreter; return what it printed."""
+    # This process has torch already.  sys.path goes with it, as a test may have extended it.
     done = subprocess.run(  # noqa: S603 - our own interpreter and program
         [sys.executable, "-c", _PROGRAM, module, json.dumps(sys.path)],
         capture_output=True,

@@ -35,9 +35,7 @@ _FILE = """
 from dstrat.testing import {suite}
 
 
-class Test(  # what an author writes
-    {suite}
-):
+class Test({suite}):
     alias = {alias!r}
 """
 _NEVER_RUN = (
@@ -86,41 +84,30 @@ def run_suite(
     Raises:
         RequestError: The file has no test class for the alias, or cannot be collected.
     """
-    collector = _Collector(alias, tiers, on_progress or _ignore_progress)
+    collector = _Collector(alias, tiers, on_progress or (lambda _done, _total: None))
     with tempfile.TemporaryDirectory(prefix="dstrat_test_") as folder:
         file = Path(folder) / f"{Path(folder).name}.py"  # a name that no earlier run has imported
         file.write_text(_FILE.format(suite=_SUITES[kind], alias=alias))
-        isolation = ["--rootdir", folder, "-c", _empty(folder), "--import-mode=importlib"] if path is None else []
-        arguments = [str(path or file), *isolation, "-p", "no:cacheprovider", *_all_in_this_process()]
-        # Without its plugin for the terminal pytest would refuse a project's addopts, such as -ra.
+        settings = Path(folder) / "pytest.ini"  # an empty one, so that no project above is configured
+        settings.write_text("[pytest]\n")
+        isolation = ["--rootdir", folder, "-c", str(settings), "--import-mode=importlib"] if path is None else []
+        # An author's project keeps its settings, which its test file may need, but for those that would run fewer
+        # tests, or in other processes than that of the collector.
+        undone = ["-k", "", "-m", "", "--maxfail=0", "-o", "python_functions=test"]
+        undone += ["--numprocesses=0"] if find_spec("xdist") else []
+        arguments = [str(path or file), *isolation, "-p", "no:cacheprovider", *undone]
+        # Not -p no:terminal: without that plugin pytest would refuse options of it in a project's addopts, such as -ra.
         with contextlib.redirect_stdout(io.StringIO()):
             code = pytest.main(arguments, plugins=[collector])
     if code == pytest.ExitCode.USAGE_ERROR:
         raise RequestError(f"pytest cannot begin with {path or alias}: what it says is above")
-    if collector.errors:
+    if collector.errors:  # before INTERRUPTED, with which pytest ends then too
         raise RequestError(f"{path or alias} cannot be collected: {collector.errors[0]}")
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if not collector.tests:
         raise RequestError(f"there is no test class with alias = {alias!r} in {path}: derive one from {_SUITES[kind]}")
     return sorted([*collector.results, *collector.never_run()], key=lambda one: CAPABILITIES.index(one.capability))
-
-
-def _empty(folder: str) -> str:
-    """Write an empty pytest.ini, so that no project above is configured; return its path."""
-    settings = Path(folder) / "pytest.ini"
-    settings.write_text("[pytest]\n")
-    return str(settings)
-
-
-def _all_in_this_process() -> list[str]:
-    """Return the options that undo a project's own, which would run fewer tests, or in other processes."""
-    all_of_them = ["-k", "", "-m", "", "--maxfail=0", "-o", "python_functions=test"]
-    return [*all_of_them, "--numprocesses=0"] if find_spec("xdist") else all_of_them
-
-
-def _ignore_progress(done: int, total: int) -> None:
-    pass
 
 
 class _Collector:
@@ -134,7 +121,7 @@ class _Collector:
         self._ended: set[str] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Record the requested tests before any of them is deselected."""
+        """Record the requested tests before any of them is deselected, so that :meth:`never_run` misses none."""
         cls, test = getattr(item, "cls", None), standard_of(getattr(item, "function", None))
         if cls is None or test is None or not issubclass(cls, Suite) or cls.alias != self.alias:
             return
@@ -152,7 +139,7 @@ class _Collector:
             self.errors.append(str(report.longrepr))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record the result of a test: of its call, or of a set-up that ended it."""
+        """Record the result of a test: of its call, or of a set-up or teardown that failed or was skipped."""
         if report.when != "call" and report.passed:
             return
         self._ended.add(report.nodeid)
@@ -177,7 +164,7 @@ class _Collector:
 
 
 def _outcome(report: pytest.TestReport) -> Outcome:
-    if hasattr(report, "wasxfail"):
+    if hasattr(report, "wasxfail"):  # pytest's sign of an expected failure, which it reports as skipped
         return "failed" if report.passed else "expected failure"
     outcomes: dict[str, Outcome] = {"passed": "passed", "failed": "failed", "skipped": "not declared"}
     return outcomes[report.outcome]

@@ -30,6 +30,8 @@ _EVERY_SETTING = frozenset({"alias", "options", "expected_failures", "pytestmark
 class Collected(type):
     """The metaclass of suites, which refuses what would stop pytest from collecting one."""
 
+    # Where __test__ is set after a class was made, pytest does not collect it, and so calls no hook of the kit.
+
     def __setattr__(cls, name: str, value: object) -> None:
         __tracebackhide__ = True
         super().__setattr__(name, value)
@@ -65,6 +67,7 @@ class Suite(metaclass=Collected):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Check that the test is not dropped; suites also set its cases here."""
+        # pytest calls it once for each test of a class, before -k, -m and conftest.py may deselect any.
         KeepsStandardTests.of(metafunc.config).check(metafunc.definition, self.settings)
 
     @pytest.fixture(autouse=True)
@@ -96,6 +99,15 @@ class Suite(metaclass=Collected):
 
 
 # Standard tests, and the check that a test class keeps all of them
+#
+# No standard test may disappear.  There are four moments at which one can, and each is seen at that moment only:
+#
+# 1. A class is made: it replaces a test, or has what keeps pytest from collecting it.  __init_subclass__ raises.
+# 2. A class is changed later: Collected.__setattr__ sees __test__, KeepsStandardTests.check all the rest.
+# 3. pytest collects a test: marks that skip it.  KeepsStandardTests.check makes one error of the file.
+# 4. A test runs: a fixture, a set-up or a mark that comes late skips it.  Its report becomes a failure.
+#
+# What pytest is told on its command line to leave out is left out; only `dstrat test` counts all (run.py).
 
 
 Tier = Literal["basic", "optional", "processes", "device"]
@@ -178,9 +190,10 @@ def check_complete(cls: type[Any], settings: frozenset[str]) -> None:
         MisuseError: The class overrides a part of the suite, or names a test that does not exist.
     """
     __tracebackhide__ = True  # here and below, so that pytest shows the author's class alone
-    if cls.__module__.startswith(_OURS):
+    if cls.__module__.startswith(_OURS):  # the suites themselves, which derive from each other
         return
     for name, member in _members(cls):
+        # Static, as a property or a fixture would be another object each time.
         if name not in settings and inspect.getattr_static(cls, name, None) is not member:
             raise MisuseError(_why_not(cls, name, member))
     check_collected(cls)
@@ -289,7 +302,7 @@ class KeepsStandardTests:
             CollectError: It says what to do.
         """
         try:
-            if test.cls not in self._checked:  # again, as a class can be changed after it was made
+            if test.cls not in self._checked:  # it takes 3 ms, and a class has 60 tests
                 self._checked.add(test.cls)
                 check_complete(test.cls, settings)
             if standard_of(test.function) is not None:
@@ -297,6 +310,7 @@ class KeepsStandardTests:
         except MisuseError as error:
             raise pytest.Collector.CollectError(str(error)) from error
 
+    # The outermost wrapper, so that it sees the report as pytest's own plugin for skipping has left it.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -308,7 +322,7 @@ class KeepsStandardTests:
             if by is not None:
                 report.outcome = "failed"
                 report.longrepr = f"{by}, and a standard test cannot be skipped: take that away; {_FIX}"
-                vars(report).pop("wasxfail", None)
+                vars(report).pop("wasxfail", None)  # else pytest shows an expected failure, whatever the outcome
         return report
 
 

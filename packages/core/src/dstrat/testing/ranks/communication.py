@@ -56,7 +56,8 @@ def reductions(rank_context: RankContext, subject: Subject, accelerator: str) ->
     """Return the result of each reduction, and its argument afterwards."""
     with open_strategy(rank_context, subject, accelerator) as strategy:
         results: dict[str, Any] = {}
-        shard = strategy.distributed_sampler_kwargs.get("rank", 0)  # ranks that share a batch are reduced as one
+        # Not the rank: those that share a batch have the same value, and are reduced as one.
+        shard = strategy.distributed_sampler_kwargs.get("rank", 0)
         for operation in OPERATIONS:
             tensor = _tensor(strategy, rank_values(shard))
             reduced = strategy.reduce(tensor, reduce_op=operation)

@@ -143,7 +143,8 @@ def evaluate(rank_context: RankContext, subject: Subject, work: Fit) -> dict[str
     results: dict[str, Any] = {}
     for name in ("validate", "test", "predict"):
         net = NETS[work.net](work, subject.configure_model)
-        outputs = getattr(make_trainer(rank_context, subject, work, []), name)(net) or []
+        trainer = make_trainer(rank_context, subject, work, [], limit_val_batches=None)
+        outputs = getattr(trainer, name)(net) or []
         predicted = [number for batch in outputs for number in batch.tolist()] if name == "predict" else None
         results[name] = dict(outputs[0]) if predicted is None else predicted, net.seen
     return results
@@ -167,7 +168,7 @@ def make_trainer(
         "gradient_clip_val": work.clip,
         "gradient_clip_algorithm": work.algorithm,
         "num_sanity_val_steps": 0,
-        "limit_val_batches": 0 if callbacks and not work.validate_every else None,
+        "limit_val_batches": None if work.validate_every else 0,
         "val_check_interval": work.validate_every or None,
         "logger": False,
         "callbacks": callbacks,
@@ -188,6 +189,7 @@ def plain(module: torch.nn.Module) -> dict[str, list[float]]:
 def numbers(tensor: torch.Tensor) -> list[float]:
     """Return the numbers of a tensor as floats, without loss of precision."""
     listed: list[float] = tensor.detach().cpu().double().flatten().tolist()
+    # NaN for infinity, too, as it equals nothing: two trainings that both diverge are not the same.
     return [number if math.isfinite(number) else math.nan for number in listed]
 
 
@@ -204,13 +206,10 @@ class _End(Callback):
         self.drawn = 0.0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
-        if self.work.save_to is not None and trainer.global_step == self.work.save_at and not self.was_saved:
-            trainer.save_checkpoint(Path(self.work.save_to))
-
-    @property
-    def was_saved(self) -> bool:
-        """Whether the checkpoint is there."""
-        return self.work.save_to is not None and Path(self.work.save_to).exists()
+        path = self.work.save_to
+        # The step's number stays for the batches that are accumulated after it.
+        if path is not None and trainer.global_step == self.work.save_at and not Path(path).exists():
+            trainer.save_checkpoint(Path(path))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
         self.validated.append({name: float(value) for name, value in trainer.callback_metrics.items()})
@@ -362,13 +361,13 @@ def reuse(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[str, 
         None where the module is sharded in any rank.
     """
     net = NETS[work.net](work, subject.configure_model)
-    make_trainer(rank_context, subject, work, [NoCallback()]).fit(net)
+    make_trainer(rank_context, subject, work, []).fit(net)
     is_complete = plain(net).keys() == dict(net.named_parameters()).keys()
     if "sharded" in rank_context.meet("trained", "whole" if is_complete else "sharded", seconds=_PATIENCE):
         return None
     problem = _problem_by_itself(net, NETS[work.net](work, None))
     net.losses.clear()
-    make_trainer(rank_context, subject, work, [NoCallback()]).fit(net)
+    make_trainer(rank_context, subject, work, []).fit(net)
     return problem, net.losses
 
 
@@ -390,10 +389,6 @@ def _gradients(net: Net) -> dict[str, torch.Tensor]:
     net.zero_grad()
     torch.nn.functional.mse_loss(net(inputs), targets).backward()
     return {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
-
-
-class NoCallback(Callback):
-    """Keeps the Trainer from validating."""
 
 
 # Reference results of one device, cached

@@ -87,7 +87,7 @@ def uneven_groups(rank_context: RankContext, work: Fit) -> dict[str, list[float]
     last = _batch_gradient(module, work, work.accumulate)
     _step(module, last)
     right = _flat(module)
-    divided = dropped - last / work.accumulate
+    divided = dropped - last / work.accumulate  # the learning rate is 1
     return {
         RIGHT: numbers(right),
         "dropped: the parameters are those after the group before it": numbers(dropped),
@@ -101,7 +101,7 @@ def _clipping(work: Fit) -> Callable[[Tensor], Tensor]:
         return lambda gradient: gradient
     if work.algorithm == "value":
         return lambda gradient: gradient.clamp(-limit, limit)
-    return lambda gradient: gradient * min(1.0, limit / (float(gradient.norm()) + 1e-6))
+    return lambda gradient: gradient * min(1.0, limit / (float(gradient.norm()) + 1e-6))  # torch's formula
 
 
 def _gradient(work: Fit, reader: int, readers: int, batch: int) -> Tensor:
@@ -161,6 +161,7 @@ def with_local_statistics(
             optimizer.zero_grad()
         of_step = [replica.training_step(shard, step) for replica, shard in zip(replicas, shards, strict=True)]
         torch.stack(of_step).mean().backward()
+        # All replicas get the same gradients, and so stay equal but for their buffers.
         for alike in zip(*(replica.parameters() for replica in replicas), strict=True):
             total = torch.stack([parameter.grad for parameter in alike if parameter.grad is not None]).sum(0)
             for parameter in alike:

@@ -139,7 +139,7 @@ def _ended_in_team(
     function: Callable[..., Any], key: tuple[str, int], seconds: float, arguments: dict[str, Any]
 ) -> list[RankResult]:
     has_waited = key in _teams
-    team = _teams.pop(key) if has_waited else Team(key[1])
+    team = _teams.pop(key) if has_waited else Team(key[1])  # back only if it can run another function
     try:
         ended = team.run(function, seconds=seconds, arguments=arguments)
     except BaseException:  # its ranks would wait for ever, and this process at its exit for them
@@ -150,6 +150,7 @@ def _ended_in_team(
         return ended
     team.close()
     has_failed = primary_failure(ended) is not None
+    # In used ranks the cause may be what another function has left there.
     return _ended_in_team(function, key, seconds, arguments) if has_failed and has_waited else ended
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from dstrat.errors import DstratError, RankFailedError
-from dstrat.testing.ranks.fits import Fit, NoCallback, make_trainer
+from dstrat.testing.ranks.fits import Fit, make_trainer
 from dstrat.testing.ranks.modules import ActingNet, Net
 from dstrat.testing.suite import fail
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +73,7 @@ class FaultyNet(ActingNet):
         if self.fault == "dies":
             os._exit(_EXIT_CODE)
         if self.fault == "hangs":
-            time.sleep(1000)
+            time.sleep(1000)  # longer than any timeout of the kit
 
 
 class _SocketRecorder(Callback):
@@ -148,12 +150,12 @@ def _launch(rank_context: RankContext, subject: Subject, accelerator: str, devic
     module.culprit, module.fault = devices - 1, fault
     before = [parameter.detach().clone() for parameter in module.parameters()]
     begun, error, rank, steps = time.monotonic(), "", None, 0
-    alone = replace(rank_context, world_size=devices)
+    alone = replace(rank_context, world_size=devices)  # this process plays the user's, which has no rank
     try:
-        trainer = make_trainer(alone, subject, work, [NoCallback()], plugins=None)
+        trainer = make_trainer(alone, subject, work, [], plugins=None)
         trainer.fit(module)
         steps = trainer.global_step
-    except (DstratError, ValueError) as raised:
+    except (DstratError, ValueError) as raised:  # ValueError is FaultyNet's own, from a run in this process
         error = f"{type(raised).__name__}: {raised}"
         rank = raised.rank if isinstance(raised, RankFailedError) else None
     seconds = time.monotonic() - begun
@@ -187,6 +189,7 @@ def can_look() -> bool:
 
 def adopt_orphans() -> None:
     """Make this process the parent of the orphans of its children, so that they are listed below it."""
+    # Else init is their parent, and a process that outlives the rank that started it would not be found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -292,12 +295,6 @@ def run_program(
 
 def main() -> None:
     """Train, and leave a file for each rank that did."""
-    import torch
-
-    from dstrat.testing.ranks.fits import Fit
-    from dstrat.testing.ranks.modules import Net
-    from dstrat.training.trainer import Trainer
-
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     subject, devices, accelerator = pickle.loads((folder / _JOB).read_bytes())  # noqa: S301 - the test wrote it

@@ -39,6 +39,7 @@ class Regression(torch.nn.Module):
 class Loop:
     """The attributes of ``TrainerLike``, and nothing else."""
 
+    # Slots, so that a strategy cannot keep anything in it either.
     __slots__ = ("_events", "_module", "is_fitting")
 
     accumulate_grad_batches = 1

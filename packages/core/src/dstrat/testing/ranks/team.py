@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
 
-_PATIENCE = 8.0  # seconds for the others after one rank has failed
+_PATIENCE = 8.0  # seconds for the others after one rank has failed: the first report is not always the cause
 _STACKS = 0.5  # seconds for a rank to write its stack
 _PARTING = 1.0  # seconds for ranks to end after they have reported
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.ranks.team", "dstrat.testing.ranks.fits"]
@@ -60,6 +60,7 @@ class RankResult:
 
 def begin_loading(*modules: str) -> None:
     """Start the process that ranks are copies of, unless there is one; it loads torch and modules beside the tests."""
+    # It spares each rank the import of torch, which takes longer than most functions.
     multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
     forkserver.ensure_running()
 
@@ -116,13 +117,13 @@ class Team:
             if output.exists():
                 os.truncate(output, 0)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: there will be no report
-                pipe.send(list(sys.path))
+                pipe.send(list(sys.path))  # first, as the rank imports the function's module to unpickle it
                 pipe.send((function, work, arguments))
 
     def _end(self, silent: Collection[int] = ()) -> dict[int, str]:
         """End the ranks; return the stacks of those that are still busy."""
         for pipe in self._pipes:
-            pipe.close()  # for which ranks that are done wait
+            pipe.close()  # ranks that have reported wait for this
         stacks = _stacks(self._ranks, silent, self._folder)
         _kill(self._ranks)
         self._has_ended = True
@@ -137,10 +138,12 @@ def _start(world_size: int, folder: Path) -> tuple[list[Any], list[Any]]:
     with listener, hidden_main():
         for rank in range(world_size):
             parent_end, child_end = context.Pipe()
+            # Bound here, so that no other job of the machine can take the port before rank 0 listens on it.
             cluster_arguments = (rank, world_size, listener.getsockname()[1], listener if rank == 0 else None)
+            # A daemon could not start processes, as strategies that are tested do.
             process = context.Process(target=run_rank, args=(child_end, cluster_arguments, folder), daemon=False)
             process.start()
-            child_end.close()
+            child_end.close()  # else its rank's death would not end the pipe
             ranks.append(process)
             pipes.append(parent_end)
     return ranks, pipes
@@ -156,7 +159,7 @@ def _collect(pipes: Sequence[Any], seconds: float) -> tuple[dict[int, Report], C
         if not ready:
             break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
-            with contextlib.suppress(EOFError, ConnectionResetError):
+            with contextlib.suppress(EOFError, ConnectionResetError):  # it has died without a report
                 reports[rank] = pending[rank].recv()
             del pending[rank]
             if rank not in reports or reports[rank].failure:
@@ -168,7 +171,7 @@ def _stacks(ranks: Sequence[Any], silent: Collection[int], folder: Path) -> dict
     """Return the stacks of the ranks that are still busy."""
     for rank in silent:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(ranks[rank].pid, signal.SIGQUIT)
+            os.kill(ranks[rank].pid, signal.SIGQUIT)  # for which the rank has registered faulthandler
     if silent:
         time.sleep(_STACKS)
     return {rank: _text(folder / f"stack-{rank}") or "(it gave no stack)" for rank in silent}
@@ -238,7 +241,7 @@ def run_rank(pipe: Any, cluster_arguments: tuple[Any, ...], folder: Path) -> Non
 
 def _run(pipe: Any, rank: int, world_size: int, cluster: LoopbackCluster) -> Report:
     try:
-        function, folder, arguments = pipe.recv()
+        function, folder, arguments = pipe.recv()  # here, so that a function that cannot be imported is reported
         rank_context = RankContext(rank=rank, world_size=world_size, folder=folder, cluster=cluster)
         value = function(rank_context, **arguments)
         return Report(value=value, time_ns=time.time_ns(), is_as_before=_is_as_before())
@@ -261,7 +264,7 @@ def _is_as_before() -> bool:
 
 def _prepare(rank: int, folder: Path) -> None:
     gc.freeze()  # a search for garbage would visit, and so copy, all that the process it was forked from has loaded
-    os.setsid()
+    os.setsid()  # so that what the rank starts can be ended with it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -273,11 +276,12 @@ def _prepare(rank: int, folder: Path) -> None:
     os.environ.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the ranks of a team share this machine's cores
 
 
 def _leave() -> None:
     """Exit without the interpreter's cleanup, which takes longer than many tests."""
+    # os._exit writes no buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
+from dstrat.testing.ranks import communication
 from dstrat.testing.ranks.jobs import DEFAULT_SECONDS, Subject, end_teams, run_in_team, run_job
 from dstrat.testing.ranks.team import begin_loading
 from dstrat.testing.suite import Suite, not_declared
@@ -23,7 +24,7 @@ _USUAL_PRECISIONS = ("64-true", "bf16-mixed")
 
 _PAIR = 2
 
-_shared: dict[str, Any] = {}
+_shared: dict[str, Any] = {}  # results of jobs, of all test classes: their keys name the strategy and its options
 
 
 class StrategyTests(Suite):
@@ -75,7 +76,9 @@ class StrategyTests(Suite):
         super().pytest_generate_tests(metafunc)
         if "world_size" in metafunc.fixturenames:
             metafunc.parametrize("world_size", metafunc.cls.world_sizes)
-        several = [size for size in metafunc.cls.world_sizes if size > 1] or [_PAIR]  # which is skipped with a reason
+        # Without several processes, one case that need_processes skips: no case at all would be skipped by pytest,
+        # without the reason.
+        several = [size for size in metafunc.cls.world_sizes if size > 1] or [_PAIR]
         if "several" in metafunc.fixturenames:
             metafunc.parametrize("several", several)
         if "pair" in metafunc.fixturenames:
@@ -99,7 +102,7 @@ class StrategyTests(Suite):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _teams(cls) -> Iterator[None]:
-        begin_loading(cls().component.target_name.partition(":")[0])
+        begin_loading(cls().component.target_name.partition(":")[0])  # in the background, while the first tests run
         yield
         end_teams()
 
@@ -111,7 +114,7 @@ class StrategyTests(Suite):
         self.need_processes(world_size)
         team = self.accelerator
         if self.environ:
-            team = f"{team} {dict(self.environ)}"  # ranks keep what they have set
+            team = f"{team} {dict(self.environ)}"  # ranks keep what they have set, so that others run no test in them
             arguments = {"task": function, "environ": dict(self.environ), "arguments": arguments}
             function = run_with_environ
         if needs_new_ranks:
@@ -135,8 +138,6 @@ class StrategyTests(Suite):
         """Return the cached values of a function of the module ``communication``, one per rank."""
         __tracebackhide__ = True
         self.need_processes(world_size)
-        from dstrat.testing.ranks import communication
-
         return self.shared_job(
             getattr(communication, name), world_size, subject=self.subject, accelerator=self.accelerator
         )

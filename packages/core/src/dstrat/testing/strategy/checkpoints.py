@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dstrat.testing.ranks.fits import on_one_device, one_device
+from dstrat.testing.ranks.fits import (
+    ONE_DEVICE,
+    Fit,
+    differences,
+    fit,
+    on_one_device,
+    one_device,
+    round_trip,
+    saves,
+)
+from dstrat.testing.ranks.jobs import run_in_team
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, standard
 
@@ -30,8 +40,6 @@ class Checkpoints(StrategyTests):
 
     @standard("processes", "checkpoints")
     def test_a_checkpoint_is_written_once_and_every_rank_waits_for_it(self, pair: int) -> None:
-        from dstrat.testing.ranks.fits import saves
-
         results = self.job(saves, pair, subject=self.subject, accelerator=self.accelerator)
         writers = [rank for rank, result in enumerate(results) if result["wrote"]]
         if writers != [0]:
@@ -53,6 +61,7 @@ class Checkpoints(StrategyTests):
     @standard("processes", "checkpoints")
     def test_resuming_equals_never_having_stopped_bit_for_bit(self, world_size: int, tmp_path: Path) -> None:
         self.need_determinism()
+        # A net with dropout and shuffled data: random numbers of each rank and the position in an epoch must come back.
         uninterrupted = self._run(world_size, net="random", shuffle=True)
         at = str(tmp_path / "checkpoint")
         self._run(world_size, net="random", shuffle=True, save_to=at, save_at=_SAVE_AT, stop_at=_SAVE_AT)
@@ -92,11 +101,11 @@ class Checkpoints(StrategyTests):
 
     @standard("processes", "moving")
     def test_a_checkpoint_of_one_device_goes_on_here(self, world_size: int, tmp_path: Path) -> None:
-        self._check_move("single_device", 1, self.alias, world_size, tmp_path)
+        self._check_move(ONE_DEVICE, 1, self.alias, world_size, tmp_path)
 
     @standard("processes", "moving")
     def test_a_checkpoint_goes_on_on_one_device(self, world_size: int, tmp_path: Path) -> None:
-        self._check_move(self.alias, world_size, "single_device", 1, tmp_path)
+        self._check_move(self.alias, world_size, ONE_DEVICE, 1, tmp_path)
 
     @standard("processes", "moving")
     def test_a_checkpoint_goes_on_on_another_number_of_ranks(self, several: int, tmp_path: Path) -> None:
@@ -105,11 +114,10 @@ class Checkpoints(StrategyTests):
 
     def _check_round_trip(self, key: str, name: str, world_size: int, checkpoint_format: str) -> None:
         __tracebackhide__ = True
-        from dstrat.testing.ranks.fits import Fit, differences, round_trip
-
         work = Fit(samples=24, accelerator=self.accelerator, checkpoint_format=checkpoint_format)  # type: ignore[arg-type]
         self.need_processes(world_size)
         saved, loaded = self.shared_job(round_trip, world_size, subject=self.subject, work=work)[0]
+        # Two empty states would be equal.
         if key == "optimizer" and not _has_momentum(saved[key]):
             fail(
                 f"optimizer_state of {self.alias} has no state of any parameter after three steps of AdamW, so that "
@@ -159,10 +167,7 @@ class Checkpoints(StrategyTests):
 
     def _run(self, world_size: int, alias: str = "", **options: Any) -> list[FitResult]:
         __tracebackhide__ = True
-        from dstrat.testing.ranks.fits import Fit, fit
-        from dstrat.testing.ranks.jobs import run_in_team
-
-        if alias == "single_device":
+        if alias == ONE_DEVICE:
             return run_in_team(fit, 1, subject=one_device(), work=Fit(samples=_SAMPLES, **options))
         work = Fit(samples=_SAMPLES, accelerator=self.accelerator, **options)
         return self.job(fit, world_size, subject=self.subject, work=work)
@@ -191,4 +196,4 @@ def _check_same_losses(one: FitResult, other: FitResult, rank: int) -> None:
 
 
 def _has_momentum(optimizers: Any) -> bool:
-    return all(isinstance(state, dict) and state.get("state") for state in optimizers) and bool(optimizers)
+    return bool(optimizers) and all(isinstance(state, dict) and state.get("state") for state in optimizers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dstrat.testing.ranks.communication import OPERATIONS, rank_values
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, standard
 
@@ -44,8 +45,6 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_reduce_gives_mean_sum_max_and_min(self, world_size: int) -> None:
-        from dstrat.testing.ranks.communication import OPERATIONS, rank_values
-
         columns = list(zip(*(rank_values(shard) for shard in range(self.readers(world_size))), strict=True))
         for rank, results in enumerate(self.collected("reductions", world_size)):
             for operation in OPERATIONS:
@@ -54,8 +53,6 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_reduce_leaves_its_argument_and_other_values_alone(self, world_size: int) -> None:
-        from dstrat.testing.ranks.communication import OPERATIONS, rank_values
-
         for results, says in zip(
             self.collected("reductions", world_size), self.collected("positions", world_size), strict=True
         ):
@@ -82,8 +79,6 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_all_gather_stacks_in_the_order_of_ranks(self, world_size: int) -> None:
-        from dstrat.testing.ranks.communication import rank_values
-
         expected = [[rank_values(rank)] * 2 for rank in range(world_size)]
         for rank, result in enumerate(self.collected("gathering", world_size)):
             values = result["values"]
@@ -106,7 +101,7 @@ class Collectives(StrategyTests):
     @standard("processes", "collectives")
     def test_all_gather_lets_gradients_flow_back_only_when_asked(self, world_size: int) -> None:
         for rank, result in enumerate(self.collected("gathering", world_size)):
-            expected = [float(world_size * (rank + 1))] * 2
+            expected = [float(world_size * (rank + 1))] * 2  # each of the losses weights this rank's part so
             if result["needs_gradient"]:
                 fail("all_gather returned a tensor that needs gradients though sync_grads is False: detach it")
             if result["gradient"] != expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from dstrat.testing.ranks.fits import one_device
+from dstrat.testing.ranks.fits import Fit, evaluate, one_device
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, standard
 
@@ -35,8 +35,6 @@ class Evaluation(StrategyTests):
 
     def _check_logged(self, stage: str, world_size: int) -> None:
         __tracebackhide__ = True
-        from dstrat.testing.ranks.fits import Fit, evaluate
-
         for samples in _SAMPLES:
             results = self._evaluate(world_size, samples)
             self._check_seen([rank[stage][1] for rank in results], stage, samples)
@@ -73,8 +71,6 @@ class Evaluation(StrategyTests):
 
     def _evaluate(self, world_size: int, samples: int) -> list[dict[str, Any]]:
         __tracebackhide__ = True
-        from dstrat.testing.ranks.fits import Fit, evaluate
-
         work = Fit(evaluated=samples, accelerator=self.accelerator)
         self.need_processes(world_size)
         return self.shared_job(evaluate, world_size, subject=self.subject, work=work)

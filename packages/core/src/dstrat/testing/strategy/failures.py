@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dstrat.testing.ranks.launching import can_look
+from dstrat.testing.ranks.launching import ERROR_MESSAGE, can_look, launch
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, not_declared, standard
 
@@ -24,8 +24,6 @@ class Failures(StrategyTests):
 
     @standard("processes", "failures")
     def test_a_rank_that_raises_ends_the_job_with_its_own_words(self, pair: int) -> None:
-        from dstrat.testing.ranks.launching import ERROR_MESSAGE
-
         outcome = self._launched(pair, "raises")
         self._check_end(outcome, "raised", pair)
         if ERROR_MESSAGE not in outcome.error:
@@ -58,11 +56,10 @@ class Failures(StrategyTests):
 
     @standard("basic", "failures")
     def test_an_error_in_a_step_reaches_the_user(self) -> None:
-        from dstrat.testing.ranks.launching import ERROR_MESSAGE, launch
-
         if self.fewest > 1:
             not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}")
         job = {"subject": self.subject, "accelerator": self.accelerator, "devices": 1, "fault": "raises"}
+        # New ranks here and below: launch replaces __main__ and adopts orphans, which the next function would find.
         outcome = self.job(launch, 1, needs_new_ranks=True, **job)[0][0]
         if ERROR_MESSAGE not in outcome.error:
             fail(
@@ -73,8 +70,6 @@ class Failures(StrategyTests):
 
     def _launched(self, devices: int, fault: Fault) -> JobResult:
         __tracebackhide__ = True
-        from dstrat.testing.ranks.launching import launch
-
         self.need_processes(devices)
         job = {"accelerator": self.accelerator, "devices": devices, "fault": fault}
         subject = self.launched(self._collective_timeout(devices, fault))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from dstrat.testing.ranks.fits import Fit, fit
+from dstrat.testing.ranks.gradients import first_values, possible_steps, uneven_groups
+from dstrat.testing.ranks.modules import GLOBAL_BATCH
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, standard
-
-if TYPE_CHECKING:
-    from dstrat.testing.ranks.fits import Fit
 
 _CLOSE = 1e-4  # relative to the largest number
 _CLIP = 0.2
@@ -40,8 +38,6 @@ class Gradients(StrategyTests):
 
     @standard("processes", "gradients")
     def test_the_last_group_of_an_epoch_may_have_fewer_batches(self, world_size: int) -> None:
-        from dstrat.testing.ranks.gradients import uneven_groups
-
         self.need_losses_of_one_device()
         work = self._work(batches=_ACCUMULATE + 1, accumulate=_ACCUMULATE)
         state = self._state_after(work, world_size)
@@ -57,8 +53,6 @@ class Gradients(StrategyTests):
             )
 
     def _check_step(self, world_size: int, *, accumulate: int = 1, **clipping: object) -> None:
-        from dstrat.testing.ranks.gradients import first_values, possible_steps
-
         __tracebackhide__ = True
         self.need_losses_of_one_device()
         work = self._work(batches=accumulate, accumulate=accumulate, **clipping)
@@ -77,9 +71,6 @@ class Gradients(StrategyTests):
             )
 
     def _work(self, *, batches: int, **options: object) -> Fit:
-        from dstrat.testing.ranks.fits import Fit
-        from dstrat.testing.ranks.modules import GLOBAL_BATCH
-
         return Fit(
             net="linear",
             optimizer="sgd",
@@ -89,8 +80,6 @@ class Gradients(StrategyTests):
         )
 
     def _state_after(self, work: Fit, world_size: int) -> list[float]:
-        from dstrat.testing.ranks.fits import fit
-
         __tracebackhide__ = True
         fitted = self.job(fit, world_size, subject=self.subject, work=work)
         return [value for values in fitted[0].state.values() for value in values]

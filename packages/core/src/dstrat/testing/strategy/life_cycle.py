@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dstrat.testing.ranks.own_loop import ends_without_beginning, life_cycle, losses_in_a_loop, reference_losses
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, standard
 
@@ -110,8 +111,6 @@ class LifeCycle(StrategyTests):
 
     @standard("basic", "life cycle")
     def test_it_may_end_before_it_has_begun_and_twice(self) -> None:
-        from dstrat.testing.ranks.own_loop import ends_without_beginning
-
         problems = self.job(ends_without_beginning, self.fewest, subject=self.subject, accelerator=self.accelerator)[0]
         if problems:
             fail(
@@ -121,8 +120,6 @@ class LifeCycle(StrategyTests):
 
     @standard("processes", "life cycle")
     def test_a_hand_written_loop_trains_as_on_one_device(self, world_size: int) -> None:
-        from dstrat.testing.ranks.own_loop import losses_in_a_loop, reference_losses
-
         self.need_losses_of_one_device()
         losses = self.job(
             losses_in_a_loop, world_size, subject=self.subject, accelerator=self.accelerator, steps=_STEPS
@@ -138,8 +135,6 @@ class LifeCycle(StrategyTests):
 
     def _life(self, *, is_fitting: bool) -> dict[str, Any]:
         __tracebackhide__ = True
-        from dstrat.testing.ranks.own_loop import life_cycle
-
         arguments = {"subject": self.subject, "accelerator": self.accelerator, "is_fitting": is_fitting}
         observed: dict[str, Any] = self.shared_job(life_cycle, self.fewest, **arguments)[0]
         return observed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from dstrat.testing.ranks.fits import on_one_device
+from dstrat.testing.ranks.fits import Fit, fit, on_one_device, try_fit
+from dstrat.testing.ranks.gradients import with_local_statistics
 from dstrat.testing.strategy.base import StrategyTests
 from dstrat.testing.suite import fail, not_declared, standard
 
@@ -37,9 +38,6 @@ class Training(StrategyTests):
 
     @standard("processes", "training")
     def test_batch_norm_takes_the_statistics_of_each_ranks_own_batch(self, pair: int) -> None:
-        from dstrat.testing.ranks.fits import Fit
-        from dstrat.testing.ranks.gradients import with_local_statistics
-
         self.need_losses_of_one_device()
         fitted = self._fit(pair, net="normed", samples=_FEW)
         work = Fit(net="normed", samples=_FEW)
@@ -51,7 +49,7 @@ class Training(StrategyTests):
                 expected="each rank normalises what it reads, unless sync_batchnorm=True, and gradients are averaged.",
                 details=_table(losses, self._losses(fitted)),
             )
-        shown = [value + 1.0 for value in _values(saved)]  # relative to what they normalise, which is about 1
+        shown = [value + 1.0 for value in _values(saved)]  # a difference counts relative to the inputs, of about 1
         if not _close(shown, [value + 1.0 for value in _values(statistics)], self.tolerance):
             fail(
                 "the statistics of a layer of batch norm are not those that rank 0 has gathered",
@@ -65,9 +63,8 @@ class Training(StrategyTests):
 
     @standard("processes", "training")
     def test_unused_parameters_are_left_alone_or_named_in_an_error(self, pair: int) -> None:
-        from dstrat.testing.ranks.fits import Fit, try_fit
-
         work = Fit(net="unused", samples=_FEW, accelerator=self.accelerator)
+        # The error may be that of any rank: in the others the connection breaks.
         tried = self.job(try_fit, pair, subject=self.subject, work=work)
         errors = [outcome for outcome in tried if isinstance(outcome, str)]
         if not errors:
@@ -120,7 +117,7 @@ class Training(StrategyTests):
     def test_the_user_gets_the_trained_module_back(self, world_size: int) -> None:
         first = self._fit(world_size)[0]
         self._need_full_modules([first])
-        if _values(first.user_state) != _values(first.state):
+        if _values(first.user_state) != _values(first.state):  # a net without buffers, which user_state lacks
             fail(
                 "the parameters of the user's module after fit are not those at the end of training",
                 expected="teardown leaves the trained module, unwrapped and on the CPU.",
@@ -150,8 +147,6 @@ class Training(StrategyTests):
             )
 
     def _fit(self, world_size: int, **options: Any) -> list[FitResult]:
-        from dstrat.testing.ranks.fits import Fit, fit
-
         __tracebackhide__ = True
         self.need_processes(world_size)
         return self.shared_job(fit, world_size, subject=self.subject, work=Fit(accelerator=self.accelerator, **options))
@@ -189,6 +184,7 @@ class Training(StrategyTests):
     def _of_readers(self, fitted: Sequence[FitResult], value: Any) -> list[Any]:
         """Return the values of the ranks that read different data, in one list."""
         shards = [position["sampler"].get("rank") for position in self.collected("positions", len(fitted))]
+        # Reversed, so that the first rank of those that share a batch stands for them.
         readers = {shard: rank for rank, shard in reversed(list(enumerate(shards))) if shard is not None}
         ranks = readers.values() if len(readers) == self.readers(len(fitted)) else range(len(fitted))
         return [item for rank in ranks for item in value(fitted[rank])]
