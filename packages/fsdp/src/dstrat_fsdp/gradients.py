@@ -25,7 +25,7 @@ from dstrat_fsdp.internals import (
     set_accumulated_gradient,
     unsharded_parameter,
 )
-from dstrat_fsdp.state import with_local
+from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -54,9 +54,9 @@ def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
         name = names[id(param.sharded_param)]
         if isinstance(gradient, DTensor):  # of a tensor-parallel layer: its ranks have shards or summands
             placements[name] = [_describe(placement) for placement in gradient.placements]
-        full[name] = _local(gradient)
-    shards = {n: _local(p.grad) for n, p in module.named_parameters() if p.grad is not None} if has_shards else {}
-    gradients = {"whole": full, "placements": placements, "shards": shards}
+        full[name] = local_tensor(gradient)
+    shards = {n: local_tensor(p.grad) for n, p in module.named_parameters() if p.grad is not None} if has_shards else {}
+    gradients = {"whole": full, "placements": placements, "shards": shards}  # keys of checkpoints
     return gradients if full or shards else {}
 
 
@@ -105,10 +105,6 @@ def drop_accumulated(units: Sequence[FSDPModule], parameters: Container[int]) ->
     for param in fsdp_params(units):
         if id(param.sharded_param) in parameters:
             clear_accumulated_gradient(param)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _describe(placement: Placement) -> int | str | None:

@@ -43,7 +43,7 @@ def unwrap(unit: FSDPModule) -> None:
     for handle in _hooks(state):
         handle.remove()
     module.__class__ = type(module).__mro__[2]  # after torch's combined class and FSDPModule
-    for submodule in module.modules():  # torch marks all below a unit, for its compiler
+    for submodule in module.modules():  # all of them have torch's marks for its compiler
         for name in _MARKS:
             submodule.__dict__.pop(name, None)
     # Process groups close with their last reference.  A traceback may keep the unit of a failed rank alive, and its

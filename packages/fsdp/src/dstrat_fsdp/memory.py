@@ -38,9 +38,6 @@ def sharded_layout(
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
         num_splits: Number of ranks that each matrix is split over before it is sharded, by tensor parallelism.
-
-    Returns:
-        The memory.
     """
     parameters = list(training.module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]

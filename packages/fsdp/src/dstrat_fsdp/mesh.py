@@ -55,7 +55,11 @@ def sharding_mesh_shape(
             return (world_size // per_machine, per_machine)
         return (world_size, 1) if sharding == "NO_SHARD" else (world_size,)
     shape = tuple(device_mesh.shape if isinstance(device_mesh, DeviceMesh) else device_mesh)
-    _check_shape(shape, world_size)
+    if math.prod(shape) != world_size:
+        raise RequestError(
+            f"device_mesh {shape} has {math.prod(shape)} processes, and the job has {world_size}: "
+            "their number must be the same"
+        )
     if len(shape) > 2:
         raise RequestError(f"device_mesh {shape} has {len(shape)} dimensions: give (shards,) or (replicas, shards)")
     dimensions = {"NO_SHARD": 0, "HYBRID_SHARD": 2, None: len(shape)}.get(sharding, 1)
@@ -65,15 +69,6 @@ def sharding_mesh_shape(
             "HYBRID_SHARD takes (replicas, shards), NO_SHARD no mesh, every other one (shards,)"
         )
     return shape
-
-
-def _check_shape(shape: tuple[int, ...], world_size: int) -> None:
-    """Raise RequestError unless the mesh has as many processes as the job."""
-    if math.prod(shape) != world_size:
-        raise RequestError(
-            f"device_mesh {shape} has {math.prod(shape)} processes, and the job has {world_size}: "
-            "their number must be the same"
-        )
 
 
 def parallel_sizes(data: int | str, tensor: int | str, *, world_size: int, per_machine: int) -> tuple[int, int]:

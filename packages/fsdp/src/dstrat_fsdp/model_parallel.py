@@ -46,19 +46,14 @@ class ModelParallelStrategy(ShardedStrategy):
     It may also shard its blocks over ``device_mesh["data_parallel"]``; all other parameters are sharded as by
     FSDPStrategy.
 
+    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
+
     Args:
         data_parallel_size: Number of groups that read different batches; "auto" follows from the other size.
         tensor_parallel_size: Number of ranks of a group; "auto" follows from the other size, or is the number of
             devices of a machine if both are "auto".
-        accelerator: The hardware.
-        parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
+        precision_plugin: The precision; parameters are gathered in the dtype that it computes in.
         state_dict_type: The parameters after a run: ``"sharded"``, or ``"full"`` on each rank.
-        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a collective waits for the other ranks before the job fails.
-        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
 
     Raises:
         RequestError: An option has an impossible value.
@@ -183,10 +178,9 @@ class ModelParallelStrategy(ShardedStrategy):
     ) -> Any:
         """Return the tensor reduced over all batches; ranks that share a batch count once."""
         name = name_of_operation(reduce_op)
-        if group is None and name in (
-            "product",
-            "bxor",
-        ):  # a division cannot correct these for ranks that share a batch
+        # Over all ranks, each batch counts once for each rank that shares it.  That changes no mean and no maximum, a
+        # division corrects a sum, and nothing corrects a product.
+        if group is None and name in ("product", "bxor"):
             group = self.device_mesh[DATA_PARALLEL].get_group()
         reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
         if group is None and name in ("sum", "premul_sum") and reduced is not tensor:
@@ -195,5 +189,6 @@ class ModelParallelStrategy(ShardedStrategy):
         return reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
+        # The base class compares a sum of votes with the world size, and reduce counts ranks that share a batch once.
         vote = torch.tensor(float(decision), device=self.root_device)
         return bool(super().reduce(vote, reduce_op="min" if all else "max"))

@@ -15,7 +15,7 @@ from dstrat.checkpoint.full_state import copy_full, full_tensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import reset_method
 from dstrat_fsdp.internals import allocate_meta_tensors
-from dstrat_fsdp.state import with_local
+from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +49,7 @@ def materialize(module: Module, device: torch.device, existing_shard: Callable[[
 
 def _inner_first(module: Module) -> Iterator[Module]:
     """Yield the submodules in the order in which their constructors returned."""
+    # So that random numbers are drawn in the order of a module that is not on the meta device.
     seen: set[int] = set()
 
     def visit(submodule: Module) -> Iterator[Module]:
@@ -87,15 +88,16 @@ def _fill(
         _reset_layer(layer, names, owned)
     for name, shard in shards.items():
         if shard is not None:
-            _local(getattr(layer, name)).copy_(shard)
+            local_tensor(getattr(layer, name)).copy_(shard)
 
 
 def _reset_layer(layer: Module, names: list[str], owned: set[str]) -> None:
     """Compute the full values of a layer, and keep this rank's shards of the owned tensors."""
+    # Full tensors for a moment, of one layer at a time: the values are those of one device, on any number of ranks.
     reset = reset_method(layer, names)
     sharded = {name: getattr(layer, name) for name in names}
     for name, tensor in sharded.items():
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=_local(tensor).device)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_tensor(tensor).device)
         setattr(layer, name, nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full)
     reset()
     for name, tensor in sharded.items():
@@ -103,10 +105,6 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str]) -> None:
         setattr(layer, name, tensor)
         if name in owned:
             copy_full(tensor, full)
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # Shards parked between runs
@@ -192,7 +190,7 @@ def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
         return None
     position = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
     if not parked.is_reusable or position != (parked.mesh_shape, parked.coordinate):
-        _parked[module] = parked
+        _parked[module] = parked  # a run of the right size may follow
         raise MisuseError(
             f"an earlier run has left {type(module).__name__} sharded over a mesh of {parked.mesh_shape}, which this "
             f"run, over {tuple(mesh.shape)}, cannot use: build the module anew and load a checkpoint of it"

@@ -142,14 +142,14 @@ class ShardedModule:
         return self._run(step, *args, **kwargs)
 
     def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self.free()
+        self.free()  # the guard takes the sharded parameters for those that the module must keep
         self._guard = ParameterGuard(self._module, fsdp_params(self._units))
         changes = ChangesInForward(self._guard, self._units)
         try:
             outputs = self._run(step, *args, **kwargs)
         finally:
             changes.end()
-        self._guard.check_not_changed()  # for the first time
+        self._guard.check_not_changed()  # for the first time, which only records versions
         return outputs
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ class ShardedModule:
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restore the gradients that :meth:`pending_gradients` returned on the same mesh; collective."""
         restore_gradients(self._units, self._module, saved)
-        self._accumulates = True
+        self._accumulates = True  # so that zero_grad clears them, too
 
     def drop_accumulated(self, optimizer: Optimizer) -> None:
         """Clear the unsharded gradients of an optimizer's parameters."""

@@ -96,7 +96,7 @@ class ShardedStrategy(ParallelStrategy):
         return self._mesh
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_mesh": None}
+        return {**super().__getstate__(), "_mesh": None}  # its groups are those of this process
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -117,6 +117,8 @@ class ShardedStrategy(ParallelStrategy):
         module, sharding = self.module, self._sharding()
         parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())
+        # Manual optimization runs backward passes and optimizer steps within the root's forward, and torch reduces the
+        # root's own gradients after it.
         gathers_root = getattr(module, "automatic_optimization", True)
         if not gathers_root:
             blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
@@ -124,7 +126,7 @@ class ShardedStrategy(ParallelStrategy):
         self._take_first_values(module)
         self._sharded = ShardedModule(module, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
-        materialize(self._sharded.root, shards_on, parked.shard if parked else _no_shard)
+        materialize(self._sharded.root, shards_on, parked.shard if parked else lambda _layer, _name: None)
         self.model = self._sharded.root
 
     def _take_first_values(self, module: Module) -> None:
@@ -174,6 +176,7 @@ class ShardedStrategy(ParallelStrategy):
         if self._sharded is not None:
             self._sharded.undo()
             self._checkpointing.undo()
+            # To gather is collective, and after an error other ranks may be gone.
             if self._state_dict_type == "full" and not self._failed:
                 gather_parameters(self.module)
             else:
@@ -272,6 +275,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restore the saved gradients, for the next backward pass; collective."""
+        # If any rank has gradients, all take part, as to restore them is collective.
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
         if state["mesh"] == list(self.device_mesh.shape):
@@ -287,7 +291,3 @@ class ShardedStrategy(ParallelStrategy):
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_optimizer_state` returned, or the same with full tensors; collective."""
         load_named_state(optimizer, self.module, as_shards(state, self.module))
-
-
-def _no_shard(layer: Module, name: str) -> Tensor | None:  # noqa: ARG001 - there are none
-    return None

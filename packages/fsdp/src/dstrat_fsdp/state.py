@@ -29,7 +29,7 @@ def as_shards(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
     """
     parameters = dict(module.named_parameters())
     entries = {
-        name: {key: _shard_like(parameters.get(name), value) for key, value in entry.items()}
+        name: {key: _as_shard(parameters.get(name), value) for key, value in entry.items()}
         for name, entry in state["state"].items()
     }
     return {**state, "state": entries}
@@ -50,21 +50,26 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Str
     agree_on(strategy, lambda: groups_misfit(optimizer, groups, [group["params"] for group in state["param_groups"]]))
     parameters = [parameter for group in groups for parameter in group]
     entries = scatter_optimizer_entries(
-        strategy, state.get("state", {}), lambda number, full: _shard_like(parameters[number], full)
+        strategy, state.get("state", {}), lambda number, full: _as_shard(parameters[number], full)
     )
     optimizer.load_state_dict({"state": entries, "param_groups": strategy.broadcast(state.get("param_groups"))})
 
 
-def _shard_like(parameter: Tensor | None, value: Any) -> Any:
+def _as_shard(parameter: Tensor | None, value: Any) -> Any:
     """Return this rank's shard of a tensor with the shape of a sharded parameter; other values unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    if value.shape != parameter.shape:
+    if value.shape != parameter.shape:  # such as the count of steps
         return value
     return shard_like(parameter, value)
 
 
-# Shards of full tensors, by the mesh and the placements of a DTensor
+# Shards of this rank, by the mesh and the placements of a DTensor
+
+
+def local_tensor(tensor: Any) -> Any:
+    """Return this rank's shard of a DTensor, in the same memory; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(sharded: DTensor, local: Tensor) -> DTensor:
@@ -73,7 +78,7 @@ def with_local(sharded: DTensor, local: Tensor) -> DTensor:
         local,
         sharded.device_mesh,
         sharded.placements,
-        run_check=False,
+        run_check=False,  # it would communicate; shape and stride are needed as shards may differ in size
         shape=sharded.shape,
         stride=sharded.stride(),
     )

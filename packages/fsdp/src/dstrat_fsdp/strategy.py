@@ -59,14 +59,10 @@ class FSDPStrategy(ShardedStrategy):
     Layers may be made in ``configure_model``, where their parameters take no memory until they are sharded; the module
     may also call ``fully_shard`` on parts of itself there, with ``device_mesh``.
 
+    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
+
     Args:
-        accelerator: The hardware.
-        parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
-        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a collective waits for the other ranks before the job fails.
+        precision_plugin: The precision; parameters are gathered in the dtype that it computes in.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         mixed_precision: Torch's policy of dtypes, with or without a ``precision``: batches are cast to its dtype, too.
             None takes that of the precision plugin.
@@ -82,7 +78,6 @@ class FSDPStrategy(ShardedStrategy):
             ``"BACKWARD_POST"`` when they are, which takes less memory; or torch's enumeration.
         reshard_after_forward: Whether blocks are freed after their forward pass; a number keeps shards of a smaller
             mesh of that size.  None follows from the sharding strategy.
-        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         **unknown: Anything else is an error, with a hint for the options of torch's earlier FSDP.
 
     Raises:
@@ -193,7 +188,7 @@ class FSDPStrategy(ShardedStrategy):
         return blocks_of(self.module, self._auto_wrap_policy)
 
 
-DDPFullyShardedNativeStrategy = FSDPStrategy
+DDPFullyShardedNativeStrategy = FSDPStrategy  # its name in Lightning before 2.0
 
 
 def _reshards(value: bool | int | None, sharding: ShardingName | None) -> bool | int:

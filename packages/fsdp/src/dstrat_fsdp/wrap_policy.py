@@ -253,7 +253,10 @@ class ActivationCheckpointing:
         """
         if self._policy is None:
             return
-        self._layers = _matching(module, self._policy)
+        if callable(self._policy):
+            self._layers = [layer for layer in module.modules() if self._policy(layer)]
+        else:
+            self._layers = layers_of_classes(module, self._policy)
         if not self._layers:
             raise RequestError(
                 f"activation checkpointing of {self._policy!r} matches no layer of {type(module).__name__}"
@@ -267,9 +270,3 @@ class ActivationCheckpointing:
         for layer in self._layers:
             layer.__dict__.pop("forward", None)
         self._layers = []
-
-
-def _matching(module: Module, policy: LayerPolicy) -> list[Module]:
-    if callable(policy):
-        return [layer for layer in module.modules() if policy(layer)]
-    return layers_of_classes(module, policy)
