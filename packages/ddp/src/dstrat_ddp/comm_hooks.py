@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,11 @@ class CommHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unpickling torch's PowerSGDState needs the process group, which opens after the processes have started.
-        if isinstance(self.state, _torch("powerSGD_hook.PowerSGDState")):
-            return _with_power_sgd, (self.hook, type(self.state), _slots(self.state), self.wrapper)
-        return _comm_hook, (self.hook, self.state, self.wrapper)
+        state = self.state
+        if isinstance(state, _torch("powerSGD_hook.PowerSGDState")):
+            slots = {name: getattr(state, name) for name in state.__slots__}
+            return _with_power_sgd, (self.hook, type(state), slots, self.wrapper)
+        return partial(CommHook, hook=self.hook, state=state, wrapper=self.wrapper), ()
 
     @property
     def is_local_sgd(self) -> bool:
@@ -82,13 +85,10 @@ class CommHook:
         if self.wrapper is not None:
             wrap: Callable[[Hook], Hook] = _for_device(self.wrapper, device)
             hook = wrap(hook)
-        state = self._default_state() if self.state is None else self.state
+        state = self.state
+        if state is None and self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"])):
+            state = _torch("powerSGD_hook.PowerSGDState")(process_group=None)  # these two have no default of their own
         register(state, _acceptable(hook))
-
-    def _default_state(self) -> Any:
-        if self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"])):
-            return _torch("powerSGD_hook.PowerSGDState")(process_group=None)
-        return None
 
 
 def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hook] | str | None) -> CommHook | None:
@@ -104,7 +104,9 @@ def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hoo
         ConflictError: A state or a wrapper without a hook, or a hook without the state that it needs.
     """
     if hook is None:
-        _refuse_options_without_hook(ddp_comm_state=state, ddp_comm_wrapper=wrapper)
+        for name, value in (("ddp_comm_state", state), ("ddp_comm_wrapper", wrapper)):
+            if value is not None:
+                raise ConflictError(f"{name} is of no use without a ddp_comm_hook: give that too, or leave it out")
         return None
     selected = CommHook(
         hook=_named("ddp_comm_hook", hook, _HOOKS),
@@ -119,20 +121,12 @@ def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hoo
     return selected
 
 
-def _slots(state: Any) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in state.__slots__}
-
-
 def _with_power_sgd(
     hook: Hook, state_type: type, slots: dict[str, Any], wrapper: Callable[[Hook], Hook] | None
 ) -> CommHook:
-    state: Any = object.__new__(state_type)
+    state: Any = object.__new__(state_type)  # its __init__ would log, and its __setstate__ look for the group
     for name, value in slots.items():
         setattr(state, name, value)
-    return _comm_hook(hook, state, wrapper)
-
-
-def _comm_hook(hook: Hook, state: Any, wrapper: Callable[[Hook], Hook] | None) -> CommHook:
     return CommHook(hook=hook, state=state, wrapper=wrapper)
 
 
@@ -145,12 +139,6 @@ def _acceptable(hook: Hook) -> Hook:
     acceptable.__annotations__ = {}
     acceptable.__name__ = acceptable.__qualname__ = getattr(hook, "__name__", type(hook).__name__)
     return acceptable
-
-
-def _refuse_options_without_hook(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConflictError(f"{name} is of no use without a ddp_comm_hook: give that too, or leave it out")
 
 
 def _named(argument: str, value: Any, table: dict[str, str]) -> Any:

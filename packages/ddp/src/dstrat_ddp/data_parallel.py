@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_logger = logging.getLogger(__name__)
+
 
 class DataParallelStrategy(Strategy):
     """Training in one process with torch's DataParallel, on one machine.
@@ -37,11 +39,10 @@ class DataParallelStrategy(Strategy):
     meant for notebooks and for code that must not run in several processes.  Changes that a step makes to the module
     are lost, and CPU devices count as one.
 
+    Arguments that are not described here are those of :class:`~dstrat.interfaces.strategy.Strategy`.
+
     Args:
-        accelerator: The hardware.
         parallel_devices: The devices; the first one keeps the parameters.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The precision: dtypes, casts, loss scaling.
     """
 
     drives_several_devices = True
@@ -98,9 +99,6 @@ class DataParallelStrategy(Strategy):
 # Replicas of a module on several devices of one process
 
 
-_logger = logging.getLogger(__name__)
-
-
 def replicated(steps: StepModule, devices: Sequence[torch.device]) -> Module:
     """Return a module that runs a step on all devices; with one device, or on CPUs, the module itself.
 
@@ -116,7 +114,10 @@ def replicated(steps: StepModule, devices: Sequence[torch.device]) -> Module:
 
 
 def replica_step(replica: Module, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step bound to a replica: a method of the original module would use the original's parameters."""
+    """Return a step bound to a replica: a method of the original module would use the original's parameters.
+
+    A function that is no method uses whatever module it refers to.
+    """
     if isinstance(step, MethodType) and isinstance(step.__self__, Module):
         return MethodType(step.__func__, replica)
     return step
@@ -151,6 +152,7 @@ def _join_tensors(tensors: list[Tensor]) -> Tensor:
     if tensors[0].dim() > 0:
         return torch.cat(tensors)
     stacked = torch.stack(tensors)
+    # Integers, such as counts of right predictions, have no mean of their own dtype.
     return (stacked if stacked.is_floating_point() else stacked.float()).mean()
 
 

@@ -38,7 +38,7 @@ class DDP2Strategy(DDPStrategy):
         if "start_method" in kwargs:
             raise MisuseError("DDP2Strategy takes no start_method, as it starts no processes: start one per machine")
         super().__init__(*args, **kwargs)
-        self.start_method = None
+        self.start_method = None  # DDPStrategy has set its default
 
     @property
     def assigned_device(self) -> torch.device:

@@ -51,20 +51,14 @@ class DDPStrategy(ParallelStrategy):
             def configure_ddp(self):
                 self.model = MyCustomDistributedDataParallel(self.model, device_ids=self.device_ids)
 
+    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
+
     Args:
-        accelerator: The hardware.
-        parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The precision: dtypes, casts, loss scaling.
         ddp_comm_state: State of the communication hook.
         ddp_comm_hook: Hook that averages the gradients, or a name such as ``"fp16_compress"``, ``"bf16_compress"``,
             ``"powerSGD"`` or ``"post_localSGD"``.
         ddp_comm_wrapper: Wrapper that compresses the hook's communication, ``"fp16_compress"`` or ``"bf16_compress"``.
         model_averaging_period: With ``post_localSGD``, the optimizer steps between two averagings of parameters.
-        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a collective waits for the other ranks before the job fails.
-        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         **kwargs: Passed to DistributedDataParallel, such as ``find_unused_parameters``, ``static_graph``,
             ``gradient_as_bucket_view`` and ``bucket_cap_mb``.
 
@@ -143,6 +137,7 @@ class DDPStrategy(ParallelStrategy):
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # The last step has changed buffers by the data of each process, such as the statistics of batch norm.
         # DistributedDataParallel broadcasts them before the next step, and a checkpoint has those of rank 0.
+        # torch 2.13 has the first name, and deprecates the second, the only one of 2.9.
         switches = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
         if next((is_on for is_on in switches if is_on is not None), True):
             self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
@@ -182,12 +177,6 @@ class DDPStrategy(ParallelStrategy):
         """Replace :attr:`model`, a module whose forward runs a step, by a wrapper that averages its gradients."""
         self.model = DistributedDataParallel(self.model, device_ids=self.device_ids, **self._ddp_kwargs)
 
-    def _wrap_again(self) -> None:
-        """Wrap again: a wrapper averages gradients of the parameters that were trainable when it was created."""
-        _logger.info("%s has more trainable parameters than before, and is wrapped again", type(self.module).__name__)
-        self._unwrap()
-        self._wrap()
-
     def _configure_communication(self) -> None:
         if self._comm_hook is None:
             return
@@ -201,8 +190,13 @@ class DDPStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
-            self._wrap_again()
-        if self.model is self._module:
+            _logger.info(
+                "%s has more trainable parameters than before, and is wrapped again", type(self.module).__name__
+            )
+            # A wrapper averages gradients of the parameters that were trainable when it was created.
+            self._unwrap()
+            self._wrap()
+        if self.model is self._module:  # nothing is trainable
             return super().training_step(*args, **kwargs)
         step = partial(self.model, self.module_step("training_step"))
         with self._explanation():
@@ -252,7 +246,7 @@ class DDPStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the full state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
-        if not hasattr(optimizer, "consolidate_state_dict"):
+        if not hasattr(optimizer, "consolidate_state_dict"):  # of torch's ZeroRedundancyOptimizer
             return super().optimizer_state(optimizer)
         optimizer.consolidate_state_dict(to=0)
         return optimizer.state_dict() if self.is_global_zero else {}
