@@ -46,15 +46,10 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     Layers may wrap themselves in ``configure_model`` with FairScale's ``wrap`` and ``auto_wrap``.
 
+    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
+
     Args:
-        accelerator: The hardware.
-        parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes; parameters are gathered in the one that it computes in.
-        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a collective waits for the other ranks before the job fails.
-        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        precision_plugin: The precision; parameters are gathered in the dtype that it computes in.
         cpu_offload: Whether shards and the optimizer's step are on the CPU.
         flatten_parameters: Whether the parameters of a wrapped layer are one tensor.
         reshard_after_forward: Whether layers are freed between their forward and backward passes.
@@ -129,7 +124,7 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         ranks, computed = training.world_size, self._compute_dtype or training.precision.compute_dtype
-        kept = computed != training.precision.param_dtype  # shards in the dtype of the computation, beside the others
+        has_copies = computed != training.precision.param_dtype  # shards in the dtype of the computation
         units, root = unit_sizes(training.module, self._min_num_params)
         # A unit is gathered while the gradients of the one before are reduced, in a copy.
         gathered = (2 * root + 3 * max(units, default=0)) * computed.itemsize
@@ -144,7 +139,7 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             gradients=math.ceil(layout.gradients / ranks),
             optimizer_state=math.ceil(layout.optimizer_state / ranks),
             optimizer_temporaries=math.ceil(layout.optimizer_temporaries / ranks),
-            step_buffers=gathered + (copies if kept else 0),
+            step_buffers=gathered + (copies if has_copies else 0),
         )
 
     # Sharding
@@ -213,8 +208,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole state, which each rank has; collective."""
         names = load_by_names(self.model, {f"module.{name}": value for name, value in state.items()})
-        missing, left_over = ([name.removeprefix("module.") for name in side] for side in names)
-        check_names(self.module, missing, left_over, strict=strict, logs=self.is_global_zero)
+        missing, unexpected = ([name.removeprefix("module.") for name in side] for side in names)
+        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
 
@@ -15,6 +15,11 @@ with warnings.catch_warnings():
     from fairscale.optim import OSS
     from fairscale.optim.grad_scaler import ShardedGradScaler
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.optim import Optimizer
+
 __all__ = [
     "FullyShardedDataParallel",
     "ShardedDataParallel",
@@ -24,6 +29,7 @@ __all__ = [
     "default_auto_wrap_policy",
     "enable_wrap",
     "expect_backward",
+    "rebind_scheduler",
 ]
 
 
@@ -58,3 +64,17 @@ class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types tha
                 "groups, and set the learning rate of one that comes later to 0 until then"
             )
         super().add_param_group(param_group)
+
+
+def rebind_scheduler(scheduler: Any, replaced: Mapping[int, Optimizer]) -> None:
+    """Let a scheduler, and those in it, schedule other optimizers.
+
+    Args:
+        scheduler: One of torch's, or one that is built like them.
+        replaced: The other optimizers, by the ``id`` of those that they replace.
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):  # of torch's SequentialLR and ChainedScheduler
+        rebind_scheduler(inner, replaced)
+    plain = getattr(scheduler, "optimizer", None)
+    if id(plain) in replaced:
+        scheduler.optimizer = replaced[id(plain)]

@@ -19,7 +19,13 @@ from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_fairscale.internals import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, expect_backward
+from dstrat_fairscale.internals import (
+    ShardedDataParallel,
+    ShardedGradScaler,
+    ShardedOptimizer,
+    expect_backward,
+    rebind_scheduler,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Strategy, TrainerLike
+    from dstrat.interfaces.strategy import TrainerLike
 
 
 class DDPShardedStrategy(ParallelStrategy):
@@ -43,15 +49,9 @@ class DDPShardedStrategy(ParallelStrategy):
     Each rank keeps all parameters, and the gradients and optimizer state of its share of them.  FairScale is no longer
     developed: FSDPStrategy shards the parameters too.
 
+    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
+
     Args:
-        accelerator: The hardware.
-        parallel_devices: The devices of this machine, one for each local rank.
-        cluster_environment: Where the job runs.
-        checkpoint_io: How checkpoints reach storage.
-        precision_plugin: The dtypes and what follows from them.
-        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
-        timeout: How long a collective waits for the other ranks before the job fails.
-        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         find_unused_parameters: False; parameters that no rank uses in a step need no search.
         **kwargs: Passed to ShardedDataParallel, such as ``reduce_fp16`` and ``broadcast_buffers``.
 
@@ -122,15 +122,12 @@ class DDPShardedStrategy(ParallelStrategy):
         )
 
     def on_exception(self, exception: BaseException) -> None:
-        self._unwrap()
+        self.model = self._module
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._unwrap()
-        super().teardown()
-
-    def _unwrap(self) -> None:
         self.model = self._module
+        super().teardown()
 
     # Steps: only training goes through the wrapper, whose forward waits for the other ranks
 
@@ -150,28 +147,44 @@ class DDPShardedStrategy(ParallelStrategy):
             return context
         return nullcontext()
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+    def clip_gradients(self, optimizer: Any, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the gradients, of which each rank has its share, by what they are on all ranks together."""
         self.unscale_gradients(optimizer)
-        clip(optimizer, clip_val, algorithm)
+        if algorithm == "norm":
+            optimizer.clip_grad_norm(clip_val)  # of FairScale, which sums the squares of all ranks
+        else:
+            clip_grad_value_([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)
 
     # State
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
-        return whole_state(optimizer, self)
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the full state of an optimizer on global rank 0, and an empty dict on the others; collective."""
+        optimizer.consolidate_state_dict(recipient_rank=0)
+        state: dict[str, Any] = optimizer.state_dict() if self.is_global_zero else {}
+        return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the whole state of an optimizer that global rank 0 has; collective."""
-        load_whole_state(optimizer, state, self)
+        """Load the full state of an optimizer that global rank 0 has; collective.
 
-    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer by the names of its parameters, on each rank; collective."""
-        gather_everywhere(optimizer)
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        received = self.broadcast(dict(state))
+        sides = (optimizer.param_groups, received["param_groups"])
+        groups, saved = ([group["params"] for group in side] for side in sides)
+        misfit = groups_misfit(optimizer, groups, saved)
+        if misfit is not None:
+            raise CheckpointError(misfit)
+        # A copy, as FairScale removes the entries of other ranks from what it gets.
+        optimizer.load_state_dict({**received, "state": dict(received["state"])})
+
+    def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
+        optimizer.consolidate_state_dict(recipient_rank=-1)  # all ranks
         return named_state(optimizer, self.module)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the whole state of an optimizer; each rank keeps its share."""
+        """Load the full state of an optimizer; each rank keeps its share."""
         load_named_state(optimizer, self.module, {**state, "state": dict(state["state"])})
 
 
@@ -218,42 +231,8 @@ def sharded_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Sch
         # The groups stay the same objects, so that what schedulers have changed in them holds.
         replaced[id(optimizer)] = ShardedOptimizer(optimizer.param_groups, type(optimizer), **_arguments(optimizer))
     for config in schedulers:
-        _rebind(config.scheduler, replaced)
+        rebind_scheduler(config.scheduler, replaced)
     return list(replaced.values())
-
-
-def clip(optimizer: Any, largest: float, algorithm: ClipAlgorithm) -> None:
-    """Clip the gradients of a sharded optimizer, of which each rank has its share; collective."""
-    if algorithm == "norm":
-        optimizer.clip_grad_norm(largest)
-    else:
-        clip_grad_value_([parameter for group in optimizer.param_groups for parameter in group["params"]], largest)
-
-
-def whole_state(optimizer: Any, strategy: Strategy) -> dict[str, Any]:
-    """Return the whole state on rank 0, and an empty dict on the others; collective."""
-    optimizer.consolidate_state_dict(recipient_rank=0)
-    state: dict[str, Any] = optimizer.state_dict() if strategy.is_global_zero else {}
-    return state
-
-
-def gather_everywhere(optimizer: Any) -> None:
-    """Let the ``state_dict`` of a sharded optimizer be whole on every rank; collective."""
-    optimizer.consolidate_state_dict(recipient_rank=-1)
-
-
-def load_whole_state(optimizer: Any, state: Mapping[str, Any], strategy: Strategy) -> None:
-    """Load the whole state of rank 0; each rank keeps its share; collective.
-
-    Raises:
-        CheckpointError: It is the state of other parameters.
-    """
-    told = strategy.broadcast(dict(state))
-    groups, saved = ([group["params"] for group in side] for side in (optimizer.param_groups, told["param_groups"]))
-    found = groups_misfit(optimizer, groups, saved)
-    if found is not None:
-        raise CheckpointError(found)
-    optimizer.load_state_dict({**told, "state": dict(told["state"])})  # FairScale empties what is not its own
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
@@ -261,11 +240,3 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
     parameters = inspect.signature(type(optimizer)).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in optimizer.defaults.items() if takes_all or name in parameters}
-
-
-def _rebind(scheduler: Any, replaced: Mapping[int, Optimizer]) -> None:
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _rebind(inner, replaced)
-    plain = getattr(scheduler, "optimizer", None)
-    if id(plain) in replaced:
-        scheduler.optimizer = replaced[id(plain)]
