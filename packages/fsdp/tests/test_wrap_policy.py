@@ -71,6 +71,20 @@ def test_a_module_may_have_a_policy_of_its_own_and_an_option_comes_before_it():
     assert names(module, {nn.Linear}) == ["head"]
 
 
+@pytest.mark.parametrize("policy", [Block, 400])
+def test_a_policy_of_a_module_may_be_what_the_option_may_be(policy):
+    module = BlockNet()
+    module.auto_wrap_policy = policy
+    assert sorted(names(module)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_policy_of_a_module_that_is_none_is_refused():
+    module = BlockNet()
+    module.auto_wrap_policy = "Block"
+    with pytest.raises(RequestError, match=r"BlockNet\.auto_wrap_policy 'Block' is not a class of layers such as"):
+        blocks_of(module, None)
+
+
 def test_a_module_without_repetition_has_no_blocks():
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
 

@@ -65,8 +65,9 @@ def blocks_of(module: Module, policy: WrapPolicy | None) -> list[Module]:
     Raises:
         RequestError: The policy matches no layer, or a block shares a parameter with a layer outside of it.
     """
-    if policy is None:
-        policy = getattr(module, "auto_wrap_policy", None)
+    if policy is None:  # the option was checked in the constructor, before there was a module
+        option = f"{type(module).__name__}.auto_wrap_policy"
+        policy = checked_policy(option, getattr(module, "auto_wrap_policy", None), or_size=True)
     if policy is None:
         return [block for block in _repeated(module) if not _shared_parameters(block, module)]
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
