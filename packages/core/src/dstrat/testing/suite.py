@@ -359,7 +359,7 @@ def fail(observed: str, *, expected: str = "", fix: str = "", details: str = "")
 
     Args:
         observed: The problem, one sentence without a full stop.
-        expected: The expected behaviour, as a sentence.
+        expected: The expected behavior, as a sentence.
         fix: The change that the author has to make.
         details: Further lines as they are, such as a traceback.
     """

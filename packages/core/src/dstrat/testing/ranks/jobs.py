@@ -108,7 +108,7 @@ def describe_end(end: RankResult, seconds: float) -> str:
     if end.report is not None:
         return f"raised {end.report.headline}"
     if end.exit_code is None:
-        return f"was not done after {seconds:.0f} s, and had to be ended"
+        return f"had not returned after {seconds:.0f} s, and was killed"
     return f"died with exit code {end.exit_code}"
 
 

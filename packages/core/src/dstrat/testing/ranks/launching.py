@@ -43,7 +43,7 @@ class JobResult:
 
     Attributes:
         error: Class and message of what ``fit`` raised; empty where it raised nothing.
-        rank: The rank that the error blames; None where it blames none.
+        rank: The rank that the error names; None where it names none.
         seconds: From the launch to the end.
         running: Processes that still run.
         steps: Optimizer steps, as the process that launched it knows them afterwards.
@@ -62,11 +62,11 @@ class FaultyNet(ActingNet):
     """One rank raises, dies or hangs in its third batch."""
 
     at_batch = 2
-    culprit = -1
+    failing_rank = -1
     fault: Fault = "nothing"
 
     def interrupt(self) -> None:
-        if self.global_rank != self.culprit:
+        if self.global_rank != self.failing_rank:
             return
         if self.fault == "raises":
             raise ValueError(ERROR_MESSAGE)
@@ -147,7 +147,7 @@ def _be(*, is_script: bool) -> None:
 def _launch(rank_context: RankContext, subject: Subject, accelerator: str, devices: int, fault: Fault) -> JobResult:
     work = Fit(samples=64, accelerator=accelerator)
     module = FaultyNet(work, subject.configure_model)
-    module.culprit, module.fault = devices - 1, fault
+    module.failing_rank, module.fault = devices - 1, fault
     before = [parameter.detach().clone() for parameter in module.parameters()]
     begun, error, rank, steps = time.monotonic(), "", None, 0
     alone = replace(rank_context, world_size=devices)  # this process plays the user's, which has no rank

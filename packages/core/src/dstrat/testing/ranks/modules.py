@@ -31,7 +31,7 @@ class Net(TrainModule):
 
     def __init__(self, shape: Any, configure: Callable[[TrainModule], None] | None, rank: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(self.seed_in(rank))
+        torch.manual_seed(self.seed_in(rank))  # also of the random numbers in steps, such as those of dropout
         self.shape = shape
         self.configure = configure
         self.losses: list[float] = []
@@ -163,7 +163,7 @@ class Random(Net):
 
 
 class SeededByRank(Net):
-    """Each rank initialises it in its own way, parameters and buffer."""
+    """Each rank initializes it in its own way, parameters and buffer."""
 
     scale: Tensor
 
@@ -249,7 +249,7 @@ class ActingNet(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.runs_of_step += 1
-        if self.runs_of_step == self.at_batch + 1:
+        if self.runs_of_step == self.at_batch + 1:  # in a compiled step it stays 1
             self.interrupt()
         return super().training_step(batch, batch_idx)
 
@@ -292,4 +292,5 @@ def dataset(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, _WIDTH, generator=generator)
     inputs *= torch.linspace(0.5, 1.5, samples)[:, None]  # so that no two ranks have gradients of one size
+    # A linear function, which the nets learn in a few steps.
     return TensorDataset(inputs, inputs[:, :3] - inputs[:, 3:], torch.arange(samples))

@@ -174,7 +174,7 @@ def _stacks(ranks: Sequence[Any], silent: Collection[int], folder: Path) -> dict
             os.kill(ranks[rank].pid, signal.SIGQUIT)  # for which the rank has registered faulthandler
     if silent:
         time.sleep(_STACKS)
-    return {rank: _text(folder / f"stack-{rank}") or "(it gave no stack)" for rank in silent}
+    return {rank: _text(folder / f"stack-{rank}") or "(it wrote no stack)" for rank in silent}
 
 
 def _kill(ranks: Sequence[Any]) -> None:

@@ -130,7 +130,7 @@ class Collectives(StrategyTests):
                 fail(
                     f"rank {rank} of {world_size} did not get out of a barrier to which all ranks came",
                     expected="barrier returns in every rank as soon as all have called it.",
-                    fix="do the same in all ranks: one that leaves the waiting to others keeps them waiting.",
+                    fix="call the same collectives in all ranks: one that a rank skips is one in which others wait.",
                     details=times,
                 )
         for last in range(world_size):
@@ -157,9 +157,11 @@ class Collectives(StrategyTests):
         for rank, decisions in enumerate(self.collected("decisions", world_size)):
             wrong = [name for name, value in expected.items() if decisions[name] != value]
             if wrong:
+                way, _, voters = wrong[0].partition(" of ")
                 fail(
-                    f"reduce_boolean_decision returned {decisions[wrong[0]]} in rank {rank} of {world_size} for "
-                    f"{wrong[0]!r}: whether all, or any, of the ranks are for it where some are"
+                    f"reduce_boolean_decision returned {decisions[wrong[0]]} with all={way == 'all'} in rank {rank} of "
+                    f"{world_size}, where {voters} had voted for it",
+                    expected="whether all ranks voted for it, or any with all=False; the same in each rank.",
                 )
 
 

@@ -102,16 +102,16 @@ class Failures(StrategyTests):
 
     def _check_end(self, outcome: JobResult, event: str, world_size: int, *, waits: float = 0.0) -> None:
         __tracebackhide__ = True
-        culprit = world_size - 1
+        failing = world_size - 1
         if not outcome.error:
             fail(
-                f"rank {culprit} of {world_size} {event}, and fit returned as if nothing had happened",
+                f"rank {failing} of {world_size} {event}, and fit returned as if nothing had happened",
                 expected="RankFailedError, which names the rank.",
                 fix="let exceptions of the module pass through every method of the strategy.",
             )
-        if outcome.rank != culprit:
+        if outcome.rank != failing:
             fail(
-                f"rank {culprit} of {world_size} {event}, and the error blames "
+                f"rank {failing} of {world_size} {event}, and the error names "
                 f"{'no rank' if outcome.rank is None else f'rank {outcome.rank}'}",
                 expected="the rank that failed first; the others only lose their connection to it.",
                 fix="on_exception must free what others wait for at once, and neither raise nor communicate.",
@@ -120,7 +120,7 @@ class Failures(StrategyTests):
         soon = waits + _SOON + self._busyness(world_size)
         if outcome.seconds > soon:
             fail(
-                f"it took {outcome.seconds:.0f} s until the job had ended after rank {culprit} {event}",
+                f"it took {outcome.seconds:.0f} s until the job had ended after rank {failing} {event}",
                 expected=f"less than {soon:.0f} s here: nothing waits for a rank that is gone.",
                 fix="on_exception must free what others wait for at once, and not communicate.",
             )

@@ -46,7 +46,7 @@ class Training(StrategyTests):
         if not _close(self._losses(fitted), losses, self.tolerance):
             fail(
                 f"the losses of {pair} ranks with a layer of batch norm differ from those of torch",
-                expected="each rank normalises what it reads, unless sync_batchnorm=True, and gradients are averaged.",
+                expected="each rank normalizes what it reads, unless sync_batchnorm=True, and gradients are averaged.",
                 details=_table(losses, self._losses(fitted)),
             )
         shown = [value + 1.0 for value in _values(saved)]  # a difference counts relative to the inputs, of about 1
@@ -106,10 +106,10 @@ class Training(StrategyTests):
         fitted = self._fit(pair, net="own", samples=8)
         expected = on_one_device(net="own", samples=8)
         if self._has_full_modules(fitted):
-            self._check_same(fitted, "after ranks that had initialised the module differently trained one step")
+            self._check_same(fitted, "after ranks that had initialized the module differently trained one step")
         if not _close(_values(fitted[0].state), _values(expected.state), self.tolerance):
             fail(
-                f"{pair} ranks that had initialised the module differently did not train from the values of rank 0",
+                f"{pair} ranks that had initialized the module differently did not train from the values of rank 0",
                 expected="setup gives every rank the parameters and buffers of rank 0.",
             )
 
