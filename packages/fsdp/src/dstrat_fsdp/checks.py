@@ -59,6 +59,7 @@ class ViewOutputGuard:
         self._handle.remove()
 
     def _after_forward(self, block: Module, args: Any, output: Any) -> Any:  # noqa: ARG002 - torch's signature
+        # Without gradients there is no backward pass to gather for.
         return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
     def _copy_view(self, tensor: Tensor) -> Tensor:
@@ -116,6 +117,7 @@ class ParameterGuard:
         before, self._versions = self._versions, versions
         for param, old, new in zip(self._fsdp_params, before, versions, strict=True):
             if old not in (None, new):
+                # By identity: a tied parameter has one record, and several layers.
                 index = next(i for i, (_, _, one) in enumerate(self._sharded) if one is param.sharded_param)
                 raise self._lost(index, "in the step before")
 
@@ -127,7 +129,7 @@ class ParameterGuard:
             current = getattr(layer, name) if id(layer) in layers else parameter
             if current is not parameter:
                 local = current.to_local() if isinstance(current, DTensor) else current
-                sums[index] = local.detach().sum().nan_to_num()
+                sums[index] = local.detach().sum().nan_to_num()  # NaN would differ from itself
         return sums
 
     def check_unchanged(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:

@@ -159,12 +159,12 @@ def allocate_meta_tensors(module: Module, device: torch.device) -> None:
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
-def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Return the 2-norm of each tensor, computed in one call, as ``torch.nn.utils`` does."""
     return torch._foreach_norm(tensors)
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a factor in place, in one call."""
     torch._foreach_mul_(tensors, factor)
 

@@ -108,6 +108,7 @@ class ShardedModule:
         names = {id(submodule): name for name, submodule in module.named_modules()}
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
+        # Their hooks come before torch's, which then sees the copies.
         self._view_guards = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
         units = [sharding.apply_to(block) for block in blocks]
         self._module = module
@@ -144,6 +145,7 @@ class ShardedModule:
     def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.free()  # the guard takes the sharded parameters for those that the module must keep
         self._guard = ParameterGuard(self._module, fsdp_params(self._units))
+        # In this step only, as the sums take a pass over all parameters.
         changes = ChangesInForward(self._guard, self._units)
         try:
             outputs = self._run(step, *args, **kwargs)
@@ -235,6 +237,7 @@ class _BuffersInSteps:
             for buffer in layer.buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.dtype is not self._dtype:
                     self._cast.append((buffer, buffer.dtype))
+                    # By data, so that the buffer stays the same object for whoever refers to it.
                     buffer.data = buffer.data.to(self._dtype)
 
     def restore(self) -> None:

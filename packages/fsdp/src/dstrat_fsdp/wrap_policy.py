@@ -128,6 +128,7 @@ def _matching_policy(module: Module, policy: WrapPolicy) -> list[Module]:
     if not callable(policy):
         return layers_of_classes(module, policy)
     function: Any = policy
+    # torch's functions, and those that are written for its earlier FSDP, take these arguments by name.
     names = inspect.signature(function).parameters
     if "nonwrapped_numel" in names or "recurse" in names:
         return _by_size(module, lambda layer, numel: function(layer, recurse=False, nonwrapped_numel=numel))
@@ -153,6 +154,7 @@ def _by_size(module: Module, is_block: Callable[[Module, int], bool]) -> list[Mo
 
 
 def _repeated(module: Module) -> list[Module]:
+    # Layers with children first, such as those of a transformer; a plain sequence has none.
     blocks = list(_siblings(module, lambda layer: any(True for _ in layer.children())))
     least = _SMALL * _numel(module)
     return blocks or list(_siblings(module, lambda layer: _numel(layer) >= least))
@@ -264,6 +266,7 @@ class ActivationCheckpointing:
             )
         for layer in self._layers:
             forward = layer.forward
+            # The reentrant way computes no gradients where no input of the layer requires one.
             layer.forward = functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False))
 
     def undo(self) -> None:
