@@ -46,7 +46,7 @@ def check_reduction_finished(model: DistributedDataParallel) -> None:
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module with their names: torch has a private setter, and users set it as its tutorials do."""
+"""Attribute of a module with their names; ``_set_params_and_buffers_to_ignore_for_model`` of torch sets it, too."""
 
 
 def ignored_names(module: Module) -> frozenset[str]:

@@ -99,7 +99,9 @@ class ExplainedUnusedParameters:
 
 
 def _explanation(reduced: list[str], message: str) -> str:
-    names = _unused_names(reduced, message)
+    match = _INDICES.search(message)
+    indices = map(int, match[1].split()) if match else ()
+    names = [reduced[index] for index in indices if index < len(reduced)]
     shown = ", ".join(names[:_MOST_NAMES]) or "some parameters"
     more = " and others" if len(names) > _MOST_NAMES else ""
     return (
@@ -107,13 +109,6 @@ def _explanation(reduced: list[str], message: str) -> str:
         'If that is intended, choose strategy="ddp_find_unused_parameters_true" or '
         "DDPStrategy(find_unused_parameters=True); otherwise use them in the loss, or freeze them before training"
     )
-
-
-def _unused_names(reduced: list[str], message: str) -> list[str]:
-    match = _INDICES.search(message)
-    if match is None:
-        return []
-    return [reduced[index] for index in map(int, match[1].split()) if index < len(reduced)]
 
 
 # Backward passes within a training step (manual optimization)
@@ -151,7 +146,7 @@ class ManualBackward:
             self._model.require_forward_param_sync = True
 
     def _after_step(self) -> None:
-        # Else the end of the forward would prepare the reducer for a backward pass that has already run.
+        # Else the end of the wrapper's forward would prepare the reducer for a backward pass that has already run.
         if self._ran:
             self._model.require_backward_grad_sync = False
 
@@ -169,17 +164,19 @@ class SeparateWrappers:
 
     def __init__(self, modules: SeparateModules, wrap: Callable[[Module], Any]) -> None:
         self._modules = modules
-        self._wrappers = {
-            id(module): wrap(_as_steps(module))
-            for module in modules.children()
-            if any(parameter.requires_grad for parameter in module.parameters())
-        }
+        self._wrappers: dict[int, Any] = {}
+        for module in modules.children():
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                steps = StepModule(module)
+                pass_ignored_names(module, steps)
+                self._wrappers[id(module)] = wrap(steps)
         self._parallel = [one for one in self._wrappers.values() if isinstance(one, DistributedDataParallel)]
         self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
 
     def __call__(self, step: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step, which calls a function, in the wrappers of the modules that the function uses."""
         run: Callable[..., Any] = partial(step, function)
+        # One wrapper in the other: each must see the forward pass of a step that uses its module.
         for module in self._modules.used_by(function):
             if id(module) in self._wrappers:
                 run = partial(self._wrappers[id(module)], run)
@@ -208,9 +205,3 @@ class SeparateWrappers:
         """Free the reducers."""
         for wrapper in self._parallel:
             release_reducer(wrapper)
-
-
-def _as_steps(module: Module) -> StepModule:
-    steps = StepModule(module)
-    pass_ignored_names(module, steps)
-    return steps
