@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.hand_loop import Net, parts, single_device_losses, start, train
+from tests.hand_loop import Net, batches, parts, share, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -150,3 +150,31 @@ def sizes_before_the_first_step(cluster, separate):
 def test_a_hook_is_not_called_before_the_first_step():
     cases = {separate: {"separate": separate} for separate in (False, True)}
     assert in_ranks(each, function=sizes_before_the_first_step, cases=cases) == [{False: [], True: []}] * 2
+
+
+class Wide(Net):
+    def make_layers(self):
+        self.layers = torch.nn.Linear(6, 3)
+
+
+def compressed_losses(cluster, separate):
+    strategy = DDPStrategy(ddp_comm_hook="powerSGD", ddp_comm_state=PowerSGDState(process_group=None, **POWER_SGD))
+    modules = {"net": Net(), "wide": Wide()} if separate else {"net": Net()}
+    start(strategy, Pair(modules), parts(cluster))
+    losses = []
+    for batch in batches(8):
+        for name, module in modules.items():
+            step = module.training_step
+            loss = strategy.model(lambda run, *inputs: run(*inputs), step, share(strategy, batch), 0)
+            strategy.backward(loss)
+            losses += [float(strategy.reduce(loss.detach()))] if name == "net" else []
+        strategy.optimizers[0].step()
+        strategy.optimizers[0].zero_grad()
+    strategy.barrier()  # a rank that is slower may still be in its last collective
+    strategy.teardown()
+    return losses
+
+
+def test_modules_that_take_turns_have_each_a_state_of_power_sgd():
+    for losses in in_ranks(each, function=compressed_losses, cases={way: {"separate": way} for way in (True, False)}):
+        assert losses[True] == losses[False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,19 +59,22 @@ class CommHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unpickling torch's PowerSGDState needs the process group, which opens after the processes have started.
-        state = self.state
-        if isinstance(state, _torch("powerSGD_hook.PowerSGDState")):
-            slots = {name: getattr(state, name) for name in state.__slots__}
-            return _with_power_sgd, (self.hook, type(state), slots, self.wrapper)
-        return partial(CommHook, hook=self.hook, state=state, wrapper=self.wrapper), ()
+        if _is_power_sgd(self.state):
+            return _with_power_sgd, (self.hook, type(self.state), _slots(self.state), self.wrapper)
+        return partial(CommHook, hook=self.hook, state=self.state, wrapper=self.wrapper), ()
 
     @property
     def is_local_sgd(self) -> bool:
         """Whether gradients are no longer averaged over all ranks from some step on, so that parameters must be."""
         return bool(self.hook is _torch(_HOOKS["post_localSGD"]))
 
-    def register(self, model: Module, device: torch.device) -> None:
-        """Register the hook with a wrapped model whose gradients are on the device.
+    def register(self, model: Module, device: torch.device, *, is_one_of_several: bool) -> None:
+        """Register the hook with a wrapped model.
+
+        Args:
+            model: The wrapped model.
+            device: Device of its gradients.
+            is_one_of_several: Whether the hook is registered with other models, too.
 
         Raises:
             RequestError: The hook does not run on this device.
@@ -88,6 +92,11 @@ class CommHook:
         state = self.state
         if state is None and self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"])):
             state = _torch("powerSGD_hook.PowerSGDState")(process_group=None)  # these two have no default of their own
+        elif is_one_of_several and _is_power_sgd(state):
+            # It has what was not sent of each bucket, and a bucket has the same index in each model.
+            slots = _slots(state)
+            group = slots.pop("process_group")
+            state = _power_sgd(type(state), {**copy.deepcopy(slots), "process_group": group})
         register(state, _acceptable(hook))
 
 
@@ -121,13 +130,25 @@ def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hoo
     return selected
 
 
+def _is_power_sgd(state: Any) -> bool:
+    return isinstance(state, _torch("powerSGD_hook.PowerSGDState"))
+
+
+def _slots(state: Any) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in state.__slots__}
+
+
+def _power_sgd(state_type: type, slots: dict[str, Any]) -> Any:
+    state = object.__new__(state_type)  # its __init__ would log, and its __setstate__ look for the group
+    for name, value in slots.items():
+        setattr(state, name, value)
+    return state
+
+
 def _with_power_sgd(
     hook: Hook, state_type: type, slots: dict[str, Any], wrapper: Callable[[Hook], Hook] | None
 ) -> CommHook:
-    state: Any = object.__new__(state_type)  # its __init__ would log, and its __setstate__ look for the group
-    for name, value in slots.items():
-        setattr(state, name, value)
-    return CommHook(hook=hook, state=state, wrapper=wrapper)
+    return CommHook(hook=hook, state=_power_sgd(state_type, slots), wrapper=wrapper)
 
 
 def _acceptable(hook: Hook) -> Hook:

@@ -180,7 +180,8 @@ class DDPStrategy(ParallelStrategy):
     def _configure_communication(self) -> None:
         if self._comm_hook is None:
             return
-        self._comm_hook.register(self.model, self.root_device)
+        several = isinstance(self.module, SeparateModules)
+        self._comm_hook.register(self.model, self.root_device, is_one_of_several=several)
         if self._model_averaging_period is not None and self._averaging is None:
             self._averaging = ParameterAveraging(
                 self._model_averaging_period, self._comm_hook.state, self.processes_per_machine
