@@ -217,16 +217,17 @@ CASES = {
         {"config": {"zero_optimization": {"stag": 2}}},
         {},
     ),
-    "config says train_batch_size: 7, which is no multiple of 2 ranks times accumulate_grad_batches=1": (
+    "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 7 != 3 * 2 * 1": (
         "Net",
         {"config": {"train_batch_size": 7}},
-        {},
+        {"accumulate": 2},
     ),
-    "config says train_batch_size, which makes 4 samples in each batch of a rank, and config says train_micro": (
+    "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 8 != 3 * 1 * 1": (
         "Net",
         {"config": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}},
         {},
     ),
+    "world_size 8 != 4 * 1 * 1": ("Net", {"logging_batch_size_per_gpu": 4, "config": {"train_batch_size": 8}}, {}),
     "config has an 'optimizer', and configure_optimizers returned AdamW": (
         "Net",
         {"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}},
@@ -253,7 +254,7 @@ CASES = {
         {"config": {"aio": {"block_sizee": 1}}},
         {},
     ),
-    "logging_batch_size_per_gpu=3, which makes 3 samples in each batch of a rank, and config says train_micro": (
+    "config says train_micro_batch_size_per_gpu: 4, and logging_batch_size_per_gpu=3 says otherwise": (
         "Net",
         {"logging_batch_size_per_gpu": 3, "config": {"train_micro_batch_size_per_gpu": 4}},
         {},
@@ -279,15 +280,23 @@ CREATION = {
     },
     "config says fp16.enabled: True, and precision='32-true' says otherwise": {"fp16": {"enabled": True}},
     "config has the key 'gradient_cliping'": {"gradient_cliping": 1.0},
+    "config says bf16: None, and it must be a section: {...}": {"bf16": None},
+    "(config): TypeError: ": {"tensor_parallel": None},
+    "zero_hpz_partition_size: 3, which does not divide the 2 ranks": {
+        "zero_optimization": {"zero_hpz_partition_size": 3}
+    },
+    "config says sequence_parallel_size: 2, with which 2 ranks read the same data": {"sequence_parallel_size": 2},
 }
 
 
 def said_of_cases(cluster):
     """Return what is said of each case, before anything is opened, and when layers are made in stage 3."""
     load_deepspeed("cpu", logging.WARNING)
-    Configuration({"stage": 3}, {"train_batch_size": 7}, "auto").for_creation("32-true")  # which is about the training
+    Configuration({"stage": 3}, {"train_batch_size": 7}, "auto").for_creation(
+        "32-true", 2
+    )  # which is about the training
     created = [
-        said_by(partial(Configuration({"stage": 3}, config, "auto").for_creation, "32-true"))
+        said_by(partial(Configuration({"stage": 3}, config, "auto").for_creation, "32-true", 2))
         for config in CREATION.values()
     ]
     return [said_of(*case) for case in CASES.values()], created

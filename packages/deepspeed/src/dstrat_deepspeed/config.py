@@ -11,27 +11,23 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed.nvme import run_folder
 from dstrat_deepspeed.optimizers import check_named_optimizer, check_one_optimizer
-from dstrat_deepspeed.options import changed, possible_stage, read_options
+from dstrat_deepspeed.options import changed, possible_stage, possible_value, read_options
 from dstrat_deepspeed.validation import (
-    SIZES,
-    check_batch_size,
     check_can_offload,
     check_clipping,
     check_components,
     check_config,
     check_options,
-    check_ranks,
     offload_devices,
-    set_micro_batch,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch.optim import Optimizer
 
@@ -42,6 +38,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """The value of a configuration that stands for the Trainer's setting."""
 PATH_VARIABLE = "DSTRAT_DEEPSPEED_CONFIG_PATH"
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 _logger = logging.getLogger(__name__)
 
@@ -106,6 +103,7 @@ def zero_stage(options: Options, user: UserConfig) -> int:
 def from_options(options: Options, stage: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration for the options."""
     config: dict[str, Any] = {
+        "fp16": dataclasses.asdict(options.loss_scale),
         "zero_allow_untested_optimizer": options.zero.zero_allow_untested_optimizer,
         "zero_optimization": {"stage": stage, **_zero_section(options, stage)},
         "steps_per_print": None,
@@ -144,23 +142,6 @@ def _device_section(options: Options, device: str) -> dict[str, Any]:
     return {**section, "nvme_path": options.offload.nvme_path} if device == "nvme" else section
 
 
-def with_run_folders(folders: Mapping[str, str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the folders of a run.
-
-    Args:
-        folders: The folder of the run, for each ``nvme_path``.
-        config: DeepSpeed's configuration.
-    """
-    zero = dict(config["zero_optimization"])
-    for name in _sections_in_files(config):
-        path = str(zero[name]["nvme_path"])
-        zero[name] = {**zero[name], "nvme_path": folders.get(path, path)}
-        if name == "offload_param":
-            # DeepSpeed keeps parameters in their buffers for reuse, and fails when it has used all of the few buffers.
-            zero.setdefault("stage3_max_reuse_distance", 0)
-    return {**config, "zero_optimization": zero}
-
-
 def _sections_in_files(config: dict[str, Any]) -> list[str]:
     return [name for name, device in offload_devices(config).items() if device == "nvme"]
 
@@ -177,58 +158,28 @@ def without_boundaries(config: dict[str, Any]) -> dict[str, Any]:
 
 # Settings of the Trainer and the precision, which the user's configuration may not contradict
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """A value of the configuration that the Trainer or the precision determines.
-
-    Attributes:
-        path: The keys of the configuration that lead to the value.
-        value: The value.
-        source: The user's argument that determines it, for messages.
-        yields: Whether the user's configuration may override it.
-    """
-
-    path: tuple[str, ...]
-    value: Any
-    source: str
-    yields: bool = False
+Settings: TypeAlias = "dict[tuple[str, ...], tuple[Any, str]]"
+"""By the keys that lead to a value of the configuration: the value, and the user's argument that determines it."""
 
 
-def settings_of(trainer: TrainerLike) -> list[Setting]:
+def settings_of(trainer: TrainerLike) -> Settings:
     """Return the settings that the Trainer's arguments determine."""
     accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-    return [
-        Setting(
-            path=("gradient_accumulation_steps",),
-            value=accumulate,
-            source=f"the Trainer's accumulate_grad_batches={accumulate!r}",
-        ),
-        Setting(
-            path=("gradient_clipping",), value=float(clip or 0.0), source=f"the Trainer's gradient_clip_val={clip!r}"
-        ),
-    ]
-
-
-def settings_of_precision(flag: str, options: Options) -> list[Setting]:
-    """Return the settings that the precision determines: DeepSpeed's own 16-bit modes, and the loss scale."""
-    values: dict[tuple[str, ...], Any] = {
-        ("bf16", "enabled"): flag == "bf16-true",
-        ("fp16", "enabled"): flag == "16-mixed",
+    return {
+        ("gradient_accumulation_steps",): (accumulate, f"the Trainer's accumulate_grad_batches={accumulate!r}"),
+        ("gradient_clipping",): (float(clip or 0.0), f"the Trainer's gradient_clip_val={clip!r}"),
     }
-    if flag != "bf16-mixed":
-        values["torch_autocast", "enabled"] = False
-    settings = [Setting(path=path, value=value, source=f"precision={flag!r}") for path, value in values.items()]
-    if flag == "16-mixed":
-        scale = dataclasses.asdict(options.loss_scale)
-        settings += [
-            Setting(path=("fp16", name), value=value, source=f"{name}={value!r}", yields=True)
-            for name, value in scale.items()
-        ]
-    return settings
 
 
-def merged(base: dict[str, Any], user: UserConfig, settings: Iterable[Setting] = ()) -> dict[str, Any]:
+def settings_of_precision(flag: str) -> Settings:
+    """Return the settings that the precision determines: DeepSpeed's own 16-bit modes."""
+    modes = {"bf16": flag == "bf16-true", "fp16": flag == "16-mixed"}
+    if flag != "bf16-mixed":  # with which the user's configuration may ask for torch_autocast
+        modes["torch_autocast"] = False
+    return {(name, "enabled"): (value, f"precision={flag!r}") for name, value in modes.items()}
+
+
+def merged(base: dict[str, Any], user: UserConfig, settings: Settings | None = None) -> dict[str, Any]:
     """Return the complete configuration.
 
     Args:
@@ -238,41 +189,41 @@ def merged(base: dict[str, Any], user: UserConfig, settings: Iterable[Setting] =
 
     Raises:
         ConflictError: The user's configuration contradicts a setting; the message names both sources.
+        RequestError: It has another value in place of a section.
     """
     values = dict(user.values)
     if "bfloat16" in values:  # DeepSpeed's older name of the section
         values["bf16"] = values.pop("bfloat16")
-    config = _merge(base, values)
-    for setting in settings:
-        _apply(config, setting, user.source)
+    config = _merge(base, values, user.source)
+    for (*sections, key), (value, source) in (settings or {}).items():
+        section = config
+        for name in sections:
+            section = _as_section(section.setdefault(name, {}), name, user.source)
+        if section.setdefault(key, value) != value:
+            raise ConflictError(
+                f"{user.source} says {'.'.join([*sections, key])}: {section[key]!r}, and {source} says otherwise: "
+                "leave one of them out, or let both say the same"
+            )
     return config
 
 
-def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], values: dict[str, Any], source: str) -> dict[str, Any]:
     result = dict(base)
     for key, value in values.items():
         if isinstance(value, str) and value == AUTO:
             continue
         below = result.get(key)
-        result[key] = _merge(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
+        if isinstance(below, dict):
+            result[key] = _merge(below, _as_section(value, key, source), source)
+        else:
+            result[key] = _merge({}, value, source) if isinstance(value, dict) else value
     return result
 
 
-def _apply(config: dict[str, Any], setting: Setting, source: str) -> None:
-    *sections, key = setting.path
-    for name in sections:
-        section = config.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise RequestError(f"{source} says {name}: {section!r}, and it must be a section: {{...}}")
-        config = section
-    if key in config and config[key] != setting.value:
-        if setting.yields:
-            return
-        raise ConflictError(
-            f"{source} says {'.'.join(setting.path)}: {config[key]!r}, and {setting.source} says otherwise: "
-            "leave one of them out, or let both say the same"
-        )
-    config[key] = setting.value
+def _as_section(value: Any, name: str, source: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{source} says {name}: {value!r}, and it must be a section: {{...}}")
+    return value
 
 
 class Configuration:
@@ -298,8 +249,9 @@ class Configuration:
         self.options = read_options(options)
         self._user = read_config(config, os.environ)
         self.stage = zero_stage(self.options, self._user)
-        check_batch_size(batch_size)
-        self._batch_size = batch_size
+        self._batch_size = (
+            batch_size if batch_size == AUTO else possible_value("logging_batch_size_per_gpu", batch_size, "int")
+        )
         self._folders: dict[str, str] = {}
         check_options(self.options, self.known, self.stage)
         if self.options.checkpoints.load_full_weights:
@@ -318,10 +270,6 @@ class Configuration:
         if parts.parallel_devices:
             check_named_optimizer(self.known, parts.parallel_devices[0].type, os.environ, self._user.source)
 
-    def check_ranks(self, world_size: int) -> None:
-        """Check that the ranks can be divided into the configuration's groups."""
-        check_ranks(self.known, world_size, self._user.source)
-
     @contextmanager
     def run_folders(self) -> Iterator[None]:
         """Make the folders of this rank's files in a run, and remove them at the end of a ``with`` block."""
@@ -334,32 +282,24 @@ class Configuration:
             finally:
                 self._folders = {}
 
-    def for_creation(self, flag: str) -> dict[str, Any]:
+    def for_creation(self, flag: str, world_size: int) -> dict[str, Any]:
         """Return the configuration for ``deepspeed.zero.Init``, with which stage 3 creates layers.
-
-        Args:
-            flag: Of the precision.
 
         Raises:
             RequestError: DeepSpeed does not accept the configuration.
             ConflictError: The configuration contradicts the precision.
         """
-        known = merged(from_options(self.options, self.stage), self._user, settings_of_precision(flag, self.options))
-        config = {key: value for key, value in with_run_folders(self._folders, known).items() if key not in SIZES}
-        config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed requires one, and the Trainer is not known yet
-        check_config(config, self._user.source)
+        config = self._complete(settings_of_precision(flag))
+        for size in (_MICRO_BATCH, "train_batch_size", "gradient_accumulation_steps"):  # the Trainer is not known yet
+            config.pop(size, None)
+        config[_MICRO_BATCH] = 1  # DeepSpeed requires one
+        check_config(config, self._user.source, world_size)
         return config
 
     def for_run(
         self, trainer: TrainerLike, optimizer: Optimizer | None, *, flag: str, world_size: int
     ) -> dict[str, Any]:
         """Return the complete configuration of a run.
-
-        Args:
-            trainer: Has the settings.
-            optimizer: The user's, if there is one.
-            flag: Of the precision.
-            world_size: Of the job.
 
         Raises:
             RequestError: DeepSpeed does not accept the configuration.
@@ -368,11 +308,26 @@ class Configuration:
         """
         if trainer.gradient_clip_val is not None:
             check_clipping(trainer.gradient_clip_algorithm)
-        settings = [*settings_of(trainer), *settings_of_precision(flag, self.options)]
-        config = with_run_folders(self._folders, merged(from_options(self.options, self.stage), self._user, settings))
-        set_micro_batch(config, self._batch_size, self._user.source, world_size=world_size)
-        check_config(config, self._user.source)
+        settings = {**settings_of(trainer), **settings_of_precision(flag)}
+        if self._batch_size != AUTO:
+            settings[(_MICRO_BATCH,)] = (self._batch_size, f"logging_batch_size_per_gpu={self._batch_size!r}")
+        config = self._complete(settings)
+        if "train_batch_size" not in config:  # from which DeepSpeed computes the other one
+            config.setdefault(_MICRO_BATCH, 1)
+        check_config(config, self._user.source, world_size)
         if not trainer.is_fitting:
             config.pop("optimizer", None)
         check_one_optimizer(config, optimizer, self._user.source, is_fitting=trainer.is_fitting)
+        return config
+
+    def _complete(self, settings: Settings) -> dict[str, Any]:
+        """Return the configuration with settings, and with the folders of this run."""
+        config = merged(from_options(self.options, self.stage), self._user, settings)
+        zero = config["zero_optimization"]
+        for name in _sections_in_files(config):
+            path = str(zero[name]["nvme_path"])
+            zero[name] = {**zero[name], "nvme_path": self._folders.get(path, path)}
+            if name == "offload_param":
+                # DeepSpeed keeps parameters in their buffers for reuse, and fails when it has used all of the few.
+                zero.setdefault("stage3_max_reuse_distance", 0)
         return config

@@ -208,6 +208,7 @@ _LEAST = {
     "thread_count": 1,
     "loss_scale_window": 1,
     "hysteresis": 1,
+    "logging_batch_size_per_gpu": 1,
 }
 
 

@@ -158,7 +158,6 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         self._has_failed = False
-        self._configuration.check_ranks(self.world_size)
         self._deepspeed = load_deepspeed(self.root_device.type, self._logging_level)
         super().setup_environment()
         self._running = ExitStack()
@@ -176,7 +175,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         """Return the context in which stage 3 shards the parameters of each layer at the end of its constructor."""
         if self.stage != 3:
             return nullcontext()
-        config = self._configuration.for_creation(self.precision_plugin.flag)
+        config = self._configuration.for_creation(self.precision_plugin.flag, self.world_size)
         return sharded_creation(self._deepspeed, config, self._configuration.options.offload.remote_device)
 
     def model_to_device(self) -> None:

@@ -230,105 +230,6 @@ def _largest_sub_group(parameters: Sequence[Any], size: int, world_size: int) ->
     return largest
 
 
-# Numbers of ranks and of samples
-
-_MICRO, _GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
-SIZES = (_MICRO, _GLOBAL, "gradient_accumulation_steps")
-"""The keys of a configuration that determine batch sizes."""
-
-
-def check_ranks(config: dict[str, Any], world_size: int, source: str) -> None:
-    """Check that the configuration's groups divide the ranks evenly, and that each rank reads its own data.
-
-    Raises:
-        RequestError: A group's size does not divide the number of ranks, or is not a size.
-        ConflictError: Several ranks would read the same data.
-    """
-    size = _group_size(config, ("zero_optimization", "zero_hpz_partition_size"), source, least=1)
-    if world_size % size:
-        raise RequestError(
-            f"{source} says zero_optimization.zero_hpz_partition_size: {size}, which does not divide the {world_size} "
-            "ranks: give one that does"
-        )
-    shared = {
-        "tensor_parallel.autotp_size": _group_size(config, ("tensor_parallel", "autotp_size"), source, least=0),
-        "sequence_parallel_size": _group_size(config, ("sequence_parallel_size",), source, least=1),
-    }
-    for name, count in shared.items():
-        if count > 1:
-            raise ConflictError(
-                f"{source} says {name}: {count}, with which {count} ranks read the same data, and DeepSpeedStrategy "
-                "gives each rank its own: leave it out"
-            )
-
-
-def _group_size(config: dict[str, Any], path: tuple[str, ...], source: str, *, least: int) -> int:
-    """Return the group size at a path of keys; by default the least one, which makes no groups."""
-    section: Any = config
-    for name in path[:-1]:
-        section = section.get(name, {})
-        if not isinstance(section, dict):
-            raise RequestError(f"{source} says {name}: {section!r}, and it must be a section: {{...}}")
-    size = section.get(path[-1], least)
-    if isinstance(size, bool) or not isinstance(size, int) or size < least:
-        raise RequestError(
-            f"{source} says {'.'.join(path)}: {size!r}, which is not possible: give a whole number from {least} on"
-        )
-    return size
-
-
-def check_batch_size(size: int | str) -> None:
-    """Check the option ``logging_batch_size_per_gpu``.
-
-    Raises:
-        RequestError: The value is neither a number of samples nor ``"auto"``.
-    """
-    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise RequestError(
-            f"logging_batch_size_per_gpu {size!r} is not possible: give a whole number from 1 on, or 'auto'"
-        )
-
-
-def set_micro_batch(config: dict[str, Any], batch_size: int | str, source: str, *, world_size: int) -> None:
-    """Set the batch size of one rank, which DeepSpeed requires for its own figures.
-
-    Args:
-        config: Changed in place.
-        batch_size: The argument ``logging_batch_size_per_gpu``.
-        source: The name of the configuration in messages.
-        world_size: Of the job.
-
-    Raises:
-        RequestError: The global batch size of the configuration is not divisible by the number of batches.
-        ConflictError: Two sizes contradict each other.
-    """
-    accumulate = config["gradient_accumulation_steps"]
-    stated: dict[str, int] = {}
-    if _MICRO in config:
-        stated[f"{source} says {_MICRO}"] = config[_MICRO]
-    if _GLOBAL in config:
-        size, batches = config.pop(_GLOBAL), world_size * accumulate
-        if not isinstance(size, int) or size % batches:
-            raise RequestError(
-                f"{source} says {_GLOBAL}: {size!r}, which is no multiple of {world_size} ranks times "
-                f"accumulate_grad_batches={accumulate}: give one that is, or leave it out"
-            )
-        stated[f"{source} says {_GLOBAL}"] = size // batches
-    if batch_size != "auto":
-        stated[f"logging_batch_size_per_gpu={batch_size!r}"] = int(batch_size)
-    if not stated:
-        config[_MICRO] = 1
-        return
-    (first, size), *remaining = stated.items()
-    for name, another in remaining:
-        if another != size:
-            raise ConflictError(
-                f"{name}, which makes {another} samples in each batch of a rank, and {first}, which makes {size}: "
-                "leave one of them out"
-            )
-    config[_MICRO] = size
-
-
 # The complete configuration, which DeepSpeed parses before the run
 
 # Keys that DeepSpeed reads outside DeepSpeedConfig
@@ -343,11 +244,13 @@ _LENIENT = (
 """Sections in which DeepSpeed ignores unknown keys; in others they are errors."""
 
 
-def check_config(config: dict[str, Any], source: str) -> None:
-    """Check the values and the keys of a configuration.
+def check_config(config: dict[str, Any], source: str, world_size: int) -> None:
+    """Check the values and the keys of a configuration, and that its groups divide the ranks.
 
     Raises:
-        RequestError: DeepSpeed does not accept the configuration, or does not read one of its keys.
+        RequestError: DeepSpeed does not accept the configuration, or does not read one of its keys, or a group's size
+            does not divide the number of ranks.
+        ConflictError: Several ranks would read the same data.
     """
     # DeepSpeed ignores unknown top-level keys: the keys that it reads show the misspelled ones.
     sections = {name: _ObservedKeys(config[name]) for name in _LENIENT if isinstance(config.get(name), dict)}
@@ -359,6 +262,26 @@ def check_config(config: dict[str, Any], source: str) -> None:
     _check_keys(config, observed.read | _READ_ELSEWHERE, source)
     for name, section in sections.items():
         _check_keys(config[name], section.read, f"{source}, in its section {name},")
+    _check_groups(config, source, world_size)
+
+
+def _check_groups(config: dict[str, Any], source: str, world_size: int) -> None:
+    size = int(_section(config, "zero_optimization").get("zero_hpz_partition_size") or 1)
+    if world_size % size:
+        raise RequestError(
+            f"{source} says zero_optimization.zero_hpz_partition_size: {size}, which does not divide the {world_size} "
+            "ranks: give one that does"
+        )
+    shared = {
+        "tensor_parallel.autotp_size": _section(config, "tensor_parallel").get("autotp_size", 0),
+        "sequence_parallel_size": config.get("sequence_parallel_size", 1),
+    }
+    for name, count in shared.items():
+        if count not in (0, 1):
+            raise ConflictError(
+                f"{source} says {name}: {count}, with which {count} ranks read the same data, and DeepSpeedStrategy "
+                "gives each rank its own: leave it out"
+            )
 
 
 def _check_keys(values: dict[str, Any], known: set[str], source: str) -> None:
