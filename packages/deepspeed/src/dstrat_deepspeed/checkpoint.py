@@ -18,8 +18,7 @@ from dstrat.interfaces.state_dict import groups_misfit
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
-from dstrat_deepspeed.optimizer_state import PartitionedState
-from dstrat_deepspeed.partitions import partitions_of, shard_of_stage_3
+from dstrat_deepspeed.optimizer_state import PartitionedState, partitions_of, shard_of_stage_3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

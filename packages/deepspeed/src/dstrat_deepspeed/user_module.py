@@ -10,7 +10,7 @@ from torch import nn
 from dstrat.errors import MisuseError
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.nvme import release_elements, release_unused
-from dstrat_deepspeed.partitions import shard_of_stage_3
+from dstrat_deepspeed.optimizer_state import shard_of_stage_3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
