@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dstrat.checkpoint.portable.decode import split_name
-from dstrat.checkpoint.torch_file import refused_name, stand_ins, without_stand_ins
+from dstrat.checkpoint.torch_file import read_content, stand_ins, without_stand_ins
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.training.checkpoint.restore import training_entries
@@ -405,51 +404,28 @@ def _in_equal_shards(names: Mapping[str, Any], num_ranks: int) -> Callable[[Tens
 
 # Files of torch.save, read without running code from them
 
-
-class Attributes:
-    """A placeholder for an object with plain attributes, such as a loss scaler."""
-
-
-class Number(int):
-    """A placeholder for a member of an ``IntEnum``."""
-
-
-_STAND_INS = [
-    (Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (Attributes, "deepspeed.runtime.bf16_optimizer.fragment_address"),
-    (Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-]
+_NOT_NEEDED = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.bf16_optimizer.fragment_address",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+)
+"""DeepSpeed's own classes; their objects are dropped wherever they are."""
 _NEEDED = ("", "module", "optimizer", "optimizer_state_dict", "param", "param_groups", "state")
-"""The keys of a file below which nothing may be dropped."""
+"""The keys of a file below which nothing else may be dropped."""
 
 
 def read_plain(path: Path) -> Any:
-    """Return the content of a file: tensors on the CPU, plain values, and placeholders for DeepSpeed's objects.
-
-    Objects of other classes, which are a user's, are dropped.
+    """Return the tensors, on the CPU, and the plain values of a file; other objects are dropped.
 
     Raises:
-        CheckpointError: The file cannot be read, or holds an object that would run code.
+        CheckpointError: The file cannot be read, or something is needed that would run code.
     """
-    known = {name for _, name in _STAND_INS}
-    unknown_classes = [pair for pair in stand_ins(path) if pair[1] not in known]
-    try:
-        with torch.serialization.safe_globals([*_STAND_INS, *unknown_classes]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not read: it holds {refused_name(str(error)) or 'something'} that cannot be read "
-            "without running code; save it again without that"
-        ) from error
-    except Exception as error:  # damaged bytes raise almost any class
-        raise CheckpointError(f"{str(path)!r} is damaged, or was not written by torch.save") from error
-    plain, unknown = without_stand_ins(content)
-    for name, kind in unknown.items():
-        if split_name(name)[0] in _NEEDED:
+    with torch.serialization.safe_globals(stand_ins(path)):
+        plain, dropped = without_stand_ins(read_content(path, path, mmap=True))
+    for name, kind in dropped.items():
+        if kind not in _NOT_NEEDED and split_name(name)[0] in _NEEDED:
             raise CheckpointError(
                 f"{str(path)!r} is not read: {name!r} in it is of {kind}, which cannot be read without running code; "
                 "save it again without that"
