@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -246,8 +247,8 @@ class CollectiveCheck:
         self._optimizer = optimizer
         self._module = module
         self._is_first_pass = True
-        self._exchanges: list[tuple[int, ...]] = []
-        self._earlier = 0  # the hash of exchanges that were dropped from the list
+        # An evaluation has no backward pass, after which the exchanges are compared and forgotten.
+        self._exchanges: deque[tuple[int, ...]] = deque(maxlen=_MAX_EXCHANGES)
         internals.observe_exchanges(
             optimizer, lambda parameters: self._note(False, parameters), lambda parameters: self._note(True, parameters)
         )
@@ -258,16 +259,13 @@ class CollectiveCheck:
         Raises:
             MisuseError: They were not the same on all ranks.
         """
-        self._compare((self._earlier, *self._exchanges))
+        self._compare(tuple(self._exchanges))
         self._exchanges.clear()
         self._is_first_pass = False
 
     def _note(self, is_reduced: bool, parameters: Sequence[Any]) -> None:
         if not parameters:
             return
-        if len(self._exchanges) == _MAX_EXCHANGES:  # an evaluation has no backward pass that would clear the list
-            self._earlier = hash((self._earlier, *self._exchanges))
-            self._exchanges.clear()
         self._exchanges.append((is_reduced, *sorted(parameter.ds_id for parameter in parameters)))
         if self._is_first_pass:
             self._compare((len(self._exchanges), self._exchanges[-1]))
@@ -277,7 +275,7 @@ class CollectiveCheck:
         if is_same_on_all_ranks(values, group, device):
             return
         by_rank: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(by_rank, self._exchanges, group=group)
+        dist.all_gather_object(by_rank, list(self._exchanges), group=group)
         raise MisuseError(
             "all ranks have to use the same parameters in the same order with stage 3 of ZeRO, and "
             f"{self._difference(by_rank)}: let each rank run all layers in one order, with 0 * layer(x).sum() in its "
@@ -287,11 +285,13 @@ class CollectiveCheck:
 
     def _difference(self, by_rank: list[list[tuple[int, ...]]]) -> str:
         """Describe the first difference of a rank from rank 0."""
-        for rank, exchanges in enumerate(by_rank):
-            for first, other in zip_longest(by_rank[0], exchanges, fillvalue=()):
-                if first != other:
-                    return f"rank 0 {self._describe(first, other)} while rank {rank} {self._describe(other, first)}"
-        return "they have not in an evaluation"
+        rank, first, other = next(
+            (rank, first, other)
+            for rank, exchanges in enumerate(by_rank)
+            for first, other in zip_longest(by_rank[0], exchanges, fillvalue=())
+            if first != other
+        )
+        return f"rank 0 {self._describe(first, other)} while rank {rank} {self._describe(other, first)}"
 
     def _describe(self, exchange: tuple[int, ...], other: tuple[int, ...]) -> str:
         """Describe an exchange; if the other one is of the same kind, only with the parameters that the other lacks."""
