@@ -95,9 +95,9 @@ def test_offloading_without_a_compiler_or_ninja(tmp_path):
 
 
 NAMED = {
-    "config, which names the optimizer 'adamw', needs DeepSpeed's fused_adam.* no C\\+\\+ compiler": ("AdamW", "cpu"),
-    "config, which names the optimizer 'lion', .*there is no nvcc: install the CUDA toolkit": ("Lion", "cuda"),
-    "names the optimizer 'lamb', which DeepSpeed has for GPUs only": ("Lamb", "cpu"),
+    "config, which names the optimizer 'AdamW', needs DeepSpeed's fused_adam.* no C\\+\\+ compiler": ("AdamW", "cpu"),
+    "config, which names the optimizer 'Lion', .*there is no nvcc: install the CUDA toolkit": ("Lion", "cuda"),
+    "names the optimizer 'Lamb', which DeepSpeed has for GPUs only": ("Lamb", "cpu"),
     "names the optimizer 'AdamX', with which DeepSpeed cannot train: did you mean 'Adam": ("AdamX", "cpu"),
     "names the optimizer 'LBFGS', with which DeepSpeed cannot train: name another one": ("LBFGS", "cpu"),
     "config says optimizer: {'type': None, 'params': {}}, and it must be": (None, "cpu"),
@@ -120,7 +120,7 @@ def test_an_optimizer_by_name_that_torch_has_needs_no_compiler(tmp_path):
 
 
 def test_an_optimizer_by_name_is_looked_at_when_the_strategy_receives_its_devices():
-    with pytest.raises(RequestError, match="names the optimizer 'lamb'"):
+    with pytest.raises(RequestError, match="names the optimizer 'Lamb'"):
         DeepSpeedStrategy(config={"optimizer": {"type": "Lamb"}}).receive(parts())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -142,11 +141,22 @@ def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Map
     """
     if "optimizer" not in config:
         return
-    name, options = _named_optimizer(config["optimizer"], source)
-    if name.startswith("mu") and name != "muon" and importlib.util.find_spec("mup") is None:
-        raise RequestError(f"{source} names the optimizer {name!r}, which is of the package mup: pip install mup")
-    operations = _ON_THE_CPU if offloads_optimizer(config) else _ON_THE_DEVICE
-    operation = None if options.get("torch_adam") else operations.get(name)
+    section = config["optimizer"]
+    name = section.get("type") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f'{source} says optimizer: {section!r}, and it must be {{"type": "AdamW", "params": {{...}}}}'
+        )
+    if name.lower() not in _OF_DEEPSPEED:
+        known = [key for key, value in vars(torch.optim).items() if isinstance(value, type) and key != "Optimizer"]
+        if name not in known or name == "LBFGS":
+            near = difflib.get_close_matches(name, [*known, *_OF_DEEPSPEED], n=1)
+            hint = f"did you mean {near[0]!r}?" if near and name != "LBFGS" else "name another one"
+            raise RequestError(f"{source} names the optimizer {name!r}, with which DeepSpeed cannot train: {hint}")
+        return
+    if (section.get("params") or {}).get("torch_adam"):
+        return
+    operation = (_ON_THE_CPU if offloads_optimizer(config) else _ON_THE_DEVICE).get(name.lower())
     if device_type == "cpu" and operation in _FOR_GPUS_ONLY:
         raise RequestError(
             f"{source} names the optimizer {name!r}, which DeepSpeed has for GPUs only: name 'AdamW' or one of "
@@ -156,24 +166,6 @@ def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Map
         option = f"{source}, which names the optimizer {name!r},"
         is_for_gpus = device_type == "cuda" and operation.startswith("fused_")
         check_prerequisites(operation, option, environ, is_for_gpus=is_for_gpus)
-
-
-def _named_optimizer(section: Any, source: str) -> tuple[str, dict[str, Any]]:
-    """Return the name, in lower case for DeepSpeed's own optimizers, and the options."""
-    name = section.get("type") if isinstance(section, dict) else None
-    if not isinstance(name, str):
-        raise RequestError(
-            f'{source} says optimizer: {section!r}, and it must be {{"type": "AdamW", "params": {{...}}}}'
-        )
-    if name.lower() in _OF_DEEPSPEED:
-        options = section.get("params")
-        return name.lower(), options if isinstance(options, dict) else {}
-    known = [key for key, value in vars(torch.optim).items() if isinstance(value, type) and key != "Optimizer"]
-    if name not in known or name == "LBFGS":
-        near = difflib.get_close_matches(name, [*known, *_OF_DEEPSPEED], n=1)
-        hint = f"did you mean {near[0]!r}?" if near and name != "LBFGS" else "name another one"
-        raise RequestError(f"{source} names the optimizer {name!r}, with which DeepSpeed cannot train: {hint}")
-    return name, {}
 
 
 def check_one_optimizer(config: dict[str, Any], optimizer: Optimizer | None, source: str, *, is_fitting: bool) -> None:
