@@ -49,7 +49,6 @@ class CheckpointedStrategy(ParallelStrategy):
     _engine: Engine | None = None
     _group_names: list[list[str]] | None = None
     _state: PartitionedState | None = None
-    _state_of: Engine | None = None
     _changes: OutsideChanges | None = None
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
@@ -211,12 +210,11 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
         """Return the optimizer's state in partitions; None if the optimizer has the parameters themselves."""
-        if self._state is None or self._state_of is not self._engine:
+        if self._state is None:
             partitions = partitions_of(self._wrapped_optimizer, self._names())
             if partitions is None:
                 return None
             self._state = PartitionedState(optimizer, partitions, self._group_names)
-            self._state_of = self._engine
         return self._state
 
 

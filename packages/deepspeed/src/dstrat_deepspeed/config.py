@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed.nvme import run_folder
 from dstrat_deepspeed.optimizers import check_named_optimizer, check_one_optimizer
-from dstrat_deepspeed.options import changed, possible_stage, possible_value, read_options
+from dstrat_deepspeed.options import changed, possible_value, read_options
 from dstrat_deepspeed.validation import (
     check_can_offload,
     check_clipping,
@@ -88,15 +88,10 @@ def read_config(config: Mapping[str, Any] | str | Path | None, environ: Mapping[
 
 
 def zero_stage(options: Options, user: UserConfig) -> int:
-    """Return the stage of ZeRO, from the user's configuration or the option.
-
-    Raises:
-        RequestError: The stage does not exist.
-    """
+    """Return the stage of ZeRO, from the user's configuration or the option."""
     section = user.values.get("zero_optimization")
     if isinstance(section, dict) and section.get("stage", AUTO) != AUTO:
-        stage = section["stage"]
-        return possible_stage(stage, f"{user.source} asks for stage {stage!r} of ZeRO")
+        return int(possible_value("stage", section["stage"], "int"))
     return options.zero.stage if isinstance(section, dict) or options.zero.zero_optimization else 0
 
 

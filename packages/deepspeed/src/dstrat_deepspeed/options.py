@@ -161,14 +161,7 @@ class Options:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
 
 
-_GROUPS: dict[str, type] = {
-    "zero": ZeroOptions,
-    "offload": OffloadOptions,
-    "files": FileOptions,
-    "loss_scale": LossScaleOptions,
-    "activations": ActivationOptions,
-    "checkpoints": CheckpointOptions,
-}
+_GROUPS: dict[str, Any] = {group.name: group.default_factory for group in dataclasses.fields(Options)}
 _GROUP_OF = {option.name: name for name, group in _GROUPS.items() for option in dataclasses.fields(group)}
 _KINDS = {option.name: str(option.type) for group in _GROUPS.values() for option in dataclasses.fields(group)}
 
@@ -223,32 +216,17 @@ def possible_value(name: str, value: Any, kind: str) -> Any:
     Raises:
         RequestError: The value is not valid for the option.
     """
-    if name == "stage":
-        return possible_stage(value, f"stage {value!r} of ZeRO is not possible")
+    if name == "stage" and (isinstance(value, bool) or value not in (0, 1, 2, 3) or not isinstance(value, int)):
+        raise RequestError(f"stage {value!r} of ZeRO is not possible: choose 0, 1, 2 or 3")
     if kind == "bool" and not isinstance(value, bool):
         raise RequestError(f"{name} {value!r} is not possible: give True or False")
     if kind.startswith("Device") and value not in ("cpu", "nvme") and not (kind.endswith("None") and value is None):
         raise RequestError(f"{name} {value!r} is not possible: choose 'cpu' or 'nvme'")
     if kind == "str":
-        return _text(name, value)
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+            raise RequestError(f"{name} {value!r} is not possible: give the path of a folder")
+        return str(os.fspath(value))
     return _number(name, value, is_integer=kind == "int") if kind in ("int", "float") else value
-
-
-def possible_stage(value: Any, complaint: str) -> int:
-    """Return a value that is a stage of ZeRO.
-
-    Raises:
-        RequestError: The stage does not exist; the message begins with the complaint.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
-        raise RequestError(f"{complaint}: choose 0, 1, 2 or 3")
-    return int(value)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise RequestError(f"{name} {value!r} is not possible: give the path of a folder")
-    return str(os.fspath(value))
 
 
 def _number(name: str, value: Any, *, is_integer: bool) -> int | float:

@@ -283,7 +283,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         """
         engine, self._engine = self._engine, None
         self._changes = self._flags = None
-        self._state = self._state_of = None
+        self._state = None
         if engine is not None:
             self._skipped_steps = engine.skipped_steps
         # Callbacks run in reverse order, each also if another fails.  Gathering comes first, while the process groups
