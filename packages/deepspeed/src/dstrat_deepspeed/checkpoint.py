@@ -250,11 +250,7 @@ _BY_PARAMETER = ("grad", "grad_accum")
 
 
 def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
-    """Return this rank's accumulated gradients of stages 1 to 3, in the form of the stage; an empty dict for none.
-
-    Args:
-        optimizer: DeepSpeed's wrapper of the user's optimizer.
-    """
+    """Return this rank's accumulated gradients of stages 1 to 3, in the form of the stage; an empty dict for none."""
     if hasattr(optimizer, "fp32_groups_has_gradients"):  # stage 1 with weights of 16 bits and gradients of 32
         computed = [list(group) for group in optimizer.fp32_groups_has_gradients]
         flat = list(optimizer.fp32_groups_gradients_flat)
@@ -282,12 +278,7 @@ def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
 
 
 def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`accumulated_gradients` for the next backward pass or step.
-
-    Args:
-        optimizer: DeepSpeed's wrapper, of the same stage and number of ranks.
-        saved: The gradients; empty for none.
-    """
+    """Restore the result of :func:`accumulated_gradients`, of the same stage and number of ranks."""
     if not saved:
         return
     if hasattr(optimizer, "fp32_groups_has_gradients"):

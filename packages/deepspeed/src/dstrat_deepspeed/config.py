@@ -175,12 +175,7 @@ def settings_of_precision(flag: str) -> Settings:
 
 
 def merged(base: dict[str, Any], user: UserConfig, settings: Settings | None = None) -> dict[str, Any]:
-    """Return the complete configuration.
-
-    Args:
-        base: The configuration of the options.
-        user: The user's, which overrides it section by section; the value ``"auto"`` changes nothing.
-        settings: Of the Trainer and the precision.
+    """Return the user's configuration over that of the options, section by section, with settings.
 
     Raises:
         ConflictError: The user's configuration contradicts a setting; the message names both sources.
@@ -222,16 +217,7 @@ def _as_section(value: Any, name: str, source: str) -> dict[str, Any]:
 
 
 class Configuration:
-    """The options of a strategy, overridden by the user's configuration.
-
-    Args:
-        options: By name.
-        config: The argument ``config``.
-        batch_size: The argument ``logging_batch_size_per_gpu``.
-
-    Attributes:
-        options: In their groups.
-        stage: Of ZeRO.
+    """The options of a strategy, by their names, overridden by the user's configuration.
 
     Raises:
         RequestError: An option does not exist, or its value is not valid.
@@ -278,12 +264,7 @@ class Configuration:
                 self._folders = {}
 
     def for_creation(self, flag: str, world_size: int) -> dict[str, Any]:
-        """Return the configuration for ``deepspeed.zero.Init``, with which stage 3 creates layers.
-
-        Raises:
-            RequestError: DeepSpeed does not accept the configuration.
-            ConflictError: The configuration contradicts the precision.
-        """
+        """Return the configuration for ``deepspeed.zero.Init``, with which stage 3 creates layers."""
         config = self._complete(settings_of_precision(flag))
         for size in (_MICRO_BATCH, "train_batch_size", "gradient_accumulation_steps"):  # the Trainer is not known yet
             config.pop(size, None)
@@ -298,8 +279,7 @@ class Configuration:
 
         Raises:
             RequestError: DeepSpeed does not accept the configuration.
-            ConflictError: The configuration contradicts the Trainer, the precision or the optimizer; the message names
-                both sources.
+            ConflictError: It contradicts the Trainer, the precision or the optimizer; the message names both sources.
         """
         if trainer.gradient_clip_val is not None:
             check_clipping(trainer.gradient_clip_algorithm)

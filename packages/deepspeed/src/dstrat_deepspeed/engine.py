@@ -40,7 +40,6 @@ class Engine:
         is_manual: Whether the module uses manual optimization: it computes gradients within its steps.
 
     Attributes:
-        engine: DeepSpeed's own engine.
         optimizer: The optimizer that DeepSpeed wraps; None in an evaluation.
         skipped_steps: Number of optimizer steps that were skipped because of a non-finite gradient.
     """
@@ -126,12 +125,7 @@ class Engine:
             return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
-        """Compute the gradients of a loss, a scalar tensor.
-
-        Args:
-            loss: Not yet scaled.
-            compute: Called with the scaled loss in place of ``Tensor.backward``.
-        """
+        """Compute the gradients of a scalar loss, by a function of the scaled loss instead of ``Tensor.backward``."""
         self._has_gradients = True
         self._expects_more = not (self._is_manual or self.engine.is_gradient_accumulation_boundary())
         if self._is_manual:
@@ -275,13 +269,9 @@ def _raise_for_new_group(param_group: dict[str, Any]) -> None:
 
 
 class StepModule(Module):
-    """A module with the user's parameters and layers, whose forward runs a step of the user's module.
+    """A module with the user's parameters and layers, whose forward runs a step of the user's module in a context.
 
     DeepSpeed hooks into ``forward``, and a training calls ``training_step``.
-
-    Args:
-        module: The user's module.
-        context: Returns the context of a step.
     """
 
     def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 class ReplacedMethod(TorchFunctionMode):
-    """A context that replaces a method of tensors, except within calls of the replacement.
-
-    Args:
-        method: Of ``torch.Tensor``.
-        replacement: Called in place of the method, with the same arguments.
-    """
+    """A context that replaces a method of tensors, except within calls of the replacement."""
 
     def __init__(self, method: Callable[..., Any], replacement: Callable[..., Any]) -> None:
         super().__init__()
@@ -320,13 +315,7 @@ def is_partitioned(parameter: Any) -> bool:
 def observe_exchanges(
     optimizer: Any, on_gather: Callable[[list[Any]], None], on_reduce: Callable[[list[Any]], None]
 ) -> None:
-    """Observe stage 3's collectives.
-
-    Args:
-        optimizer: DeepSpeed's wrapper of the user's optimizer.
-        on_gather: Called with the parameters of each all-gather before it begins.
-        on_reduce: Called with the parameters of each reduction of gradients before it begins.
-    """
+    """Call a function with the parameters of each all-gather and reduction of stage 3, before it begins."""
     # Hooks of torch would come at other times: DeepSpeed joins parameters into buckets, and prefetches some.
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     gather, reduce = getattr(coordinator, _GATHER), getattr(optimizer, _REDUCE)

@@ -184,26 +184,16 @@ UNIVERSAL = "zero"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeFiles:
-    """The paths of a checkpoint's files.
-
-    Attributes:
-        folder: The checkpoint.
-        model: The module's state: one file, or one per rank of stage 3.
-        optimizer: The optimizer's state, one file per rank; empty for stage 0 and universal checkpoints.
-        is_universal: Whether it is a universal checkpoint, with a folder for each parameter.
-    """
+    """The paths of a checkpoint's files."""
 
     folder: Path
-    model: list[Path]
-    optimizer: list[Path] = field(default_factory=list)
-    is_universal: bool = False
+    model: list[Path]  # the module's state: one file, or one per rank of stage 3
+    optimizer: list[Path]  # the optimizer's state, one file per rank; empty for stage 0 and universal checkpoints
+    is_universal: bool  # whether there is a folder for each parameter
 
 
 def find_files(path: Path) -> NativeFiles | None:
-    """Return the files of a checkpoint; None if the folder has no checkpoint of DeepSpeed.
-
-    Args:
-        path: The folder of a checkpoint, or its parent with a file ``latest``.
+    """Return the files of a checkpoint, or of the one that a file ``latest`` names; None if there is none of DeepSpeed.
 
     Raises:
         CheckpointError: The checkpoint is of a model-parallel job or of files on NVMe, or files are missing.
@@ -254,16 +244,10 @@ _WEIGHTS = "fp32"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeState:
-    """Full weights and optimizer state, by the names of parameters.
+    """Full weights and optimizer state, by the names of parameters."""
 
-    Attributes:
-        weights: The weights in the optimizer's dtype, by name.
-        state: The optimizer's state by name and key; empty before its first step.
-        param_groups: The groups with their options and the names of their parameters.
-    """
-
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)  # in the optimizer's dtype
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)  # empty before the first step
     param_groups: list[dict[str, Any]] = field(default_factory=list)
 
     def add(
@@ -273,14 +257,7 @@ class NativeState:
         names: Mapping[str, Any],
         cut: Callable[[Tensor], dict[str, Tensor]],
     ) -> None:
-        """Add the parameters of a group.
-
-        Args:
-            flat: Each rank's partition of the weights.
-            states: Each rank's optimizer state of the partition.
-            names: Names of the parameters.
-            cut: Returns the parameters by name from the concatenated partitions.
-        """
+        """Add the parameters of a group, which a function cuts out of the concatenated partitions of all ranks."""
         self.weights.update(cut(torch.cat(list(flat))))
         for key, value in states[0].items():
             is_element_wise = isinstance(value, Tensor) and value.dim() > 0
@@ -290,12 +267,7 @@ class NativeState:
 
 
 def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the state of stage 1 or 2, which cuts the concatenated parameters of a group into equal partitions.
-
-    Args:
-        shapes: Shapes of the parameters of each group, by name.
-        ranks: The saved optimizer state of each rank.
-    """
+    """Return the state of stage 1 or 2, which cuts the concatenated parameters of a group into equal partitions."""
     base = ranks[0]["base_optimizer_state"]
     if not isinstance(base, dict):
         raise CheckpointError(
@@ -313,12 +285,7 @@ def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mappi
 
 
 def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the state of stage 3, which cuts each parameter into equal shards.
-
-    Args:
-        shapes: Shapes of the parameters of each sub-group, by name.
-        ranks: The saved optimizer state of each rank.
-    """
+    """Return the state of stage 3, which cuts each parameter of a sub-group into equal shards."""
     native = NativeState()
     for number, names in enumerate(shapes):
         flat = [rank["fp32_flat_groups"][number] for rank in ranks]
@@ -331,12 +298,7 @@ def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str,
 
 
 def of_universal(folder: Path, shapes: Sequence[Mapping[str, Any]]) -> NativeState:
-    """Return the state of a universal checkpoint, which has a folder for each parameter.
-
-    Args:
-        folder: The checkpoint.
-        shapes: Shapes of the parameters of each group, by name.
-    """
+    """Return the state of a universal checkpoint, which has a folder for each parameter."""
     common = read_plain(folder / UNIVERSAL / "optimizer_state.pt")
     groups = common.get("param_groups") or common["optimizer_state_dict"]["param_groups"]
     steps = common.get("optimizer_state_dict", {}).get("state", {})

@@ -25,11 +25,7 @@ def native_path(path: str | Path) -> Path:
 
 
 def check_can_save_native(path: str | Path, strategy: ParallelStrategy) -> None:
-    """Check that DeepSpeed's files can be written beside a checkpoint; collective.
-
-    Raises:
-        CheckpointError: The path is a URL, or the files exist.
-    """
+    """Raise a CheckpointError if DeepSpeed's files cannot be written beside a checkpoint, or exist; collective."""
     if isinstance(as_path(path), RemotePath):
         raise CheckpointError(
             f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
@@ -46,14 +42,7 @@ def check_can_save_native(path: str | Path, strategy: ParallelStrategy) -> None:
 def save_native(
     engine: Any, checkpoint: Mapping[str, Any], path: str | Path, strategy: ParallelStrategy, *, exclude_frozen: bool
 ) -> None:
-    """Let DeepSpeed write its files; they appear when all ranks are done; collective.
-
-    Args:
-        engine: DeepSpeed's.
-        checkpoint: Has the number of steps.
-        path: Of the checkpoint that they belong to, on this machine.
-        strategy: Communicates.
-        exclude_frozen: Whether parameters that are not trained are left out.
+    """Let DeepSpeed write its files beside a checkpoint; they appear when all ranks are done; collective.
 
     Raises:
         CheckpointError: Some rank cannot write them, or they are there already.

@@ -30,23 +30,14 @@ MASTER = "fp32_weights"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Extent:
-    """Consecutive elements of a parameter in a partition.
+    """Consecutive elements of a parameter in a partition."""
 
-    Attributes:
-        name: Name of the parameter in the user's module.
-        parameter: The parameter.
-        shape: Shape of the full parameter.
-        start: Position of the first element in the flattened parameter.
-        offset: Position of the first element in the partition.
-        length: Number of elements; 0 if the partition has none of the parameter.
-    """
-
-    name: str
+    name: str  # of the parameter in the user's module
     parameter: Parameter
-    shape: tuple[int, ...]
-    start: int
-    offset: int
-    length: int
+    shape: tuple[int, ...]  # of the full parameter
+    start: int  # position of the first element in the flattened parameter
+    offset: int  # its position in the partition
+    length: int  # 0 if the partition has none of the parameter
 
     @property
     def weights(self) -> Tensor:
@@ -62,21 +53,13 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Partition:
-    """Elements of several parameters in one flat tensor, which the optimizer steps in place of the parameters.
+    """Elements of several parameters in one flat tensor, which the optimizer steps in place of the parameters."""
 
-    Attributes:
-        tensor: The tensor, possibly padded at its end.
-        group: Index of the optimizer's group.
-        extents: The parameters' elements in it; each rank has an extent, even if empty, of each parameter of the group.
-        is_replicated: Whether every rank has all elements.
-        files: The files of the elements and their state; None if they are in memory.
-    """
-
-    tensor: Tensor
-    group: int
-    extents: tuple[Extent, ...]
-    is_replicated: bool = False
-    files: GroupInFiles | None = None
+    tensor: Tensor  # possibly padded at its end
+    group: int  # of the optimizer
+    extents: tuple[Extent, ...]  # on each rank, even if empty, of each parameter of the group
+    is_replicated: bool = False  # whether every rank has all elements
+    files: GroupInFiles | None = None  # of the elements and their state; None if they are in memory
 
     @property
     def weights(self) -> Tensor:
@@ -158,15 +141,7 @@ def _extents(
     names: Mapping[int, str],
     offsets: Iterable[int] | None = None,
 ) -> tuple[Extent, ...]:
-    """Return the extents of a rank's partition of a flat tensor.
-
-    Args:
-        parameters: In the flat tensor.
-        size: Elements of each rank's partition.
-        rank: Of the partition; 0 if it is replicated.
-        names: Names of the parameters, by ``id``.
-        offsets: Positions of the parameters in the flat tensor; by default they are consecutive.
-    """
+    """Return a rank's extents of parameters in a flat tensor, of which each rank has a partition of a size."""
     if offsets is None:
         offsets = [0, *accumulate(parameter.numel() for parameter in parameters)][:-1]
     extents = []
@@ -230,11 +205,7 @@ class PartitionedState:
     Args:
         optimizer: The user's, in which DeepSpeed has replaced the parameters by partitions.
         partitions: This rank's.
-        group_names: Names of the user's parameters in each group, including frozen ones; None if DeepSpeed has made the
-            groups.
-
-    Attributes:
-        group_names: Names of the parameters in each group.
+        group_names: Names of all parameters in each group, also frozen ones; None if DeepSpeed has made the groups.
     """
 
     def __init__(

@@ -46,11 +46,7 @@ def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 def check_elementwise(optimizer: Optimizer | None, stage: int, device: torch.device) -> None:
-    """Check that an optimizer is element-wise: that it gives the same results for flat pieces of parameters.
-
-    Raises:
-        RequestError: The optimizer needs full parameters, and the stage shards it.
-    """
+    """Raise a RequestError if a stage shards an optimizer that has other results for flat pieces of parameters."""
     if optimizer is None or stage == 0 or type(optimizer).__module__.startswith("deepspeed."):
         return
     # A piece of 9 elements is not a multiple of a row, so that row-wise optimizers fail.
@@ -64,11 +60,7 @@ def check_elementwise(optimizer: Optimizer | None, stage: int, device: torch.dev
 
 
 def check_unstepped(optimizer: Optimizer) -> None:
-    """Check that an optimizer has no state yet: DeepSpeed replaces its parameters, which loses their state.
-
-    Raises:
-        MisuseError: The optimizer has stepped before, or has initialized state in its constructor.
-    """
+    """Raise a MisuseError if an optimizer has state: DeepSpeed replaces its parameters, which loses it."""
     entries = [entry for entry in optimizer.state.values() if not isinstance(entry, dict) or entry]
     if isinstance(optimizer, torch.optim.Adagrad):  # PartitionedState.init_adagrad restores its constructor's state
         entries = [entry for entry in entries if entry["step"] > 0]
@@ -128,16 +120,13 @@ _FOR_GPUS_ONLY = ("fused_lion", "fused_lamb")
 
 
 def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Mapping[str, str], source: str) -> None:
-    """Check that DeepSpeed can construct the optimizer that a configuration names, if it names one.
+    """Raise a RequestError if DeepSpeed cannot construct the optimizer that a configuration names.
 
     Args:
         config: As far as it is known before a run.
         device_type: ``"cpu"`` or ``"cuda"``.
         environ: The environment, for the paths of programs and of compiled operations.
         source: The name of the configuration in error messages.
-
-    Raises:
-        RequestError: The optimizer does not exist, does not run on the device, or cannot be compiled.
     """
     if "optimizer" not in config:
         return
@@ -169,12 +158,7 @@ def check_named_optimizer(config: dict[str, Any], device_type: str, environ: Map
 
 
 def check_one_optimizer(config: dict[str, Any], optimizer: Optimizer | None, source: str, *, is_fitting: bool) -> None:
-    """Check that either the module or the configuration has an optimizer, and that schedulers are the module's.
-
-    Raises:
-        ConflictError: Both have an optimizer, or the configuration has a scheduler.
-        RequestError: Neither has an optimizer, and the stage shards it.
-    """
+    """Raise an error unless one of module and configuration has an optimizer, and schedulers are the module's."""
     if optimizer is not None and "optimizer" in config:
         raise ConflictError(
             f"{source} has an 'optimizer', and configure_optimizers returned {type(optimizer).__name__}: leave one out"

@@ -79,11 +79,7 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def log_level(value: Any) -> int:
-    """Return the number of a logging level, from a number or a name such as ``"info"``.
-
-    Raises:
-        RequestError: The level does not exist.
-    """
+    """Return the number of a logging level, from a number or a name such as ``"info"``."""
     level = logging.getLevelName(value.upper()) if isinstance(value, str) else value
     if isinstance(level, bool) or not isinstance(level, int):
         raise RequestError(
@@ -141,16 +137,13 @@ _CAP_IPC_LOCK = 14  # Linux's number of the capability to lock any amount of mem
 
 
 def check_prerequisites(operation: str, option: str, environ: Mapping[str, str], *, is_for_gpus: bool = False) -> None:
-    """Check that DeepSpeed has compiled an operation, or can compile it.
+    """Raise a RequestError if DeepSpeed has not compiled an operation, and cannot compile it.
 
     Args:
         operation: Name of the operation: ``"cpu_adam"``, ``"fused_adam"``, ``"async_io"`` ...
         option: The user's option that needs it, for messages.
         environ: The environment, for the paths of programs and of compiled operations.
         is_for_gpus: Whether it is written in CUDA.
-
-    Raises:
-        RequestError: A tool or library is missing; the message has the command that installs it.
     """
     if _was_installed(operation):
         return
@@ -233,11 +226,7 @@ def _has_libaio(environ: Mapping[str, str]) -> bool:
 
 
 def check_lockable(size: int, option: str, hint: str) -> None:
-    """Check that this process may lock an amount of memory, in bytes.
-
-    Raises:
-        RequestError: The limit is lower; the message has the option that needs the memory, and the hint.
-    """
+    """Raise a RequestError, with the option and a hint, if this process may not lock an amount of memory in bytes."""
     # DeepSpeed aborts the process at the limit, without a Python exception.
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and size > limit and not _may_lock_any():

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 def is_same_on_all_ranks(values: Hashable, group: Any, device: torch.device) -> bool:
     """Return whether all ranks of a group have equal values; collective, with two numbers.
 
-    Args:
-        values: Numbers, and tuples of them; hashes of other types may differ between processes.
-        group: Of torch.distributed.
-        device: For the group's collectives.
+    Values are numbers, and tuples of them: hashes of other types may differ between processes.
     """
     # The maximum of a number and of its negative give the largest and the least: equal if all are.
     number = hash(values) % 2**62
@@ -39,9 +36,6 @@ class GradientOrder:
     deferred, and one that a rank has not computed by the end of a backward pass is zero, as in stage 0.  The order is
     that of the first pass, or of rank 0's if ranks differ in it, so that nothing is deferred if all passes are equal.
     Ranks compare their orders in the first pass only, once per bucket.
-
-    Args:
-        optimizer: DeepSpeed's wrapper of the user's optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -180,9 +174,6 @@ class UnusedGradients:
     """Completion of gradients between the batches of a step, for parameters that not every batch uses.
 
     This base class does nothing; its subclasses do what a wrapper of DeepSpeed's leaves out.
-
-    Args:
-        optimizer: DeepSpeed's wrapper of the user's optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -199,12 +190,11 @@ class UnusedGradients:
 
 
 def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients | None:
-    """Return the completion of gradients for an optimizer; None if DeepSpeed needs none, as in stage 0.
+    """Return the completion of gradients for DeepSpeed's wrapper of an optimizer; None if it needs none, as in stage 0.
 
     Args:
-        optimizer: DeepSpeed's wrapper of the user's optimizer.
-        sends_in_step: Whether DeepSpeed sends gradients to an optimizer on the CPU in the step, not in the last
-            backward pass.
+        optimizer: The wrapper.
+        sends_in_step: Whether gradients are sent to an optimizer on the CPU in the step, not in the last backward pass.
     """
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         return _Stage3Gradients(optimizer, sends_in_step=sends_in_step)

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModuleSnapshot:
-    """The attributes of a module's parameters before DeepSpeed sets its own.
-
-    Args:
-        module: The user's; parameters may be sharded already, by ``model_sharded_context``.
-    """
+    """The attributes of a module's parameters before DeepSpeed sets its own; they may be sharded already."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -37,11 +33,7 @@ class ModuleSnapshot:
         self._lost: dict[int, torch.Size] = {}
 
     def gather(self, *, keeps: bool) -> None:
-        """Gather the parameters one by one; collective.
-
-        Args:
-            keeps: Whether this rank keeps them, on the CPU.
-        """
+        """Gather the parameters one by one, to the CPU of the ranks that keep them; collective."""
         release_unused(parameter for parameter, _ in self._attributes)
         for parameter, _ in self._attributes:
             if hasattr(parameter, "ds_id"):
@@ -77,10 +69,7 @@ class ModuleSnapshot:
 def rematerialize(module: Module, *, is_global_zero: bool) -> None:
     """Allocate the parameters on the meta device, which a run of stage 3 has gathered on rank 0 only.
 
-    Their values are broadcast from rank 0 later.
-
-    Raises:
-        MisuseError: This is rank 0, and has no values either.
+    Their values are broadcast from rank 0 later; a MisuseError if it has none either.
     """
     if is_global_zero and any(parameter.is_meta for parameter in module.parameters()):
         raise MisuseError(
@@ -110,10 +99,6 @@ class OutsideChanges:
 
     The optimizer has copies of the weights, which must change too, or the next step would undo the change.  A check
     compares two numbers per parameter.
-
-    Args:
-        parameters: Of the module, by name.
-        state: The optimizer's, with its partitions of the weights.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], state: PartitionedState) -> None:
@@ -132,14 +117,11 @@ class OutsideChanges:
         self._versions = [get_version() for get_version in self._get_versions]
 
     def accept(self, *, moves: bool = True) -> None:
-        """Copy changed weights to the optimizer's.
+        """Copy changed weights to the optimizer's; a MisuseError if stage 3 had not gathered a changed parameter.
 
         Args:
             moves: Whether parameters that have got other memory (``parameter.data = ...``) are moved back to that which
                 ranks exchange.
-
-        Raises:
-            MisuseError: A change is lost, since stage 3 had not gathered the parameter.
         """
         versions = [get_version() for get_version in self._get_versions]
         if versions == self._versions:
@@ -163,11 +145,7 @@ class FixedFlags:
         self._flags = [parameter.requires_grad for parameter in self._parameters]
 
     def check(self) -> None:
-        """Check the flags.
-
-        Raises:
-            MisuseError: A parameter was frozen or unfrozen during the training.
-        """
+        """Raise a MisuseError if a parameter was frozen or unfrozen during the training."""
         flags = [parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags:
             name, flag = next(
@@ -223,11 +201,7 @@ class _ShardedParameter:
         self._shard_version = self._parameter.ds_tensor._version  # noqa: SLF001 - the same
 
     def write_back(self) -> None:
-        """Copy the values of a gathered parameter to this rank's shard.
-
-        Raises:
-            MisuseError: The parameter is not gathered any more, so that the change is lost.
-        """
+        """Copy the values to this rank's shard; a MisuseError if the parameter is not gathered, and they are lost."""
         shard = shard_of_stage_3(self._parameter)
         if self._parameter.ds_status.name == "AVAILABLE":
             with torch.no_grad():

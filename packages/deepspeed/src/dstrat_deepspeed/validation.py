@@ -23,16 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
-    """Check that options do not contradict each other, and that each has an effect.
-
-    Args:
-        options: The strategy's.
-        config: The configuration of the options and the user.
-        stage: Of ZeRO.
-
-    Raises:
-        ConflictError: Two options contradict each other, or one has no effect.
-    """
+    """Raise a ConflictError if options contradict each other, or if one has no effect."""
     offload, zero, devices = options.offload, options.zero, offload_devices(config)
     scaling = [name for name in changed(options.loss_scale) if name != "loss_scale"]
     activations = _section(config, "activation_checkpointing")
@@ -106,11 +97,7 @@ def _unused_offload_options(options: Options) -> dict[str, bool]:
 
 
 def check_components(options: Options, config: dict[str, Any], flag: str, device_type: str) -> None:
-    """Check options and precision against each other and against the hardware.
-
-    Raises:
-        ConflictError: DeepSpeed does not support the precision on the device, or an option has no effect.
-    """
+    """Raise a ConflictError if DeepSpeed lacks the precision on the device, or if an option has no effect there."""
     if device_type == "cpu" and _section(config, "activation_checkpointing").get("cpu_checkpointing"):
         raise ConflictError(
             "cpu_checkpointing moves activations to the CPU, where the accelerator 'cpu' has them already: leave it out"
@@ -126,11 +113,7 @@ def check_components(options: Options, config: dict[str, Any], flag: str, device
 
 
 def check_clipping(algorithm: ClipAlgorithm) -> None:
-    """Check that DeepSpeed has a clipping algorithm.
-
-    Raises:
-        RequestError: It is not ``"norm"``.
-    """
+    """Raise a RequestError for another algorithm than ``"norm"``, the only one that DeepSpeed has."""
     if algorithm != "norm":
         raise RequestError(
             f"gradient_clip_algorithm={algorithm!r} is not possible with DeepSpeed, which clips by norm only: "
@@ -164,11 +147,7 @@ def offloads_optimizer(config: dict[str, Any]) -> bool:
 
 
 def check_can_offload(config: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Check that this machine has the compiler, the library and the folder that a configuration needs.
-
-    Raises:
-        RequestError: One of them is missing, or too little memory may be locked.
-    """
+    """Raise a RequestError if this machine lacks the compiler, the library, the folder or the memory that is needed."""
     for name, device in offload_devices(config).items():
         if device == "nvme":
             section = config["zero_optimization"][name]
@@ -197,15 +176,12 @@ def _check_folder(path: Any) -> None:
 
 
 def check_state_buffers(config: dict[str, Any], groups: Sequence[Mapping[str, Any]], world_size: int) -> None:
-    """Check that this process may lock the buffers for optimizer state in files, which has 32 bits.
+    """Raise a RequestError if this process may not lock the buffers for optimizer state in files, which has 32 bits.
 
     Args:
         config: The complete configuration of a run.
         groups: The optimizer's, with parameters that may be sharded already.
         world_size: Number of ranks that share each parameter.
-
-    Raises:
-        RequestError: The limit of locked memory is lower.
     """
     if offload_devices(config).get("offload_optimizer") != "nvme":
         return

@@ -114,11 +114,7 @@ class _CreationWatch:
 
     @torch.no_grad()
     def shard_without_memory(self, device: torch.device) -> None:
-        """Give memory on a device and values to each layer that has none, and shard it before the next; collective.
-
-        Raises:
-            MisuseError: A layer has no ``reset_parameters``.
-        """
+        """Give memory and values to each layer that has none, and shard it before the next; collective."""
         for layer in self._without_memory:
             tensors = _on_meta(layer)
             if not tensors:  # an earlier layer shares them all
@@ -174,12 +170,7 @@ class _WatchedParameters(dict[str, "Parameter | None"]):
 
 
 def check_layers(module: Module, *, stage: int, world_size: int) -> None:
-    """Check that no embedding has sparse gradients, or scales its weights by each rank's own batch (``max_norm``).
-
-    Raises:
-        MisuseError: There is an embedding with ``sparse=True`` and a stage that shards the optimizer, or with
-            ``max_norm`` and several ranks or stage 3.
-    """
+    """Raise a MisuseError for embeddings with sparse gradients, or weights that each batch scales (``max_norm``)."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -237,10 +228,6 @@ class CollectiveCheck:
     Otherwise a rank would get shards, or gradients, of other parameters without an error.  Each exchange of the first
     pass is compared before it begins, since exchanges of different sizes would hang or crash.  Later the exchanges of
     a pass are compared at its end, before the weights change, where stage 3 waits for the GPU anyway.
-
-    Args:
-        optimizer: DeepSpeed's wrapper of the user's optimizer.
-        module: Has the parameters.
     """
 
     def __init__(self, optimizer: Any, module: Module) -> None:
@@ -254,11 +241,7 @@ class CollectiveCheck:
         )
 
     def compare(self) -> None:
-        """Compare the exchanges since the last call; collective.
-
-        Raises:
-            MisuseError: They were not the same on all ranks.
-        """
+        """Raise a MisuseError if the exchanges since the last call were not the same on all ranks; collective."""
         self._compare(tuple(self._exchanges))
         self._exchanges.clear()
         self._is_first_pass = False
