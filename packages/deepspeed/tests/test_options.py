@@ -12,7 +12,7 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed import DeepSpeedStrategy
 from dstrat_deepspeed.config import from_options
 from dstrat_deepspeed.options import read_options
-from dstrat_deepspeed.runtime import build_folder, is_compiled
+from dstrat_deepspeed.runtime import build_folder, check_prerequisites
 
 NO_SUCH = {
     r"loss_scale -1 is not possible: give a number from 0 on": {"loss_scale": -1},
@@ -120,13 +120,17 @@ def test_an_option_without_effect_is_logged(caplog):
     assert "load_full_weights=True changes nothing" in caplog.text
 
 
-def test_an_operation_counts_as_compiled_where_it_can_be_loaded(tmp_path):
+def test_that_an_operation_is_compiled_for_minutes_is_logged_until_it_is_there(tmp_path, caplog):
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     folder = build_folder("cpu_adam", environ)
+    with caplog.at_level(logging.INFO):
+        check_prerequisites("cpu_adam", "offload_optimizer", environ)
+    assert caplog.messages == [
+        f"offload_optimizer needs DeepSpeed's cpu_adam, which is compiled into {folder}, for some minutes"
+    ]
+    caplog.clear()
     folder.mkdir(parents=True)
-    (folder / "lock").touch()
-    assert not is_compiled("cpu_adam", environ)
     (folder / "cpu_adam.so").touch()
-    assert not is_compiled("cpu_adam", environ)  # a process that ended has left the lock, for which loading waits
-    (folder / "lock").unlink()
-    assert is_compiled("cpu_adam", environ)
+    with caplog.at_level(logging.INFO):
+        check_prerequisites("cpu_adam", "offload_optimizer", environ)
+    assert caplog.messages == []

@@ -21,7 +21,7 @@ from dstrat_deepspeed.native_save import check_can_save_native, remove_native, s
 from dstrat_deepspeed.optimizer_state import PartitionedState, partitions_of, shard_of_stage_3
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -134,7 +134,7 @@ class CheckpointedStrategy(ParallelStrategy):
         """Return the gradients that this rank has accumulated since the last step."""
         if not self.saves_gradients:
             return {}
-        gradients = accumulated_gradients(self._wrapped_optimizer)
+        gradients = internals.accumulated_gradients(self._wrapped_optimizer)
         if gradients and self.is_global_zero:
             _logger.info(
                 "the checkpoint is saved between the batches of one optimizer step: a run that continues it on %d "
@@ -148,7 +148,7 @@ class CheckpointedStrategy(ParallelStrategy):
         """Load accumulated gradients, to which the next backward pass adds."""
         gradients = state.get("gradients", {})
         if self.saves_gradients and state.get("stage") == self.stage:
-            restore_gradients(self._wrapped_optimizer, gradients)
+            internals.restore_gradients(self._wrapped_optimizer, gradients)
             if gradients and self._engine is not None:
                 self._engine.expect_gradients()
         elif gradients and self.is_global_zero:
@@ -242,68 +242,3 @@ def gather_persistent(optimizer: Any) -> None:
     if persistent:  # each parameter's methods act on all parameters that are passed
         persistent[0].partition(persistent)
         persistent[0].all_gather(persistent)
-
-
-# Gradients accumulated since the last step, which each stage stores in another way
-
-_BY_PARAMETER = ("grad", "grad_accum")
-
-
-def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
-    """Return this rank's accumulated gradients of stages 1 to 3, in the form of the stage; an empty dict for none."""
-    if hasattr(optimizer, "fp32_groups_has_gradients"):  # stage 1 with weights of 16 bits and gradients of 32
-        computed = [list(group) for group in optimizer.fp32_groups_has_gradients]
-        flat = list(optimizer.fp32_groups_gradients_flat)
-        return {"flat": flat, "computed": computed} if any(map(any, computed)) else {}
-    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
-        batches = internals.accumulated_batches(optimizer)
-        return {"flat": optimizer.grad_partitions_flat_buffer, "batches": batches} if batches > 0 else {}
-    gradients: dict[str, Any] = {
-        key: {
-            str(number): value
-            for number, parameter in _parameters(optimizer)
-            if (value := getattr(parameter, key, None)) is not None
-        }
-        for key in _BY_PARAMETER
-    }
-    gradients["all"] = {str(group): list(v) for group, v in optimizer.all_grad_tensors.items() if v is not None}
-    gradients["flat"] = {
-        str(group): value.flat_partition
-        for group, value in optimizer.averaged_gradients.items()
-        if getattr(value, "flat_partition", None) is not None
-    }
-    gradients["cpu"] = {str(number): value for number, value in internals.accumulated_on_cpu(optimizer).items()}
-    present = {key: value for key, value in gradients.items() if value}
-    return {**present, "batches": optimizer.micro_step_id} if present else {}
-
-
-def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`accumulated_gradients`, of the same stage and number of ranks."""
-    if not saved:
-        return
-    if hasattr(optimizer, "fp32_groups_has_gradients"):
-        for buffer, value in zip(optimizer.fp32_groups_gradients_flat, saved["flat"], strict=True):
-            buffer.copy_(value)
-        optimizer.fp32_groups_has_gradients = [list(group) for group in saved["computed"]]
-        return
-    optimizer.micro_step_id = saved["batches"]
-    if hasattr(optimizer, "grad_partitions_flat_buffer"):
-        internals.restore_flat_gradients(optimizer, saved["flat"])
-        return
-    parameters = {str(number): parameter for number, parameter in _parameters(optimizer)}
-    for key in _BY_PARAMETER:
-        for number, value in saved.get(key, {}).items():
-            setattr(parameters[number], key, value.to(parameters[number].device))
-    for group, values in saved.get("all", {}).items():
-        device = optimizer.bit16_groups_flat[int(group)].device
-        optimizer.all_grad_tensors[int(group)] = [value.to(device) for value in values]
-    for group, value in saved.get("flat", {}).items():
-        internals.restore_partition_gradients(optimizer, int(group), value)
-    for number, value in saved.get("cpu", {}).items():
-        internals.restore_cpu_gradient(optimizer, int(number), value)
-
-
-def _parameters(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    for group in optimizer.bit16_groups:
-        for parameter in group:
-            yield optimizer.get_param_id(parameter), parameter

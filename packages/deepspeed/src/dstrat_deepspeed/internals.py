@@ -352,7 +352,7 @@ def restore_linear() -> None:
         torch.nn.functional.linear = original
 
 
-# Gradients: for unused_parameters.py and checkpoint.py
+# Gradients: for unused_parameters.py
 
 
 def gradient_buffers(optimizer: Any) -> dict[int, Tensor]:
@@ -383,36 +383,78 @@ def forget_offloaded_gradients(optimizer: Any) -> None:
     (optimizer._offload_boundary_param_ids if is_stage_3 else optimizer._offload_accumulated_param_ids).clear()
 
 
-def accumulated_batches(optimizer: Any) -> int:
-    """Return the number of batches whose gradients are accumulated."""
-    # Stage 3 counts a backward pass when the next one begins; until then a flag says that it has ended.
-    return int(optimizer.micro_step_id) + int(getattr(optimizer, "_epilogue_ran_this_backward", False))
+# Gradients accumulated since the last step, which each stage stores in another way: for checkpoint.py
+
+_BY_PARAMETER = ("grad", "grad_accum")
 
 
-def restore_flat_gradients(optimizer: Any, gradients: Tensor) -> None:
-    """Restore the accumulated gradients of stage 3."""
-    optimizer.grad_partitions_flat_buffer.copy_(gradients)
-    optimizer.independent_gradient_partition_epilogue()  # for a step without another backward pass before it
-    optimizer._epilogue_ran_this_backward = False  # micro_step_id counts that pass already
-
-
-def restore_partition_gradients(optimizer: Any, group: int, gradients: Tensor) -> None:
-    """Restore the accumulated gradients of a group of stage 2."""
-    optimizer._get_compact_grad_partition_buffer(group).flat_partition.copy_(gradients)  # creates the buffer
-
-
-def accumulated_on_cpu(optimizer: Any) -> dict[int, Any]:
-    """Return the gradients that stages 1 and 2 have accumulated on the CPU, by the ids of parameters."""
-    accumulated = getattr(optimizer, "accumulated_grads_in_cpu", {})
-    return {  # without those of an earlier step, which stay in the dict
-        number: value for number, value in accumulated.items() if number in optimizer._offload_accumulated_param_ids
+def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
+    """Return this rank's accumulated gradients of stages 1 to 3, in the form of the stage; an empty dict for none."""
+    if hasattr(optimizer, "fp32_groups_has_gradients"):  # stage 1 with weights of 16 bits and gradients of 32
+        computed = [list(group) for group in optimizer.fp32_groups_has_gradients]
+        flat = list(optimizer.fp32_groups_gradients_flat)
+        return {"flat": flat, "computed": computed} if any(map(any, computed)) else {}
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
+        # It counts a backward pass when the next one begins; until then a flag says that it has ended.
+        batches = int(optimizer.micro_step_id) + int(optimizer._epilogue_ran_this_backward)
+        return {"flat": optimizer.grad_partitions_flat_buffer, "batches": batches} if batches > 0 else {}
+    gradients: dict[str, Any] = {
+        key: {
+            number: value
+            for number, parameter in _parameters(optimizer).items()
+            if (value := getattr(parameter, key, None)) is not None
+        }
+        for key in _BY_PARAMETER
     }
+    gradients["all"] = {str(group): list(v) for group, v in optimizer.all_grad_tensors.items() if v is not None}
+    gradients["flat"] = {
+        str(group): value.flat_partition
+        for group, value in optimizer.averaged_gradients.items()
+        if getattr(value, "flat_partition", None) is not None
+    }
+    gradients["cpu"] = {  # without those of an earlier step, which stay in the dict
+        str(number): value
+        for number, value in getattr(optimizer, "accumulated_grads_in_cpu", {}).items()
+        if number in optimizer._offload_accumulated_param_ids
+    }
+    present = {key: value for key, value in gradients.items() if value}
+    return {**present, "batches": optimizer.micro_step_id} if present else {}
 
 
-def restore_cpu_gradient(optimizer: Any, number: int, gradient: Any) -> None:
-    """Restore a gradient that stages 1 and 2 have accumulated on the CPU."""
-    optimizer.accumulated_grads_in_cpu[number] = gradient
-    optimizer._offload_accumulated_param_ids.add(number)
+def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Restore the result of :func:`accumulated_gradients`, of the same stage and number of ranks."""
+    if not saved:
+        return
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        for buffer, value in zip(optimizer.fp32_groups_gradients_flat, saved["flat"], strict=True):
+            buffer.copy_(value)
+        optimizer.fp32_groups_has_gradients = [list(group) for group in saved["computed"]]
+        return
+    optimizer.micro_step_id = saved["batches"]
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        optimizer.grad_partitions_flat_buffer.copy_(saved["flat"])
+        optimizer.independent_gradient_partition_epilogue()  # for a step without another backward pass before it
+        optimizer._epilogue_ran_this_backward = False  # micro_step_id counts that pass already
+        return
+    parameters = _parameters(optimizer)
+    for key in _BY_PARAMETER:
+        for number, value in saved.get(key, {}).items():
+            setattr(parameters[number], key, value.to(parameters[number].device))
+    for group, values in saved.get("all", {}).items():
+        device = optimizer.bit16_groups_flat[int(group)].device
+        optimizer.all_grad_tensors[int(group)] = [value.to(device) for value in values]
+    for group, value in saved.get("flat", {}).items():
+        # This function makes the buffer if there is none yet.
+        optimizer._get_compact_grad_partition_buffer(int(group)).flat_partition.copy_(value)
+    for number, value in saved.get("cpu", {}).items():
+        optimizer.accumulated_grads_in_cpu[int(number)] = value
+        optimizer._offload_accumulated_param_ids.add(int(number))
+
+
+def _parameters(optimizer: Any) -> dict[str, Any]:
+    return {
+        str(optimizer.get_param_id(parameter)): parameter for group in optimizer.bit16_groups for parameter in group
+    }
 
 
 # Files: for native_save.py and nvme.py
@@ -448,16 +490,6 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
         raise errors[0]
 
 
-def is_in_files(optimizer: Any, group: int) -> bool:
-    """Return whether the optimizer state of one of stage 3's groups is in files; that of small groups is in memory."""
-    return bool(optimizer._swappable_optimizer_subgroup(group))
-
-
 def register_new_state(swapper: Any, tensor: Tensor) -> None:
     """Register the state that a first step has added with the swapper, which would do so when it writes next."""
     swapper._get_param_swap_info(tensor)
-
-
-def aligned_elements(swapper: Any, numel: int) -> int:
-    """Return a number of elements rounded up to complete blocks of a file, which is how DeepSpeed reads."""
-    return int(swapper._io_aligned_numel(numel))

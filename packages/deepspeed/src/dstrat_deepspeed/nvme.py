@@ -191,12 +191,16 @@ class GroupInFiles:
         return f"{key}-{self._info.param_id}"
 
     def _map_file(self, path: str) -> Tensor:
-        numel = self._info.numel()
-        return map_file(path, internals.aligned_elements(self._swapper, numel), self._info.dtype())[:numel]
+        numel, block = self._info.numel(), self._swapper.numel_alignment
+        return map_file(path, -(-numel // block) * block, self._info.dtype())[
+            :numel
+        ]  # complete blocks, as DeepSpeed reads
 
 
 def group_in_files(optimizer: Any, number: int) -> GroupInFiles | None:
     """Return the files of one of stage 3's groups of parameters; None if it is in memory."""
-    if not internals.is_in_files(optimizer, number):
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    numel = optimizer.fp16_partitioned_groups_flat_numel[number]
+    if swapper is None or not swapper.is_swappable_tensor(None, numel=numel):  # small groups stay in memory
         return None
-    return GroupInFiles(optimizer.optimizer_swapper, optimizer.fp32_partitioned_groups_flat[number])
+    return GroupInFiles(swapper, optimizer.fp32_partitioned_groups_flat[number])

@@ -191,18 +191,10 @@ def changed(group: Any) -> list[str]:
 
 # Validation of values, by the annotation of the option
 
-_LEAST = {
-    "reduce_bucket_size": 1,
-    "params_buffer_count": 1,
-    "params_buffer_size": 1,
-    "optimizer_buffer_count": 1,
-    "block_size": 1,
-    "queue_depth": 1,
-    "thread_count": 1,
-    "loss_scale_window": 1,
-    "hysteresis": 1,
-    "logging_batch_size_per_gpu": 1,
-}
+_FROM_1 = (
+    *("reduce_bucket_size", "params_buffer_count", "params_buffer_size", "optimizer_buffer_count", "block_size"),
+    *("queue_depth", "thread_count", "loss_scale_window", "hysteresis", "logging_batch_size_per_gpu"),
+)
 
 
 def possible_value(name: str, value: Any, kind: str) -> Any:
@@ -230,7 +222,7 @@ def possible_value(name: str, value: Any, kind: str) -> Any:
 
 
 def _number(name: str, value: Any, *, is_integer: bool) -> int | float:
-    least = _LEAST.get(name, 0)
+    least = 1 if name in _FROM_1 else 0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not value >= least or (is_integer and value % 1):
         raise RequestError(

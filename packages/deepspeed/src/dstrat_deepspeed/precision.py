@@ -13,7 +13,6 @@ from dstrat.interfaces.precision import Precision
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
     from torch.nn import Module
 
 
@@ -36,8 +35,4 @@ class DeepSpeedHalfPrecision(Precision):
         return self.tensor_init_context()
 
     def convert_input(self, batch: Any) -> Any:
-        return apply_to_tensors(batch, _halved)
-
-
-def _halved(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
+        return apply_to_tensors(batch, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor)

@@ -147,29 +147,17 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str],
     """
     if _was_installed(operation):
         return
-    missing = _missing_tools(operation, environ)
-    if is_for_gpus and not _has_nvcc(environ):
-        missing.append("there is no nvcc: install the CUDA toolkit, and name its folder in CUDA_HOME")
+    missing = _missing_tools(operation, environ, is_for_gpus=is_for_gpus)
     if missing:
         raise RequestError(f"{option} needs DeepSpeed's {operation}, to be compiled once, and {'; '.join(missing)}")
     # The tools are needed in either case: torch runs ninja on a compiled operation too, to see whether it is current.
-    if not is_compiled(operation, environ):
-        folder = build_folder(operation, environ)
-        _logger.info("%s needs DeepSpeed's %s, which is compiled into %s, for some minutes", option, operation, folder)
-    for lock in (build_folder(name, environ) / "lock" for name in _extensions(operation)):
+    for name in (_PIN_MEMORY, operation) if operation == _ASYNC_IO else (operation,):
+        folder = build_folder(name, environ)
+        lock = folder / "lock"
         if lock.exists():  # torch waits for it silently, and forever if the process that made it was killed
             _logger.warning("%s exists: a process is compiling, or was killed; if none is, rm %s", lock, lock)
-
-
-def is_compiled(operation: str, environ: Mapping[str, str]) -> bool:
-    """Return whether an operation has been compiled for this Python, and can be loaded at once."""
-    folders = [build_folder(name, environ) for name in _extensions(operation)]
-    is_built = all((folder / f"{folder.name}.so").exists() and not (folder / "lock").exists() for folder in folders)
-    return is_built or _was_installed(operation)
-
-
-def _extensions(operation: str) -> tuple[str, ...]:
-    return (_PIN_MEMORY, operation) if operation == _ASYNC_IO else (operation,)
+        elif not (folder / f"{name}.so").exists():
+            _logger.info("%s needs DeepSpeed's %s, which is compiled into %s, for some minutes", option, name, folder)
 
 
 def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
@@ -197,7 +185,7 @@ def _was_installed(operation: str) -> bool:
     return bool(record.exists() and runpy.run_path(str(record)).get("installed_ops", {}).get(operation))
 
 
-def _missing_tools(operation: str, environ: Mapping[str, str]) -> list[str]:
+def _missing_tools(operation: str, environ: Mapping[str, str], *, is_for_gpus: bool) -> list[str]:
     """Return the tools that a build lacks, each with the command that installs it."""
     path = programs_path(environ)
     compiler = environ.get("CXX", "g++")
@@ -208,6 +196,8 @@ def _missing_tools(operation: str, environ: Mapping[str, str]) -> list[str]:
         missing.append("there is no ninja: pip install ninja")
     if operation == _ASYNC_IO and not _has_libaio(environ):
         missing.append("there is no libaio: apt install libaio-dev, or name its folders in CPATH and LIBRARY_PATH")
+    if is_for_gpus and not _has_nvcc(environ):
+        missing.append("there is no nvcc: install the CUDA toolkit, and name its folder in CUDA_HOME")
     return missing
 
 

@@ -321,17 +321,18 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         compute = self.module_backward or Tensor.backward
         self._active_engine.backward(loss, lambda scaled: compute(scaled, *args, **kwargs))
 
-    def no_backward_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes accumulate gradients without reducing them."""
-        return nullcontext() if self._engine is None else self._accumulating()
-
     @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        self._active_engine.set_boundary(is_boundary=False)
+    def no_backward_sync(self) -> Iterator[None]:
+        """Let backward passes in a ``with`` block accumulate gradients without reducing them."""
+        engine = self._engine
+        if engine is None:
+            yield
+            return
+        engine.set_boundary(is_boundary=False)
         try:
             yield
         finally:
-            self._active_engine.set_boundary(is_boundary=True)
+            engine.set_boundary(is_boundary=True)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
         """Set the norm by which the engine clips in its next step, where it has the norm of all ranks' gradients."""

@@ -57,13 +57,12 @@ class ModuleSnapshot:
 
     def move_lost_to_meta(self) -> None:
         """Put parameters that this rank has lost on the meta device, where they keep their shapes without memory."""
-
-        def shape_of(parameter: Parameter) -> Tensor | None:
-            shape = self._lost.get(id(parameter))
-            return None if shape is None else torch.empty(shape, dtype=parameter.dtype, device="meta")
-
-        if self._lost:
-            _replace_parameters(self._module, shape_of)
+        lost = self._lost
+        if lost:
+            _replace_parameters(
+                self._module,
+                lambda old: torch.empty(lost[id(old)], dtype=old.dtype, device="meta") if id(old) in lost else None,
+            )
 
 
 def rematerialize(module: Module, *, is_global_zero: bool) -> None:
@@ -140,20 +139,16 @@ class FixedFlags:
     """Check that ``requires_grad`` does not change: DeepSpeed reads it once, when it shards the optimizer."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in parameters.items()]
 
     def check(self) -> None:
         """Raise a MisuseError if a parameter was frozen or unfrozen during the training."""
-        flags = [parameter.requires_grad for parameter in self._parameters]
-        if flags != self._flags:
-            name, flag = next(
-                (name, new) for name, new, old in zip(self._names, flags, self._flags, strict=True) if new != old
-            )
+        for name, parameter, flag in self._flags:
+            if parameter.requires_grad == flag:
+                continue
             raise MisuseError(
-                f"{name}.requires_grad has become {flag} in the course of the training, which ZeRO does not follow: "
-                "freeze parameters before fit, and let those that are to be trained later have a group of the "
+                f"{name}.requires_grad has become {not flag} in the course of the training, which ZeRO does not "
+                "follow: freeze parameters before fit, and let those that are to be trained later have a group of the "
                 "optimizer whose learning rate (and weight decay) is 0 until then, or choose stage 0"
             )
 
