@@ -23,7 +23,7 @@ from dstrat.training.checkpoint.restore import training_entries
 from dstrat_deepspeed.optimizer_state import MASTER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 _VERSION = 2
@@ -252,17 +252,37 @@ class NativeState:
 
     def add(
         self,
+        shapes: Mapping[str, Any],
         flat: Sequence[Tensor],
         states: Sequence[Mapping[str, Any]],
-        names: Mapping[str, Any],
-        cut: Callable[[Tensor], dict[str, Tensor]],
+        *,
+        num_shards: int = 1,
+        paddings: Sequence[int] | None = None,
     ) -> None:
-        """Add the parameters of a group, which a function cuts out of the concatenated partitions of all ranks."""
-        self.weights.update(cut(torch.cat(list(flat))))
+        """Add the parameters of a group.
+
+        Args:
+            shapes: Shapes of the parameters by name.
+            flat: Each rank's partition of the weights.
+            states: Each rank's optimizer state of the partition.
+            num_shards: Number of ranks that share each parameter; 1 if consecutive parameters are cut into partitions.
+            paddings: Number of elements after each parameter.
+        """
+
+        def cut(partitions: Sequence[Tensor]) -> dict[str, Tensor]:
+            shards, begin, parameters = torch.cat(list(partitions)).view(num_shards, -1), 0, {}
+            for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
+                size = math.prod(shape)
+                end = begin - (-size // num_shards)
+                parameters[name] = shards[:, begin:end].reshape(-1)[:size].view(tuple(shape))
+                begin = end + padding
+            return parameters
+
+        self.weights.update(cut(flat))
         for key, value in states[0].items():
             is_element_wise = isinstance(value, Tensor) and value.dim() > 0
-            full = cut(torch.cat([state[key] for state in states])) if is_element_wise else {}
-            for name in names:
+            full = cut([state[key] for state in states]) if is_element_wise else {}
+            for name in shapes:
                 self.state.setdefault(name, {})[key] = full[name] if is_element_wise else _copied(value)
 
 
@@ -279,7 +299,7 @@ def of_stages_1_and_2(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mappi
     for index, (group, names) in enumerate(zip(base["param_groups"], shapes, strict=True)):
         flat = [rank["single_partition_of_fp32_groups"][index] for rank in ranks]
         states = [rank["base_optimizer_state"]["state"].get(group["params"][0], {}) for rank in ranks]
-        native.add(flat, states, names, _consecutive(names, paddings[index]))
+        native.add(names, flat, states, paddings=paddings[index])
         native.param_groups.append({**group, "params": list(names)})
     return native
 
@@ -290,7 +310,7 @@ def of_stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str,
     for number, names in enumerate(shapes):
         flat = [rank["fp32_flat_groups"][number] for rank in ranks]
         states = [rank["optimizer_state_dict"]["state"].get(number, {}) for rank in ranks]
-        native.add(flat, states, names, _in_equal_shards(names, len(ranks)))
+        native.add(names, flat, states, num_shards=len(ranks))
     for group in ranks[0]["optimizer_state_dict"]["param_groups"]:
         members = [name for number in group["params"] for name in shapes[number]]
         native.param_groups.append({**group, "params": members})
@@ -337,31 +357,6 @@ def _of_folder(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     """Return a copy of a number, since optimizers change their step tensors in place."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _consecutive(names: Mapping[str, Any], paddings: Sequence[int]) -> Callable[[Tensor], dict[str, Tensor]]:
-    def cut(flat: Tensor) -> dict[str, Tensor]:
-        parameters, begin = {}, 0
-        for (name, shape), padding in zip(names.items(), paddings or [0] * len(names), strict=True):
-            size = math.prod(shape)
-            parameters[name] = flat[begin : begin + size].view(tuple(shape))
-            begin += size + padding
-        return parameters
-
-    return cut
-
-
-def _in_equal_shards(names: Mapping[str, Any], num_ranks: int) -> Callable[[Tensor], dict[str, Tensor]]:
-    def cut(flat: Tensor) -> dict[str, Tensor]:
-        by_rank, begin, parameters = flat.view(num_ranks, -1), 0, {}
-        for name, shape in names.items():
-            size = math.prod(shape)
-            end = begin - (-size // num_ranks)
-            parameters[name] = by_rank[:, begin:end].reshape(-1)[:size].view(tuple(shape))
-            begin = end
-        return parameters
-
-    return cut
 
 
 # Files of torch.save, read without running code from them

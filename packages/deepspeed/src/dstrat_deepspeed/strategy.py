@@ -208,12 +208,11 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
         store_by_rows(self.module)
         take_from_first_rank(self.module.buffers())  # DeepSpeed broadcasts the parameters only
-        if self.stage == 3:
-            with internals.scalars_as_bytes():
-                shard(self._deepspeed, self.module, config)
-            prevent_double_reads(self.module)
         # It may compile here, and ninja may be in this Python's environment alone.
         with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):
+            if self.stage == 3:
+                shard(self._deepspeed, self.module, config)
+                prevent_double_reads(self.module)
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
             self._engine = Engine(
