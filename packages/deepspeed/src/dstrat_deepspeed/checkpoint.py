@@ -195,7 +195,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._after_loading()
 
     def _after_loading(self) -> None:
-        gather_persistent(self._wrapped_optimizer)
+        drop_gathered(self.module, self._wrapped_optimizer)
         if self._changes is not None:  # loading has changed the weights: not a change by a hook
             self._changes.ignore()
 
@@ -233,12 +233,16 @@ def sharded_state(module: Module) -> dict[str, Any]:
     return state
 
 
-def gather_persistent(optimizer: Any) -> None:
-    """Gather stage 3's persistent parameters again, after their shards have changed; collective.
+def drop_gathered(module: Module, optimizer: Any) -> None:
+    """Replace what stage 3 has gathered by the values of shards that have changed; collective.
 
-    Persistent parameters are small ones, which stage 3 does not partition after their use.
+    These are persistent parameters, small ones that are not partitioned after their use, and ZeRO++'s second shards.
     """
     persistent = getattr(optimizer, "persistent_parameters", None)
     if persistent:  # each parameter's methods act on all parameters that are passed
         persistent[0].partition(persistent)
+    for parameter in module.parameters():  # after the partition, which makes second shards of the gathered values
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
+    if persistent:
         persistent[0].all_gather(persistent)
