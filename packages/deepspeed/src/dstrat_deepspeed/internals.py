@@ -100,9 +100,8 @@ def bound_process_group(deepspeed: Any, timeout: timedelta) -> Iterator[None]:
             verbose=False,
         )
     comm: Any = import_module("deepspeed.comm.comm")
-    comm.cdb.new_group = partial(
-        dist.new_group, timeout=timeout
-    )  # DeepSpeed passes none, and the default is 30 minutes
+    # DeepSpeed passes no timeout to new groups, and the default is 30 minutes.
+    comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
     try:
         yield
     finally:

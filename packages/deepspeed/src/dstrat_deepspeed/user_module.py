@@ -106,13 +106,11 @@ class OutsideChanges:
             (_ShardedParameter if hasattr(parameter, "ds_id") else _ReplicatedParameter)(name, parameter)
             for name, parameter in parameters.items()
         ]
-        self._get_versions: list[Callable[[], Any]] = [watched.version for watched in self._watched]
+        self._get_versions: list[Callable[[], tuple[int, int]]] = [watched.version for watched in self._watched]
         self.ignore()
 
     def ignore(self) -> None:
         """Treat the current weights as those of the optimizer."""
-        for watched in self._watched:
-            watched.record()
         self._versions = [get_version() for get_version in self._get_versions]
 
     def accept(self, *, moves: bool = True) -> None:
@@ -125,12 +123,12 @@ class OutsideChanges:
         versions = [get_version() for get_version in self._get_versions]
         if versions == self._versions:
             return
-        pairs = zip(versions, self._versions, strict=True)
-        changed = [watched for watched, (new, old) in zip(self._watched, pairs, strict=True) if new != old]
-        accepted = changed if moves else [watched for watched in changed if not watched.has_moved]
-        for watched in accepted:
-            watched.write_back()
-        self._state.sync_weights({watched.name for watched in accepted})
+        triples = zip(self._watched, self._versions, versions, strict=True)
+        changed = [(watched, old) for watched, old, new in triples if new != old]
+        accepted = [(watched, old) for watched, old in changed if moves or not watched.has_moved]
+        for watched, old in accepted:
+            watched.write_back(old)
+        self._state.sync_weights({watched.name for watched, _ in accepted})
         if len(accepted) == len(changed):
             self.ignore()
 
@@ -169,10 +167,7 @@ class _ReplicatedParameter:
     def has_moved(self) -> bool:
         return self._parameter.data_ptr() != self._exchanged.data_ptr()
 
-    def record(self) -> None:
-        """Do nothing: the version has it all."""
-
-    def write_back(self) -> None:
+    def write_back(self, _: tuple[int, int]) -> None:
         """Copy the values into the exchanged memory, if the parameter has moved out of it."""
         if self.has_moved:
             self._exchanged.copy_(self._parameter.data)
@@ -187,22 +182,18 @@ class _ShardedParameter:
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
         self._parameter = parameter
-        self._shard_version = 0
 
     def version(self) -> tuple[int, int]:
         return self._parameter._version, self._parameter.ds_tensor._version  # noqa: SLF001 - torch has no public name
 
-    def record(self) -> None:
-        self._shard_version = self._parameter.ds_tensor._version  # noqa: SLF001 - the same
-
-    def write_back(self) -> None:
+    def write_back(self, old_version: tuple[int, int]) -> None:
         """Copy the values to this rank's shard; a MisuseError if the parameter is not gathered, and they are lost."""
         shard = shard_of_stage_3(self._parameter)
         if self._parameter.ds_status.name == "AVAILABLE":
             with torch.no_grad():
                 shard.local.copy_(shard.taken_from(self._parameter))
         # A changed shard is right already: GatheredParameters has written the change to it.
-        elif self._parameter.ds_tensor._version == self._shard_version and shard.local.numel():  # noqa: SLF001 - the same
+        elif self.version()[1] == old_version[1] and shard.local.numel():
             raise MisuseError(
                 f"{self.name} was changed where this has no effect: stage 3 of ZeRO has its values only within the "
                 "forward of its layer, and drops changes of them; change it in a with block of "
