@@ -69,7 +69,7 @@ class Engine:
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
             )
         self._in_files = parameters_in_files(steps)
-        self._unused: UnusedGradients | None = None
+        self._unused = UnusedGradients(None)
         self._collective_check: CollectiveCheck | None = None
         self.optimizer: Optimizer | None = self.engine.basic_optimizer
         self._all_groups: list[dict[str, Any]] | None = None
@@ -140,8 +140,7 @@ class Engine:
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
         if self._collective_check is not None:
             self._collective_check.compare()
-        if self._unused is not None:
-            self._unused.after_backward()
+        self._unused.after_backward()
 
     def expect_gradients(self) -> None:
         """Expect a step with the gradients of a checkpoint."""
@@ -161,8 +160,7 @@ class Engine:
             self.engine.zero_grad()
             if self._is_sharded:
                 internals.forget_partial_gradients(self.engine.optimizer)
-        if self._unused is not None:
-            self._unused.forget()
+        self._unused.forget()
         self._has_gradients = False
 
     # Updates
@@ -186,8 +184,7 @@ class Engine:
             return
         engine = self.engine
         release_unused(self._in_files)
-        if self._unused is not None:
-            self._unused.before_step()
+        self._unused.before_step()
         if self._expects_more and engine.zero_optimization_stage() in (1, 2):
             # The last backward pass reduces gradients, and none was made: the last batch had no loss.
             engine.allreduce_gradients()

@@ -189,8 +189,8 @@ class UnusedGradients:
         """Reset the state, so that the next backward pass is the first one of a step."""
 
 
-def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients | None:
-    """Return the completion of gradients for DeepSpeed's wrapper of an optimizer; None if it needs none, as in stage 0.
+def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients:
+    """Return the completion of gradients for DeepSpeed's wrapper of an optimizer.
 
     Args:
         optimizer: The wrapper.
@@ -202,7 +202,7 @@ def unused_gradients(optimizer: Any, *, sends_in_step: bool) -> UnusedGradients 
         return _Stages1And2Gradients(optimizer)
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return _Float32Gradients(optimizer)
-    return None
+    return UnusedGradients(optimizer)  # stage 0 needs none
 
 
 class _Stages1And2Gradients(UnusedGradients):
