@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -10,21 +11,23 @@ from weakref import WeakKeyDictionary
 from dstrat import Callback
 from dstrat.errors import MisuseError
 from dstrat_lightning.conversion import is_of_lightning
+from dstrat_lightning.internals import constructor_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _log = logging.getLogger(__name__)
 
-_NOT_OF_LIGHTNING = ("on_before_fit", "on_configure_optimizers")
 _HOOKS = [
     name
     for name in vars(Callback)
-    if (name.startswith("on_") or name in ("setup", "teardown")) and name not in _NOT_OF_LIGHTNING
+    if (name.startswith("on_") or name in ("setup", "teardown"))
+    and name not in ("on_before_fit", "on_configure_optimizers")  # dstrat's, which Lightning does not have
 ]
+_LIBRARIES = ("lightning", "pytorch_lightning")
 
 _translated: WeakKeyDictionary[Callback, Any] = WeakKeyDictionary()
-"""The callbacks of Lightning, by those that stand for them; a copy in another process stands for itself."""
+"""The callbacks of Lightning, by those of dstrat that run in their place; empty in a started process."""
 
 
 def adapt_callback(callback: Any) -> Callback:
@@ -41,9 +44,9 @@ def adapt_callback(callback: Any) -> Callback:
                 _let_follow(callback, ours, translation.results)
                 _translated[ours] = callback
                 return ours
-    wrapper = PredictionWriterCallback if _writes_predictions(callback) else LightningCallback
     user_class: Any = type(callback)
-    adapted: Callback = wrapper_class(wrapper, user_class)(callback)
+    writes = any(is_of_lightning(b, "callbacks.prediction_writer:BasePredictionWriter") for b in user_class.__mro__)
+    adapted: Callback = wrapper_class(PredictionWriterCallback if writes else LightningCallback, user_class)(callback)
     return adapted
 
 
@@ -78,20 +81,20 @@ class LightningCallback(Callback):
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
-        # As Lightning does, which calls those that watch a value and those that save after the module.
+        # After the module, as in Lightning: they read what it logs in the same hook.
         names = {base.__name__ for base in type(callback).__mro__ if base.__module__.split(".")[0] in _LIBRARIES}
         self.runs_last = bool(names & {"EarlyStopping", "Checkpoint"})
         self.saves_checkpoints = "Checkpoint" in names
         base = next(b for b in type(callback).__mro__ if is_of_lightning(b, "callbacks.callback:Callback"))
         for name in _HOOKS:
             if getattr(type(callback), name) is not getattr(base, name) or name in vars(callback):
-                vars(self)[name] = self._hook(name)  # which counts as overridden, and the others cost nothing
+                vars(self)[name] = self._hook(name)  # in the instance, it counts as overridden; others are never called
 
     def _hook(self, name: str) -> Callable[..., None]:
         method = getattr(self.callback, name)
 
         def call(trainer: Any, *args: Any) -> None:
-            from dstrat_lightning.trainer_view import TrainerView
+            from dstrat_lightning.trainer_view import TrainerView  # which imports this module
 
             method(TrainerView(trainer), *args)
 
@@ -111,16 +114,8 @@ class LightningCallback(Callback):
         return adapt_callback, (self.callback,)  # its functions and its class cannot be pickled
 
 
-_LIBRARIES = ("lightning", "pytorch_lightning")
-
-
-def _writes_predictions(callback: Any) -> bool:
-    names = type(callback).__mro__
-    return any(is_of_lightning(base, "callbacks.prediction_writer:BasePredictionWriter") for base in names)
-
-
 class PredictionWriterCallback(LightningCallback):
-    """Lets a ``BasePredictionWriter`` write, by dstrat's ``PredictionWriter``."""
+    """Collects predictions with their indices for a ``BasePredictionWriter``, as Lightning's prediction loop does."""
 
     reads_batch_indices = True
 
@@ -169,55 +164,40 @@ class PredictionWriterCallback(LightningCallback):
 
 
 class Translation:
-    """How one of Lightning's callbacks is made again of ours.
+    """One of Lightning's callbacks and the callback of dstrat that runs in its place.
 
     Args:
-        name: Of our class in ``dstrat.callbacks``.
-        results: Attributes that users read of Lightning's callback, which it takes from ours.
-        arguments: Arguments of ours by the attributes of Lightning's with their values; a release may lack some.
+        name: Of the class in ``dstrat.callbacks``.
+        *arguments: Names of constructor arguments that both have.
+        results: Attributes that users read from Lightning's callback, which it takes from dstrat's.
     """
 
-    def __init__(self, name: str, results: tuple[str, ...] = (), **arguments: str) -> None:
+    def __init__(self, name: str, *arguments: str, results: tuple[str, ...] = ()) -> None:
         self.name, self.results, self._arguments = name, results, arguments
 
     def make(self, callback: Any) -> Callback:
-        """Return ours."""
+        """Return dstrat's callback with the arguments of Lightning's."""
         from dstrat import callbacks
 
-        values = vars(callback)
-        arguments = {name: values[attribute] for name, attribute in self._arguments.items() if attribute in values}
-        made: Callback = getattr(callbacks, self.name)(**arguments)
+        made: Callback = getattr(callbacks, self.name)(**self.arguments_for(callback))
         return made
+
+    def arguments_for(self, callback: Any) -> dict[str, Any]:
+        """Return the arguments of dstrat's callback."""
+        return constructor_arguments(callback, self._arguments)
 
 
 class CheckpointTranslation(Translation):
-    """The same of ``ModelCheckpoint``, whose times of saving are numbers that are 0 where they do not count."""
+    """The translation of ``ModelCheckpoint``."""
 
-    def make(self, callback: Any) -> Callback:
-        from dstrat.callbacks import ModelCheckpoint
-
+    def arguments_for(self, callback: Any) -> dict[str, Any]:
         _check_file_names(callback)
-        values = vars(callback)
-        steps, every, time = (
-            values[f"_{name}"] for name in ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-        )
-        return ModelCheckpoint(
-            dirpath=values["dirpath"],
-            filename=values["filename"],
-            monitor=values["monitor"],
-            verbose=values["verbose"],
-            save_last=values["save_last"] or False,
-            save_top_k=values["save_top_k"],
-            save_on_exception=values.get("save_on_exception", False),
-            save_weights_only=values["save_weights_only"],
-            mode=values["mode"],
-            auto_insert_metric_name=values["auto_insert_metric_name"],
-            every_n_train_steps=steps or None,
-            train_time_interval=time,
-            every_n_epochs=None if steps or time else every,
-            save_on_train_epoch_end=values["_save_on_train_epoch_end"],
-            enable_version_counter=values.get("_enable_version_counter", True),
-        )
+        arguments = super().arguments_for(callback)
+        # Lightning has 0 where a number does not count, and 1 epoch where the user asked for none of the three.
+        steps, time = arguments["every_n_train_steps"] or None, arguments["train_time_interval"]
+        epochs = None if steps or time else arguments["every_n_epochs"]
+        save_last = arguments["save_last"] or False  # None is Lightning's default
+        return {**arguments, "every_n_train_steps": steps, "every_n_epochs": epochs, "save_last": save_last}
 
 
 _FILE_NAMES = ("CHECKPOINT_NAME_LAST", "CHECKPOINT_JOIN_CHAR", "CHECKPOINT_EQUALS_CHAR", "FILE_EXTENSION")
@@ -225,10 +205,9 @@ _FILE_NAMES = ("CHECKPOINT_NAME_LAST", "CHECKPOINT_JOIN_CHAR", "CHECKPOINT_EQUAL
 
 def _check_file_names(callback: Any) -> None:
     """Raise MisuseError where a ``ModelCheckpoint`` names its files in another way by attributes of its class."""
-    bases = (
+    standard = next(
         base for base in type(callback).__mro__ if is_of_lightning(base, "callbacks.model_checkpoint:ModelCheckpoint")
     )
-    standard = next(bases)
     if changed := [name for name in _FILE_NAMES if getattr(callback, name, None) != getattr(standard, name, None)]:
         raise MisuseError(
             f"ModelCheckpoint has another {', '.join(changed)}, which dstrat's does not have: leave it out, or run the "
@@ -237,99 +216,87 @@ def _check_file_names(callback: Any) -> None:
 
 
 class AveragingTranslation(Translation):
-    """The same of ``StochasticWeightAveraging``, which has its default average as a function too."""
+    """The translation of ``StochasticWeightAveraging``."""
 
-    def make(self, callback: Any) -> Callback:
-        from dstrat.callbacks import StochasticWeightAveraging
-
-        function = callback._avg_fn  # noqa: SLF001 - it has no public name
-        return StochasticWeightAveraging(
-            swa_lrs=callback._swa_lrs,  # noqa: SLF001 - likewise
-            swa_epoch_start=callback._swa_epoch_start,  # noqa: SLF001 - likewise
-            annealing_epochs=callback._annealing_epochs,  # noqa: SLF001 - likewise
-            annealing_strategy=callback._annealing_strategy,  # noqa: SLF001 - likewise
-            avg_fn=None if function is getattr(type(callback), "avg_fn", None) else function,
-        )
+    def arguments_for(self, callback: Any) -> dict[str, Any]:
+        arguments = super().arguments_for(callback)
+        # Lightning keeps its own mean where no function was given: None is dstrat's, in one call for all parameters.
+        is_default = arguments["avg_fn"] is type(callback).avg_fn
+        return {**arguments, "avg_fn": None if is_default else arguments["avg_fn"]}
 
 
 class TimerTranslation(Translation):
-    """The same of ``Timer``, which has its duration in seconds."""
+    """The translation of ``Timer``, which keeps its duration in seconds, and its interval as a member of an enum."""
 
-    def make(self, callback: Any) -> Callback:
-        from datetime import timedelta
-
-        from dstrat.callbacks import Timer
-
-        values = vars(callback)
-        seconds, interval = values["_duration"], values["_interval"]
+    def arguments_for(self, callback: Any) -> dict[str, Any]:
+        arguments = super().arguments_for(callback)
+        seconds, interval = arguments["duration"], arguments["interval"]
         duration = None if seconds is None else timedelta(seconds=seconds)
-        return Timer(
-            duration, getattr(interval, "value", interval), values["_verbose"]
-        )  # a member of an enum, or a str
+        return {**arguments, "duration": duration, "interval": getattr(interval, "value", interval)}
 
 
 class ThroughputTranslation(Translation):
-    """The same of ``ThroughputMonitor``, which passes other arguments on; it looks for Lightning's precisions."""
+    """The translation of ``ThroughputMonitor``, which keeps arguments of its ``Throughput`` in a dict."""
 
-    def make(self, callback: Any) -> Callback:
-        from dstrat.callbacks import ThroughputMonitor
-
-        options = dict(callback.kwargs)
-        known = {name: options.pop(name) for name in ("window_size", "available_flops") if name in options}
-        if options:
+    def arguments_for(self, callback: Any) -> dict[str, Any]:
+        arguments = super().arguments_for(callback)
+        options = arguments.pop("kwargs")
+        if unknown := [name for name in options if name not in ("window_size", "available_flops")]:
             raise MisuseError(
-                f"ThroughputMonitor has {', '.join(options)}, which dstrat's does not have: leave it out, or run the "
+                f"ThroughputMonitor has {', '.join(unknown)}, which dstrat's does not have: leave it out, or run the "
                 "program with Lightning's Trainer and strategy='dstrat_...'"
             )
-        return ThroughputMonitor(callback.batch_size_fn, callback.length_fn, **known)
+        return {**arguments, **options}
 
 
 _TRANSLATIONS: dict[str, Translation] = {
     "callbacks.model_checkpoint:ModelCheckpoint": CheckpointTranslation(
         "ModelCheckpoint",
-        (
+        *("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k", "save_on_exception"),
+        *("save_weights_only", "mode", "auto_insert_metric_name", "every_n_train_steps", "train_time_interval"),
+        *("every_n_epochs", "save_on_train_epoch_end", "enable_version_counter"),
+        results=(
             *("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "last_model_path"),
             *("current_score", "dirpath"),
         ),
     ),
-    "callbacks.timer:Timer": TimerTranslation("Timer", ("time_elapsed", "time_remaining", "start_time", "end_time")),
-    "callbacks.throughput_monitor:ThroughputMonitor": ThroughputTranslation("ThroughputMonitor"),
-    "callbacks.lr_monitor:LearningRateMonitor": Translation(
-        "LearningRateMonitor",
-        ("lrs",),
-        logging_interval="logging_interval",
-        log_momentum="log_momentum",
-        log_weight_decay="log_weight_decay",
+    "callbacks.timer:Timer": TimerTranslation(
+        *("Timer", "duration", "interval", "verbose"),
+        results=("time_elapsed", "time_remaining", "start_time", "end_time"),
     ),
-    "callbacks.device_stats_monitor:DeviceStatsMonitor": Translation("DeviceStatsMonitor", cpu_stats="_cpu_stats"),
-    "callbacks.model_summary:ModelSummary": Translation("ModelSummary", max_depth="_max_depth"),
+    "callbacks.throughput_monitor:ThroughputMonitor": ThroughputTranslation(
+        "ThroughputMonitor", "batch_size_fn", "length_fn", "kwargs"
+    ),
+    "callbacks.lr_monitor:LearningRateMonitor": Translation(
+        *("LearningRateMonitor", "logging_interval", "log_momentum", "log_weight_decay"), results=("lrs",)
+    ),
+    "callbacks.device_stats_monitor:DeviceStatsMonitor": Translation("DeviceStatsMonitor", "cpu_stats"),
+    "callbacks.model_summary:ModelSummary": Translation("ModelSummary", "max_depth"),
     "callbacks.progress.tqdm_progress:TQDMProgressBar": Translation("ProgressBar"),
     "callbacks.progress.rich_progress:RichProgressBar": Translation("RichProgressBar"),
     "callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler": Translation(
-        "GradientAccumulationScheduler", scheduling="scheduling"
+        "GradientAccumulationScheduler", "scheduling"
     ),
-    "callbacks.stochastic_weight_avg:StochasticWeightAveraging": AveragingTranslation("StochasticWeightAveraging"),
+    "callbacks.stochastic_weight_avg:StochasticWeightAveraging": AveragingTranslation(
+        *("StochasticWeightAveraging", "swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn")
+    ),
     "callbacks.batch_size_finder:BatchSizeFinder": Translation(
-        "BatchSizeFinder",
-        ("optimal_batch_size",),
-        mode="_mode",
-        steps_per_trial="_steps_per_trial",
-        init_val="_init_val",
-        max_trials="_max_trials",
-        batch_arg_name="_batch_arg_name",
-        margin="_margin",
-        max_val="_max_val",
+        *(
+            "BatchSizeFinder",
+            "mode",
+            "steps_per_trial",
+            "init_val",
+            "max_trials",
+            "batch_arg_name",
+            "margin",
+            "max_val",
+        ),
+        results=("optimal_batch_size",),
     ),
     "callbacks.lr_finder:LearningRateFinder": Translation(
-        "LearningRateFinder",
-        ("optimal_lr",),
-        min_lr="_min_lr",
-        max_lr="_max_lr",
-        num_training_steps="_num_training_steps",
-        mode="_mode",
-        early_stop_threshold="_early_stop_threshold",
-        update_attr="_update_attr",
-        attr_name="_attr_name",
+        *("LearningRateFinder", "min_lr", "max_lr", "num_training_steps", "mode", "early_stop_threshold"),
+        *("update_attr", "attr_name"),
+        results=("optimal_lr",),
     ),
 }
 
@@ -342,10 +309,9 @@ def _check_translatable(callback: Any, base: type) -> None:
         for name in vars(cls)
         if name != "__init__" and callable(getattr(base, name, None)) and not name.startswith("__")
     )
-    changed = [
-        name for name in changed if not is_of_lightning(type(callback), "callbacks.rich_model_summary:RichModelSummary")
-    ]
-    if not changed or getattr(type(callback), "followed_class", None) is base:
+    is_of_library = is_of_lightning(type(callback), "callbacks.rich_model_summary:RichModelSummary")
+    is_adapted = getattr(type(callback), "followed_class", None) is base  # in an earlier Trainer, by _let_follow
+    if not changed or is_of_library or is_adapted:
         return
     name = type(callback).__name__
     if "ProgressBar" in base.__name__ or "Summary" in base.__name__:
@@ -358,13 +324,13 @@ def _check_translatable(callback: Any, base: type) -> None:
 
 
 def _let_follow(callback: Any, ours: Callback, names: tuple[str, ...]) -> None:
-    """Let a callback of Lightning answer with what the one says that stands for it."""
+    """Let attributes of a callback of Lightning, such as ``best_model_path``, be those of the one that runs."""
     cls = getattr(type(callback), "followed_class", type(callback))
     if names:
+        # Properties, as the values change during the run; in a class of its own, as other objects have other values.
         answers = {name: property(partial(_answer, ours=ours, name=name)) for name in names if hasattr(ours, name)}
-        callback.__class__ = type(
-            cls.__name__, (cls,), {"followed_class": cls, "__module__": cls.__module__, **answers}
-        )
+        namespace = {"followed_class": cls, "__module__": cls.__module__, **answers}
+        callback.__class__ = type(cls.__name__, (cls,), namespace)
 
 
 def _answer(_callback: Any, ours: Callback, name: str) -> Any:

@@ -66,7 +66,7 @@ def load_from_checkpoint(cls: type[T], path: str | Path, *, strict: bool = True,
     """
     checkpoint = read_checkpoint(path)
     module: Any = construct(cls, checkpoint, MODULE_KEYS, overrides, path)
-    module.on_load_checkpoint(checkpoint)
+    module.on_load_checkpoint(checkpoint)  # before the weights, as it may change the module or the state
     load_weights(module, checkpoint["state_dict"], path, strict=strict)
     return module  # type: ignore[no-any-return]  # of the class
 
@@ -74,7 +74,10 @@ def load_from_checkpoint(cls: type[T], path: str | Path, *, strict: bool = True,
 def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what Lightning has in a file, with ours in an entry of its own."""
     shared = {key: checkpoint[key] for key in SHARED_KEYS if key in checkpoint}
-    converted: dict[str, Any] = {**shared, "pytorch-lightning_version": _version()}
+    # Lightning migrates files of older versions: the loaded one needs none, and without one the format is that of 2.6.
+    loaded = next(filter(None, map(sys.modules.get, ("lightning", "pytorch_lightning"))), None)
+    version = str(getattr(loaded, "__version__", "2.6.0"))
+    converted: dict[str, Any] = {**shared, "pytorch-lightning_version": version}
     for kind in ("", "datamodule_"):
         if f"{kind}hyper_parameters" in shared:
             # Lightning's name for hyperparameters that are each an argument.
@@ -87,16 +90,11 @@ def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def _version() -> str:
-    """Return the version of Lightning that the program uses, or else the one that this was written for."""
-    loaded = next(filter(None, map(sys.modules.get, ("lightning", "pytorch_lightning"))), None)
-    return str(getattr(loaded, "__version__", "2.6.0"))
-
-
 def _fit_loop(loops: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counters of Lightning's loop, as ModelCheckpoint sees them at the end of an epoch or within one."""
     is_at_end = loops["batches_done"] == 0 and loops["epochs_done"] > 0
     epochs = loops["epochs_done"]
+    # At the end of an epoch ModelCheckpoint runs before Lightning's loop counts the epoch as completed.
     started = epochs if is_at_end else epochs + 1
     progress = {"ready": started, "started": started, "processed": epochs, "completed": epochs - is_at_end}
     batches = loops.get("loader_length") or loops["batches_seen"] if is_at_end else loops["batches_done"]

@@ -36,7 +36,7 @@ def converted_class(user_class: Any, bridge: Any) -> type:
     )
 
     def reduce_to_user_class(self: Any, protocol: Any) -> Any:
-        # The class has no name that pickle could import.
+        # The class has no name that pickle could import.  Protocol 2 is the first that takes the state apart.
         reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
         _, _, *state = reduced
         return make_empty, (user_class, bridge), *state
@@ -61,19 +61,16 @@ def order(user_class: type, bridge: type) -> list[type]:
     """Return the method resolution order: the user's classes, the bridge with ours, Lightning's, torch's."""
     bases = list(user_class.__mro__)
     ours = [base for base in bridge.__mro__ if base not in bases]
-    first = next(index for index, base in enumerate(bases) if is_base_class(base))
+    # Of Lightning's classes the one that users derive from comes first in this order; others are its own bases.
+    first = next(index for index, base in enumerate(bases) if is_of_lightning(base, *_BASE_CLASSES))
     return [*bases[:first], *ours, *bases[first:]]
 
 
-BASE_CLASSES = ("core.module:LightningModule", "core.datamodule:LightningDataModule", "callbacks.callback:Callback")
-
-
-def is_base_class(cls: type) -> bool:
-    """Return whether a class is one of those of Lightning that users derive from, under either import name."""
-    return is_of_lightning(cls, *BASE_CLASSES)
+_BASE_CLASSES = ("core.module:LightningModule", "core.datamodule:LightningDataModule")
 
 
 def is_of_lightning(cls: type, *names: str) -> bool:
     """Return whether a class is one of Lightning's, named as ``"core.module:LightningModule"``."""
     full = f"{cls.__module__}:{cls.__qualname__}"
+    # The last condition: a user's module may be called core.module too.
     return full.removeprefix("lightning.pytorch.").removeprefix("pytorch_lightning.") in names and full not in names

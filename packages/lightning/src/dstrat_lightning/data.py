@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat import DataModule
 from dstrat_lightning.conversion import convert
-from dstrat_lightning.hyperparameters import take_hyperparameters
+from dstrat_lightning.internals import take_hyperparameters
 from dstrat_lightning.trainer_view import TrainerView
 
 if TYPE_CHECKING:

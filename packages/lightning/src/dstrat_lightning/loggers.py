@@ -38,7 +38,7 @@ class LightningLogger(Logger):
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
-        self._joined: Path | None = None
+        self._joined: Path | None = None  # rank 0's folder, which cannot be set in Lightning's loggers
 
     @property
     def name(self) -> str | None:
@@ -67,7 +67,7 @@ class LightningLogger(Logger):
         self.logger.log_metrics(dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self.logger.log_hyperparams(AttributeDict(params))
+        self.logger.log_hyperparams(AttributeDict(params))  # some loggers read attributes, as of Lightning's own type
         self.logger.save()  # as Lightning's Trainer does
 
     def log_graph(self, model: Module, input_array: Any = None) -> None:
@@ -86,7 +86,7 @@ class LightningLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         """Return what one kind of logger has beside these."""
-        if name.startswith("__") or name == "logger":
+        if name.startswith("__") or name == "logger":  # pickle and copy ask for them before there is a logger
             raise AttributeError(name)
         return getattr(self.logger, name)
 

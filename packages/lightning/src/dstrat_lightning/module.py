@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dstrat import TrainModule, seed_everything
 from dstrat_lightning.conversion import convert, is_of_lightning
-from dstrat_lightning.hyperparameters import take_hyperparameters
+from dstrat_lightning.internals import ModuleAttributes, take_hyperparameters
 from dstrat_lightning.trainer_view import TrainerView
 
 if TYPE_CHECKING:
@@ -24,27 +24,15 @@ def adapt_module(module: Any) -> TrainModule:
 
     It stays one; a Lightning Trainer is not to run it afterwards.
     """
-    for submodule in list(module.modules()):
-        if _is_lightning_module(submodule):
+    for submodule in list(module.modules()):  # those within it log too
+        if any(is_of_lightning(base, "core.module:LightningModule") for base in type(submodule).__mro__):
             convert(submodule, ModuleBridge)
     return module  # type: ignore[no-any-return]  # a TrainModule now
 
 
-def _is_lightning_module(module: object) -> bool:
-    return any(is_of_lightning(base, "core.module:LightningModule") for base in type(module).__mro__)
-
-
-def _set_rank(rank: int) -> None:
-    """Let Lightning's loggers and messages know which process this is."""
-    from lightning_utilities.core.rank_zero import rank_zero_only  # comes with Lightning, which the user has
-
-    rank_zero_only.rank = rank
-
-
 def reset_seed() -> None:
     """Seed each rank anew, as Lightning does where its ``seed_everything`` was called."""
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    if seed:
+    if seed := os.environ.get("PL_GLOBAL_SEED"):  # set by it, and inherited by processes that are started
         seed_everything(int(seed))
 
 
@@ -76,16 +64,11 @@ def _scheduler_dicts(returned: Any) -> list[dict[str, Any]]:
     return [*(value for value in returned if isinstance(value, dict) and "scheduler" in value), *nested]
 
 
-class ModuleBridge(TrainModule):
+class ModuleBridge(ModuleAttributes, TrainModule):
     """What a LightningModule has in another way than a TrainModule."""
 
     wrappers: ClassVar = {"configure_optimizers": without_idle_monitors}
-    configure_sharded_model = None  # which Lightning still defines
-
-    if TYPE_CHECKING:
-        _automatic_optimization: bool
-        _strict_loading: bool | None
-        _example_input_array: Any
+    configure_sharded_model = None  # Lightning still defines the old hook, which would count as the user's
 
     def take_over(self) -> None:
         """Take the hyperparameters that Lightning has saved."""
@@ -95,7 +78,9 @@ class ModuleBridge(TrainModule):
         """Take the Trainer, and let Lightning's random numbers and its messages be as on such a rank."""
         adapt_module(self)  # also what configure_model has made
         if trainer is not None and not trainer.is_running:
-            _set_rank(trainer.global_rank)
+            from lightning_utilities.core.rank_zero import rank_zero_only  # comes with Lightning, which the user has
+
+            rank_zero_only.rank = trainer.global_rank  # Lightning's loggers and messages are rank 0's
             if trainer.world_size > 1:
                 reset_seed()
         super().attach(trainer)
@@ -109,43 +94,11 @@ class ModuleBridge(TrainModule):
     def trainer(self, trainer: Any) -> None:
         self.attach(trainer)
 
-    # These are attributes of a TrainModule, and properties of a LightningModule, whose values are in the instance.
-
-    @property
-    def automatic_optimization(self) -> bool:
-        """Whether the Trainer does the backward pass and the optimizer's step."""
-        return self._automatic_optimization
-
-    @automatic_optimization.setter
-    def automatic_optimization(self, automatic_optimization: bool) -> None:
-        self._automatic_optimization = automatic_optimization
-
-    @property
-    def strict_loading(self) -> bool:
-        """Whether missing and unexpected weights of a checkpoint are errors."""
-        return self._strict_loading is not False
-
-    @strict_loading.setter
-    def strict_loading(self, strict_loading: bool) -> None:
-        self._strict_loading = strict_loading
-
-    @property
-    def example_input_array(self) -> Any:
-        """What ``forward`` takes."""
-        return self._example_input_array
-
-    @example_input_array.setter
-    def example_input_array(self, example: Any) -> None:
-        self._example_input_array = example
-
-    # Other arguments
-
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer or the list of them; without ``use_pl_optimizer`` torch's own."""
         optimizers = super().optimizers()
         if use_pl_optimizer:
             return optimizers
-        plain = [
-            getattr(one, "optimizer", one) for one in (optimizers if isinstance(optimizers, list) else [optimizers])
-        ]
-        return plain if isinstance(optimizers, list) else plain[0]
+        if isinstance(optimizers, list):
+            return [getattr(one, "optimizer", one) for one in optimizers]
+        return getattr(optimizers, "optimizer", optimizers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ def register_when_imported() -> None:
         if hasattr(module, "StrategyRegistry"):
             register_strategies(module)
         else:
-            sys.meta_path.insert(0, _Finder(name))
+            sys.meta_path.insert(0, _Finder(name))  # before Python's own, which would find the module without it
 
 
 def register_strategies(strategies: Any) -> None:
@@ -38,27 +39,18 @@ def register_strategies(strategies: Any) -> None:
         strategies: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``.
     """
     package = strategies.__name__.rpartition(".")[0]
+    # The table of install hints, not the catalog: using an alias that is not installed says what to install.
     for alias in KNOWN["strategy"]:
         description = f"{alias} of dstrat"
         strategies.StrategyRegistry.register(
-            PREFIX + alias, _Constructor(package), description=description, override=True, alias=alias
+            PREFIX + alias, partial(_make_strategy, package), description=description, override=True, alias=alias
         )
 
 
-class _Constructor:
-    """Makes the strategy of one of Lightning's packages; its class is created on first use.
+def _make_strategy(package: str, alias: str) -> Any:
+    from dstrat_lightning.strategy import strategy_class  # not with Lightning, as it imports torch and dstrat's Trainer
 
-    Args:
-        package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-    """
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-
-    def __call__(self, alias: str) -> Any:
-        from dstrat_lightning.strategy import strategy_class
-
-        return strategy_class(self._package)(alias)
+    return strategy_class(package)(alias)
 
 
 class _Finder(MetaPathFinder):
@@ -76,7 +68,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # it has done its work, and the next look-up is the ordinary one
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -102,4 +94,4 @@ class _Loader(Loader):
         register_strategies(module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return getattr(self._loader, name)  # get_source, get_resource_reader and the like, which other tools call

@@ -10,6 +10,7 @@ from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.resolve import Request, resolve_request
+from dstrat_lightning.internals import make_optimizers, synchronizes_batchnorm, unwrap_optimizer
 from dstrat_lightning.module import reset_seed
 
 if TYPE_CHECKING:
@@ -84,9 +85,8 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
     Args:
         package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
     """
+    # From DDPStrategy come the launcher, the ranks, and the division of loaders.
     base: Any = import_module(f"{package}.strategies").DDPStrategy
-    core = import_module(f"{package}.core.optimizer")
-    optimizers_of = core._init_optimizers_and_lr_schedulers  # noqa: SLF001 - of 2.5 and 2.6
 
     class DstratStrategy(base):  # type: ignore[misc]  # found at run time
         """Runs a strategy of dstrat in the processes of a Lightning Trainer.
@@ -118,7 +118,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
 
         def setup_distributed(self) -> None:
             # The process group is dstrat's, which opens it for each run and closes it afterwards.
-            reset_seed()
+            reset_seed()  # in Lightning's method, which this one replaces
             self.set_world_ranks()
             request = Request(
                 strategy=self.alias,
@@ -127,7 +127,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
                 num_nodes=self.num_nodes,
                 plugins=(LightningProcesses(self),),
             )
-            if self._inner is None:
+            if self._inner is None:  # a Trainer may run several times
                 _, self._inner = resolve_request(request)
             self._inner.setup_environment()
             if self._inner.compiled_steps() is not None or self._inner.accumulates_gradients:
@@ -138,9 +138,10 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
 
         def setup(self, trainer: Any) -> None:
             self.accelerator.setup(trainer)
+            # Before the module is moved, wrapped or sharded, as in the setup of Lightning's strategies.
             self.precision_plugin.convert_module(self.lightning_module)
             self.inner.connect(self.lightning_module)
-            if self._layer_sync:  # sync_batchnorm=True
+            if synchronizes_batchnorm(self):
                 self.inner.synchronize_batchnorm()
             self.inner.setup(FitSettings(trainer, self._make_optimizers))
             self.model = self.inner.model
@@ -148,7 +149,8 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             self.setup_precision_plugin()
 
         def _make_optimizers(self) -> Optimization:
-            optimizers, self.lr_scheduler_configs = optimizers_of(self.lightning_module)
+            # Lightning configures: it checks what the module returned, and steps the schedulers itself.
+            optimizers, self.lr_scheduler_configs = make_optimizers(package, self.lightning_module)
             return Optimization(optimizers=tuple(optimizers))
 
         # Steps
@@ -179,6 +181,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             return self.inner.no_backward_sync()
 
         def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+            # Lightning's precision calls optimizer.step within its scaler; what steps there is dstrat's strategy.
             step = partial(self.inner.optimizer_step, optimizer, **kwargs)
             return self.precision_plugin.optimizer_step(
                 _Stepping(optimizer, step), model=model or self.lightning_module, closure=closure
@@ -193,7 +196,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             self.inner.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-            return self.inner.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+            return self.inner.optimizer_state(unwrap_optimizer(optimizer))
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -209,7 +212,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         def teardown(self) -> None:
             if self._inner is not None:
                 self._inner.teardown()
-            self.model = self.lightning_module
+            self.model = self.lightning_module  # Lightning's teardown reverts its BatchNorm layers
             super().teardown()
 
     return DstratStrategy

@@ -28,10 +28,11 @@ class TrainerView:
     _trainer: Trainer
 
     def __init__(self, trainer: Trainer) -> None:
-        object.__setattr__(self, "_trainer", trainer)
+        object.__setattr__(self, "_trainer", trainer)  # self._trainer = ... would set it on the Trainer
 
     def __getattr__(self, name: str) -> Any:
         trainer = self._trainer
+        # Not hasattr(trainer, name), which would run a property, and hide the AttributeError of one that fails.
         if hasattr(type(trainer), name) or name in vars(trainer):
             value = getattr(trainer, name)
             return 1.0 if value is None and name in _LIMITS else value
@@ -44,6 +45,7 @@ class TrainerView:
         setattr(self._trainer, name, value)
 
     def __eq__(self, other: object) -> bool:
+        # A new view is made for each call of a hook, and programs compare trainers.
         return (other._trainer if isinstance(other, TrainerView) else other) is self._trainer
 
     def __hash__(self) -> int:
@@ -80,11 +82,6 @@ class TrainerView:
         return _numbers(self._trainer.num_predict_batches)
 
     @property
-    def max_epochs(self) -> int | None:
-        """Number of epochs."""
-        return self._trainer.max_epochs
-
-    @property
     def val_check_interval(self) -> Any:
         """When to validate within an epoch; 1.0 is at its end."""
         interval = self._trainer.val_check_interval
@@ -103,8 +100,8 @@ class TrainerView:
         return str(self._trainer.default_root_dir)
 
     @property
-    def log_dir(self) -> str | None:
-        """The folder of the first logger."""
+    def log_dir(self) -> str:
+        """The folder of the first logger, or else of the run."""
         return str(self._trainer.log_dir)
 
     # Objects of Lightning, as the user passed them
