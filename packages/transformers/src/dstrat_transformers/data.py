@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat import ShardedIterableDataset
 from dstrat.errors import MisuseError
+from dstrat_transformers.models import derives_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,8 +31,7 @@ class SplitIterableDataset(ShardedIterableDataset):
     """
 
     def __init__(self, dataset: Any) -> None:
-        names = [(base.__module__, base.__name__) for base in type(dataset).__mro__]
-        if ("datasets.iterable_dataset", "IterableDataset") not in names:
+        if not derives_from(dataset, "datasets.iterable_dataset", "IterableDataset"):
             raise MisuseError(
                 f"SplitIterableDataset takes an IterableDataset of Hugging Face datasets, and got a "
                 f"{type(dataset).__name__}: a DataLoader takes a map-style Dataset as it is, and "
@@ -42,7 +42,7 @@ class SplitIterableDataset(ShardedIterableDataset):
 
     def divided(self, *, rank: int, num_replicas: int, batch_size: int | None, pads: bool) -> Self:
         divided = super().divided(rank=rank, num_replicas=num_replicas, batch_size=batch_size, pads=pads)
-        if pads:  # in training
+        if pads:  # in training; in evaluations the base class counts each example once
             from datasets.distributed import split_dataset_by_node
 
             divided._split = split_dataset_by_node(self.dataset, rank, num_replicas)  # noqa: SLF001 - of the same class
@@ -66,6 +66,7 @@ class SplitIterableDataset(ShardedIterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream."""
+        # A copy, as the stream goes on with the same dict while a checkpoint is written in the background.
         state: dict[str, Any] = copy.deepcopy(self._source.state_dict())
         return state
 

@@ -12,7 +12,14 @@ from torch import nn
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import parameters_on_meta
-from dstrat_transformers.models import blocks, is_peft, is_pretrained_model
+from dstrat_transformers.models import (
+    blocks,
+    initialize_layer,
+    is_constructor,
+    is_peft,
+    is_pretrained_model,
+    owners_of_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +43,8 @@ def make_model(factory: Callable[[], Module]) -> Module:
     # Before the function: constructors of layers with memory draw random numbers too, which then count for nothing.
     seed = int(torch.randint(2**31, ()))
     # Only where no values can be lost: another function may load some.
-    with parameters_on_meta() if _is_constructor(factory) and shards_new_layers() else nullcontext():
+    function = factory.func if isinstance(factory, partial) else factory
+    with parameters_on_meta() if is_constructor(function) and shards_new_layers() else nullcontext():
         model = factory()
     if not isinstance(model, nn.Module):
         raise MisuseError(f"the function for the model returned a {type(model).__name__}: return a model")
@@ -56,13 +64,7 @@ def make_model(factory: Callable[[], Module]) -> Module:
 def shards_new_layers() -> bool:
     """Return whether the strategy shards layers as soon as they are made, or makes them without memory."""
     parameter = direct_parameters(nn.LayerNorm(1))["weight"]  # which draws no random numbers
-    return parameter.is_meta or hasattr(parameter, "ds_id")
-
-
-def _is_constructor(factory: Callable[[], Module]) -> bool:
-    """Return whether a function is ``partial(SomeModel, config)`` or ``partial(AutoModel.from_config, config)``."""
-    function = factory.func if isinstance(factory, partial) else factory
-    return isinstance(function, type) or getattr(function, "__name__", "") in ("from_config", "_from_config")
+    return parameter.is_meta or hasattr(parameter, "ds_id")  # set by DeepSpeed's zero.Init, on meta or not
 
 
 def direct_parameters(layer: Module) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class FirstValues:
         blocks_of_layers = {id(layer): block for block in blocks(skeleton) for layer in block.modules()}
         self._copies = dict(zip(map(id, model.modules()), skeleton.modules(), strict=True))
         self._paths = {id(path[-1]): path for path in _paths(skeleton)}
-        self._owners = _owners(skeleton)
+        self._owners = owners_of_parameters(skeleton)
         self._units: dict[tuple[int, str], Module] = {}
         for owners in self._owners.values():
             home, _ = owners[0]
@@ -111,7 +113,7 @@ class FirstValues:
         self._blocks = set(map(id, blocks_of_layers.values()))
         units = {id(unit): unit for unit in self._units.values()}
         self._seeds = {unit: seed + number for number, unit in enumerate(units)}
-        self._current: Module | None = None
+        self._current: Module | None = None  # values of one unit at a time are in memory
 
     def fill(self, layer: Module) -> None:
         """Copy the values of a layer of the model into its own parameters."""
@@ -132,13 +134,14 @@ class FirstValues:
         for inner in layers:
             self._replace(inner[-1], "cpu")
         self._current = unit
+        # The values are computed on the CPU, and the training's random numbers must not depend on the strategy.
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seeds[id(unit)])
             for inner in layers:
-                _pretrained_model(inner)._init_weights(inner[-1])  # noqa: SLF001 - what models override
+                initialize_layer(_pretrained_model(inner), inner[-1])
             for length in range(len(path) - 1, 0, -1):
                 # A model may change parameters of the layers inside; what is on meta draws no random numbers.
-                _pretrained_model(path[:length])._init_weights(path[length - 1])  # noqa: SLF001 - as above
+                initialize_layer(_pretrained_model(path[:length]), path[length - 1])
 
     def _replace(self, layer: Module, device: str) -> None:
         for _, parameter in list(layer.named_parameters(recurse=False)):
@@ -154,6 +157,7 @@ class FirstValues:
 def assign(layer: Module, name: str, value: Tensor) -> None:
     """Copy a value, which is the same on all ranks, into a parameter of a layer; collective where that is sharded."""
     parameter = direct_parameters(layer)[name]
+    # ZeRO stage 3 of DeepSpeed: the parameter is empty, and its class has the methods to gather and shard it.
     if getattr(getattr(parameter, "ds_status", None), "name", "") == "NOT_AVAILABLE":
         parameter.all_gather(param_list=[parameter])
         parameter.data.copy_(value)
@@ -168,7 +172,7 @@ def names_of_parameters(model: Module) -> dict[tuple[int, str], tuple[list[str],
     layers = dict(zip(map(id, skeleton.modules()), model.modules(), strict=True))
     prefixes = {id(layer): f"{path}." if path else "" for path, layer in skeleton.named_modules()}
     names: dict[tuple[int, str], tuple[list[str], torch.Size]] = {}
-    for owners in _owners(skeleton).values():
+    for owners in owners_of_parameters(skeleton).values():
         aliases = [prefixes[id(layer)] + name for layer, name in owners]
         for layer, name in owners:
             names[id(layers[id(layer)]), name] = aliases, getattr(layer, name).shape
@@ -180,7 +184,8 @@ Path = tuple[nn.Module, ...]
 
 def _skeleton(model: Module) -> Module:
     """Return a copy of a model with its layers, buffers and shared parameters, but without values."""
-    parameters = {layer: layer._parameters for layer in model.modules()}  # noqa: SLF001 - look-ups may communicate
+    # By the dicts: under ZeRO stage 3 each look-up of a parameter would gather it.
+    parameters = {layer: layer._parameters for layer in model.modules()}  # noqa: SLF001
     copies: dict[int, Parameter] = {}
 
     def without_values(parameter: Any) -> Any:
@@ -193,7 +198,7 @@ def _skeleton(model: Module) -> Module:
     try:
         for layer, named in parameters.items():
             layer._parameters = {name: without_values(value) for name, value in dict.items(named)}  # noqa: SLF001
-        return copy.deepcopy(model)
+        return copy.deepcopy(model)  # which copies buffers with their values, and keeps shared parameters shared
     finally:
         for layer, named in parameters.items():
             layer._parameters = named  # noqa: SLF001 - as above
@@ -217,12 +222,3 @@ def _inner_first(path: Path) -> Iterator[Path]:
 def _pretrained_model(path: Path) -> Any:
     """Return the innermost PreTrainedModel on the way to a layer."""
     return next(module for module in reversed(path) if is_pretrained_model(module))
-
-
-def _owners(model: Module) -> dict[int, list[tuple[Module, str]]]:
-    """Return the layers of each parameter, with its names in them."""
-    owners: dict[int, list[tuple[Module, str]]] = {}
-    for layer in model.modules():
-        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append((layer, name))
-    return owners

@@ -1,4 +1,4 @@
-"""Facts about models of transformers: the base model, blocks, shared parameters, labels."""
+"""Facts about models of transformers 5, and the only uses of its private names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ IGNORED_LABEL = -100
 """Label of the tokens that no loss counts, in all of transformers."""
 
 
+# Classes
+
+
+def derives_from(value: object, module: str, name: str) -> bool:
+    """Return whether the class of a value is, or derives from, that of another library, without importing it."""
+    return any(base.__module__ == module and base.__name__ == name for base in type(value).__mro__)
+
+
 def base_model(model: Module) -> Any:
     """Return the model of transformers inside a model of peft, or the model itself."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]  # peft's
@@ -22,29 +30,63 @@ def base_model(model: Module) -> Any:
 
 def is_peft(model: Module) -> bool:
     """Return whether a model is one of peft, with adapters beside frozen weights."""
-    return any(base.__module__ == "peft.peft_model" and base.__name__ == "PeftModel" for base in type(model).__mro__)
+    return derives_from(model, "peft.peft_model", "PeftModel")
 
 
 def is_pretrained_model(model: object) -> bool:
-    """Return whether an object is a PreTrainedModel, without importing transformers."""
-    names = ((base.__module__, base.__name__) for base in type(model).__mro__)
-    return ("transformers.modeling_utils", "PreTrainedModel") in names
+    """Return whether an object is a PreTrainedModel."""
+    return derives_from(model, "transformers.modeling_utils", "PreTrainedModel")
 
 
-def block_classes(model: Module) -> set[str]:
-    """Return the names of the classes of layers that transformers keeps on one device: ``_no_split_modules``."""
-    names: set[str] = set()
-    for layer in model.modules():
-        names |= set(getattr(layer, "_no_split_modules", None) or ())
-    return names
+def is_constructor(function: Any) -> bool:
+    """Return whether a function is a class of models, or its ``from_config``, which make new models."""
+    return isinstance(function, type) or getattr(function, "__name__", "") in ("from_config", "_from_config")
+
+
+def make_from_config(cls: Any, config: Any, **options: Any) -> Any:
+    """Return a new model of a class of transformers, or of the class that one of its Auto classes selects."""
+    # Only the Auto classes have a public name for it.
+    return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, **options)
+
+
+# Values and files
+
+
+def initialize_layer(model: Any, layer: Module) -> None:
+    """Give the direct parameters of a layer their first values, by the rules of the PreTrainedModel that it is in.
+
+    The public ``initialize_weights`` always initializes all layers.
+    """
+    model._init_weights(layer)  # noqa: SLF001 - the method that models override
+
+
+def has_layers_of_other_dtype(model: Any, dtype: Any) -> bool:
+    """Return whether ``from_pretrained`` would load some layers of a PreTrainedModel in float32 instead of a dtype."""
+    return bool(model._get_dtype_plan(dtype))  # noqa: SLF001 - of _keep_in_fp32_modules
+
+
+def is_remote_code(model: Any) -> bool:
+    """Return whether a PreTrainedModel's class is the user's, whose source its ``save_pretrained`` copies."""
+    return getattr(model, "_auto_class", None) is not None  # set by register_for_auto_class
+
+
+def unsaved_names(model: Any) -> set[str]:
+    """Return the names in a PreTrainedModel's state dict that its ``save_pretrained`` leaves out."""
+    tied = getattr(model, "all_tied_weights_keys", None) or ()  # names of other parameters again
+    return {*tied, *(model._keys_to_ignore_on_save or ())}  # noqa: SLF001 - there is no public name
+
+
+# Layers and parameters
 
 
 def blocks(model: Module) -> list[Module]:
     """Return the layers of a model that are sharded as units, outermost ones only.
 
-    Those that share a parameter with a layer outside of them, such as embeddings, are left out.
+    They are those that transformers keeps on one device, ``_no_split_modules``.  Those that share a parameter with a
+    layer outside of them, such as embeddings, are left out.
     """
-    names = block_classes(model)
+    # Of each layer, as a model may contain others, such as one for images.
+    names = {name for layer in model.modules() for name in getattr(layer, "_no_split_modules", None) or ()}
 
     def visit(layer: Module) -> Iterator[Module]:
         for child in layer.children():
@@ -67,13 +109,13 @@ def _shares_parameters(block: Module, model: Module) -> bool:
     return any(id(parameter) in outside for parameter in block.parameters())
 
 
-def tied_parameters(model: Module) -> list[tuple[Tensor, list[tuple[Module, str]]]]:
-    """Return the parameters that several layers share, each with its layers and its names in them."""
-    owners: dict[int, tuple[Tensor, list[tuple[Module, str]]]] = {}
+def owners_of_parameters(model: Module) -> dict[int, list[tuple[Module, str]]]:
+    """Return the layers that have each parameter, with its names in them, by the id of the parameter."""
+    owners: dict[int, list[tuple[Module, str]]] = {}
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), (parameter, []))[1].append((layer, name))
-    return [entry for entry in owners.values() if len(entry[1]) > 1]
+            owners.setdefault(id(parameter), []).append((layer, name))
+    return owners
 
 
 def count_labels(model: Module, batch: Mapping[str, Any]) -> Tensor | None:
@@ -84,6 +126,7 @@ def count_labels(model: Module, batch: Mapping[str, Any]) -> Tensor | None:
         batch: Arguments of its ``forward``; ``labels`` of integers, -100 for those that do not count.
     """
     labels = batch.get("labels")
+    # Labels of a regression are floating point; there each sample counts the same anyway.
     if labels is None or not hasattr(labels, "dim") or labels.dtype.is_floating_point or labels.dim() == 0:
         return None
     is_causal = getattr(base_model(model), "loss_type", None) == "ForCausalLM"

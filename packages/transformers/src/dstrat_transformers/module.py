@@ -131,6 +131,7 @@ class HFModule(TrainModule):
         mesh = _tensor_parallel_mesh(strategy)
         if mesh is None or mesh.size() == 1:
             return
+        # A model that is kept between two runs is split already.
         if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             parallelize(self.model, mesh, self.tensor_parallel_plan)
 
@@ -144,7 +145,9 @@ class HFModule(TrainModule):
             # The other variant of torch does not see parameters that a strategy gathers in the backward pass.
             kwargs = {"use_reentrant": False, **options}
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-            if is_peft(self.model):
+            if is_peft(
+                self.model
+            ):  # with use_reentrant=True, frozen embeddings would end all gradients
                 self.model.enable_input_require_grads()
 
     @property
@@ -174,13 +177,16 @@ class HFModule(TrainModule):
         labels = count_labels(self.model, batch)
         if labels is None:
             return loss
-        # The mean of no labels is nan, and their gradients are 0.
+        # The mean of no labels is nan; torch.where, as an if would read the number from the device in each step.
         loss = torch.where(labels > 0, loss, torch.zeros_like(loss))
         strategy = self._strategy
         if strategy is None or strategy.world_size == 1:
             return loss
+        # Strategies average gradients over ranks: the factor makes that the mean over all labels.
         count = labels.to(loss.dtype)
-        mean = strategy.reduce(count.clone(), reduce_op="mean").clamp(min=1 / strategy.world_size)
+        mean = strategy.reduce(count.clone(), reduce_op="mean").clamp(
+            min=1 / strategy.world_size
+        )  # no rank has any: 0 / 0
         weighted: Tensor = loss * (count / mean)
         return weighted
 
@@ -261,7 +267,7 @@ class HFModule(TrainModule):
         if self.scheduler is None:
             return optimizer
         steps: float | None = self.num_training_steps
-        if steps is None and self._trainer is not None:
+        if steps is None and self._trainer is not None:  # in a loop of one's own there is none
             steps = self.trainer.estimated_stepping_batches
         scheduler = make_scheduler(
             optimizer,
@@ -279,7 +285,7 @@ class HFModule(TrainModule):
 
         See :func:`~dstrat_transformers.save_pretrained`.
         """
-        in_run = self._trainer is None or self._trainer.is_running
+        in_run = self._trainer is None or self._trainer.is_running  # after it the strategy has no communication
         save_pretrained(self, folder, strategy=self._strategy if in_run else None, max_shard_size=max_shard_size)
 
 
@@ -292,6 +298,6 @@ def _tensor_parallel_mesh(strategy: Strategy) -> Any:
     """Return the mesh of the ranks that share a batch; None where the strategy has none."""
     try:
         mesh = strategy.device_mesh
-    except MisuseError:
+    except MisuseError:  # of every strategy but those with a mesh
         return None
     return mesh[_TENSOR_PARALLEL] if _TENSOR_PARALLEL in (getattr(mesh, "mesh_dim_names", None) or ()) else None

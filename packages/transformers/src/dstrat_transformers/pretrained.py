@@ -14,7 +14,7 @@ import torch
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat_transformers.initialization import assign, direct_parameters, names_of_parameters, shards_new_layers
-from dstrat_transformers.models import is_pretrained_model
+from dstrat_transformers.models import has_layers_of_other_dtype, is_pretrained_model, make_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -73,13 +73,12 @@ def _make(cls: Any, name: Any, kwargs: dict[str, Any], download: Mapping[str, An
     if getattr(config, "quantization_config", None) is not None:
         raise MisuseError(f"{str(name)!r} is quantized, and cannot be made sharded: {_ALTERNATIVE}")
     config.name_or_path = str(name)
-    if kwargs.get("dtype", "auto") in ("auto", None):
+    if kwargs.get("dtype", "auto") in ("auto", None):  # the default of transformers 5
         kwargs["dtype"] = config.dtype or weights.dtype
-    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
-    model = make(config, **kwargs)
+    model = make_from_config(cls, config, **kwargs)
     if not is_pretrained_model(model):
         raise MisuseError(f"{cls.__name__} made a {type(model).__name__}, which is no PreTrainedModel: {_ALTERNATIVE}")
-    if model._get_dtype_plan(kwargs["dtype"]):  # noqa: SLF001 - some layers are to have another dtype than the rest
+    if has_layers_of_other_dtype(model, kwargs["dtype"]):
         raise MisuseError(
             f"{type(model).__name__} in {kwargs['dtype']} has layers of another dtype, and cannot be made sharded: "
             f"{_ALTERNATIVE}; or load it with dtype=torch.float32"
@@ -120,7 +119,7 @@ class PretrainedWeights:
 
         self.name = str(name)
         index = find(_INDEX)
-        if index is not None:
+        if index is not None:  # several files; of the single one there is no index
             by_key = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
             paths = {file: find(file) for file in set(by_key.values())}
             self._paths = {key: paths[file] for key, file in by_key.items()}
@@ -159,6 +158,7 @@ class PretrainedWeights:
             parameters = direct_parameters(layer)
             of_layer = {name: keys[id(layer), name] for name in parameters}
             if any(parameter.is_meta for parameter in parameters.values()):
+                # Strategies call reset_parameters of a layer when they have given it memory.
                 layer.reset_parameters = partial(self._fill, layer, of_layer)  # type: ignore[assignment]  # strategies call it
             else:
                 self._fill(layer, of_layer)
@@ -184,6 +184,7 @@ class PretrainedWeights:
             keys[owner] = key
         buffers = {key for key, _ in model.named_buffers()}
         known = {alias for aliases, _ in names.values() for alias in aliases}
+        # A warning, as in from_pretrained: a model without the head of the saved one is usual.
         if unused := sorted(self._paths.keys() - known - buffers):
             _logger.warning("%s has tensors that %s has not: %s", self.name, type(model).__name__, ", ".join(unused))
         return keys

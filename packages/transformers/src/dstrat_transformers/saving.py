@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dstrat import Callback
 from dstrat.checkpoint.full_state import gather_state
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import is_peft, is_pretrained_model
+from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, unsaved_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,7 +67,9 @@ def save_pretrained(
     if is_peft(model):
         _save_adapters(model, state, folder, gather)
     elif _is_stored_as_it_is(model, state):
-        _save_weights(model, _without_duplicates(model, state), folder, gather, max_shard_size)
+        unsaved = unsaved_names(model)
+        saved = {name: value for name, value in state.items() if name not in unsaved}
+        _save_weights(model, saved, folder, gather, max_shard_size)
     else:
         full = gather.all(state)
         if gather.writes:
@@ -89,6 +91,7 @@ class _Gathering:
             self.state: Mapping[str, Any] = strategy.sharded_module_state()
             self.writes = strategy.is_global_zero
             return
+        # After a run an HFModule still has the rank; a model of transformers is that of a single process.
         self.writes = getattr(module, "global_rank", 0) == 0
         if self.writes and any(p.is_meta or isinstance(p, DTensor) for p in module.parameters()):
             raise MisuseError(
@@ -101,7 +104,7 @@ class _Gathering:
         """Return a full tensor on rank 0, and None on the other ranks; collective."""
         if self._strategy is None:
             return value  # type: ignore[no-any-return]  # a tensor
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):  # replicated: no communication
             return value if self.writes else None
         return gather_state({name: value}, self._strategy).get(name)
 
@@ -118,12 +121,11 @@ class _Gathering:
 
 def _is_stored_as_it_is(model: Any, state: Mapping[str, Any]) -> bool:
     """Return whether the files of a model have the tensors of its state, under the same names."""
-    if not is_pretrained_model(model) or getattr(model, "hf_quantizer", None) is not None or _is_remote_code(model):
+    if not is_pretrained_model(model) or getattr(model, "hf_quantizer", None) is not None or is_remote_code(model):
         return False
     from transformers.core_model_loading import revert_weight_conversion
 
-    if getattr(model, "_weight_conversions", None) is None and not _has_conversions(model):
-        return True
+    # save_pretrained converts in the same way; on the meta device only names and shapes are computed.
     outline = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     converted = revert_weight_conversion(model, dict(outline))
     return {name: value.shape for name, value in converted.items()} == {
@@ -131,28 +133,14 @@ def _is_stored_as_it_is(model: Any, state: Mapping[str, Any]) -> bool:
     }
 
 
-def _has_conversions(model: Any) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
-
-
-def _is_remote_code(model: Any) -> bool:
-    return getattr(model, "_auto_class", None) is not None
-
-
-def _without_duplicates(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without the names that transformers ties to others when it loads."""
-    tied_or_ignored = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}  # noqa: SLF001 - as its save_pretrained does
-    return {name: value for name, value in state.items() if name not in tied_or_ignored}
-
-
 def _save_weights(model: Any, state: Mapping[str, Any], folder: Path, gather: _Gathering, max_shard_size: int) -> None:
     from safetensors.torch import save_file
 
     files = list(_files(state, max_shard_size))
-    names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    names = names if len(files) > 1 else [_WEIGHTS]  # as from_pretrained looks for them
     if gather.writes:
+        # from_pretrained would take a file of an earlier save, which had another number of files, before these.
         for old in (*folder.glob("model-*-of-*.safetensors"), folder / _WEIGHTS, folder / _INDEX):
             old.unlink(missing_ok=True)
     for file_name, tensors in zip(names, files, strict=True):
@@ -162,9 +150,9 @@ def _save_weights(model: Any, state: Mapping[str, Any], folder: Path, gather: _G
             save_file(on_cpu, folder / file_name, metadata={"format": "pt"})
     if gather.writes:
         if len(files) > 1:
-            _write_index(
-                folder, {name: file for file, tensors in zip(names, files, strict=True) for name in tensors}, state
-            )
+            weight_map = {name: file for file, tensors in zip(names, files, strict=True) for name in tensors}
+            index = {"metadata": {"total_size": sum(map(_num_bytes, state.values()))}, "weight_map": weight_map}
+            (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         model.config.dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
@@ -189,24 +177,15 @@ def _num_bytes(value: Any) -> int:
     return int(torch.Size(value.shape).numel() * value.dtype.itemsize)
 
 
-def _file_name(number: int, count: int) -> str:
-    return _WEIGHTS if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def _write_index(folder: Path, weight_map: Mapping[str, str], state: Mapping[str, Any]) -> None:
-    total = sum(map(_num_bytes, state.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def _save_adapters(model: Any, state: Mapping[str, Any], folder: Path, gather: _Gathering) -> None:
     """Write the adapters of a model of peft, without gathering the weights beside them."""
     from peft import get_peft_model_state_dict
 
+    # peft renames the adapters, and returns the same tensors: by their ids these are the names in the state.
     names = {id(value): name for name, value in state.items()}
     adapter_names: set[str] = set()
     for adapter in model.peft_config:
-        if state:
+        if state:  # outside of a run only rank 0 has one
             selected = get_peft_model_state_dict(
                 model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=False
             )

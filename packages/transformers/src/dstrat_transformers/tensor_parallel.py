@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from dstrat.errors import RequestError
-from dstrat_transformers.models import is_peft, tied_parameters
+from dstrat_transformers.models import is_peft, owners_of_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,6 +39,7 @@ class HeadwiseNorm(ParallelStyle):
             return DTensor.from_local(heads, device_mesh, [placement], run_check=False), *remaining
 
         module.register_forward_pre_hook(split_heads)
+        # The attention around it computes with local tensors.
         module.register_forward_hook(lambda _module, _inputs, output: output.to_local())
         return module
 
@@ -77,7 +78,8 @@ def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | Parall
             size of the mesh.
     """
     styles = _styles_of_layers(model, plan)
-    tied = tied_parameters(model)
+    # Before the split, which gives each of the layers that share a parameter one of its own.
+    tied = [owners for owners in owners_of_parameters(model).values() if len(owners) > 1]
     _add_tied_embeddings(model, styles, tied)
     size = mesh.size()
     for name, style in styles.items():
@@ -89,7 +91,7 @@ def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | Parall
                 continue
             style = _STYLES[style]()  # noqa: PLW2901 - the same by another type
         parallelize_module(layer, mesh, style)
-    for _, owners in tied:
+    for owners in tied:
         _tie(owners)
 
 
@@ -119,14 +121,15 @@ def _styles_of_layers(model: Module, plan: Mapping[str, str | ParallelStyle] | N
         )
     layers = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
     styles = {name: plan[generic] for name, generic in layers.items() if generic in plan}
+    # A name with its number comes before the pattern.
     styles |= {name: plan[name] for name in layers if name in plan}
     return styles
 
 
-def _add_tied_embeddings(model: Module, styles: dict[str, Any], tied: list[Any]) -> None:
+def _add_tied_embeddings(model: Module, styles: dict[str, Any], tied: list[list[tuple[Module, str]]]) -> None:
     """Split the embeddings whose weight a split output layer shares, or both would no longer be one parameter."""
     layer_names = {id(layer): name for name, layer in model.named_modules()}
-    for _, owners in tied:
+    for owners in tied:
         names = [layer_names[id(layer)] for layer, _ in owners]
         if any(name in styles for name in names):
             for (layer, _), name in zip(owners, names, strict=True):
@@ -146,6 +149,7 @@ def _is_divisible(model: Module, name: str, style: str, size: int) -> bool:
     is_embedding = isinstance(layer, nn.Embedding)
     length = layer.num_embeddings if is_embedding else layer.in_features if "rowwise" in style else layer.out_features
     parent: Any = model.get_submodule(name.rpartition(".")[0])
+    # Layers of attention are split between heads, which the model reshapes by the head's size.
     head_dim = getattr(parent, "head_dim", None) if style in ("colwise", "rowwise") else None
     if length % (size * (head_dim or 1)) == 0:
         return True
