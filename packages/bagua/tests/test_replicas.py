@@ -77,6 +77,43 @@ def test_evaluation_checkpoints_and_the_end_have_the_average():
             assert all(found.values()), (name, found)
 
 
+class Branches(torch.nn.Module):
+    """Two branches of one shape, of which each batch uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList([torch.nn.Linear(4, 1, bias=False) for _ in range(2)])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def moments_by_branch(cluster, orders):
+    """Return the saved first moments of the branches, and the local ones, after a step with each of some branches."""
+    strategy = BaguaStrategy("decentralized", hierarchical=False)
+    start(strategy, Branches(), parts(cluster))
+    [optimizer] = strategy.optimizers
+    for branch in orders[strategy.global_rank]:
+        weight = strategy.module.branches[branch].weight
+        optimizer.zero_grad()
+        weight.grad = torch.full_like(weight, 1.0 + strategy.global_rank + 10 * branch)
+        optimizer.step()
+    names = {name: parameter for name, parameter in strategy.module.named_parameters() if parameter in optimizer.state}
+    local = {name: float(optimizer.state[parameter]["exp_avg"][0, 0]) for name, parameter in names.items()}
+    saved = strategy.sharded_optimizer_state(optimizer)["state"]
+    strategy.teardown()
+    return {name: float(entry["exp_avg"][0, 0]) for name, entry in saved.items()}, local
+
+
+def test_moments_of_different_parameters_are_never_averaged():
+    # Adam has the state of a parameter from its first gradient on, in the order in which these came.
+    (saved, first), (other, second) = in_ranks(moments_by_branch, orders=([0, 1], [1, 0]))
+    assert saved == other == pytest.approx({name: (first[name] + second[name]) / 2 for name in first})
+    (saved, first), (other, second) = in_ranks(moments_by_branch, orders=([0], [1]))
+    assert first.keys() != second.keys()
+    assert saved == other == first
+
+
 def resumed(cluster, module=Net, stop=9, **options):
     """Return the weights after 14 steps, without and with a stop in between."""
     without = BaguaStrategy(**options)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
@@ -22,7 +23,7 @@ from dstrat_bagua.buckets import GradientExchange
 from dstrat_bagua.communication import average_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
     from torch.nn import Module, Parameter
@@ -326,16 +327,16 @@ class BaguaStrategy(ParallelStrategy):
 
         Ranks whose optimizers have states of different parameters get that of global rank 0.
         """
-        values, structure = tree_flatten(state)
-        tensors = {index: value for index, value in enumerate(values) if _is_averaged(value)}
-        layout = [(index, tuple(tensor.shape), str(tensor.dtype)) for index, tensor in tensors.items()]
+        # Sorted, as an optimizer has its state in the order in which parameters got their first gradients.
+        tensors = dict(sorted(_tensors_by_path(state)))
+        layout = [(path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors.items()]
         if self.reduce_boolean_decision(layout != self.broadcast(layout), all=False):
             return self.broadcast(state)
-        averages = {index: tensor.detach().to(self.root_device, copy=True) for index, tensor in tensors.items()}
+        averages = {id(tensor): tensor.detach().to(self.root_device, copy=True) for tensor in tensors.values()}
         average_tensors([*averages.values()])
-        for index, average in averages.items():
-            values[index] = average.to(values[index].device)
-        averaged: dict[str, Any] = tree_unflatten(values, structure)
+        averaged: dict[str, Any] = apply_to_tensors(
+            state, lambda tensor: averages[id(tensor)].to(tensor.device) if id(tensor) in averages else tensor
+        )
         return averaged
 
     # State of each rank
@@ -387,5 +388,14 @@ class BaguaStrategy(ParallelStrategy):
         self.algorithm.load_rank_state(state["algorithm"])
 
 
-def _is_averaged(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+def _tensors_by_path(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the dense floating-point tensors of a nested state, each with its keys."""
+    if isinstance(state, Tensor):
+        if state.is_floating_point() and state.layout is torch.strided:
+            yield path, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _tensors_by_path(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from _tensors_by_path(value, f"{path}/{index}")
