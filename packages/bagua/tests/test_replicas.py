@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.hand_loop import Net, batches, one_pass, parts, start
 from tests.ranks import each, in_ranks
 
 from dstrat_bagua import BaguaStrategy
+from dstrat_bagua.communication import CommunicationThread
 
 FLAT = {"hierarchical": False}
 DIFFERING = {
@@ -167,6 +169,13 @@ def moved(cluster):
 
 def test_another_algorithm_goes_on_from_the_average():
     assert in_ranks(moved) == [True, True]
+
+
+def test_the_thread_of_exchanges_has_ended_when_it_is_closed():
+    thread = CommunicationThread(torch.device("cpu"), timedelta(seconds=10))
+    thread.submit(lambda: None).wait()
+    thread.close()
+    assert not [one for one in threading.enumerate() if one.name == "dstrat-bagua"]
 
 
 # Asynchronous averages

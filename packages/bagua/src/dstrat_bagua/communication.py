@@ -150,8 +150,9 @@ class CommunicationThread:
 
     def close(self) -> None:
         """End the thread; one that waits for a failed rank ends with the process."""
+        has_backlog = not self._queue.empty()  # of an aborted training: the thread waits in a collective
         self._queue.put(None)
-        self._thread.join(_SECONDS_TO_END if self._queue.qsize() < 1 else 0)
+        self._thread.join(0 if has_backlog else _SECONDS_TO_END)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
