@@ -118,7 +118,11 @@ def test_an_address_that_other_machines_need_is_not_the_loopback():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--max-restarts", "-1"], "-1 is not 0 or more"), (["--groups", "0"], "0 is not 1 or more")],
+    [
+        (["--max-restarts", "-1"], "'-1' is not a whole number of 0 or more"),
+        (["--groups", "0"], "'0' is not a whole number of 1 or more"),
+        (["--groups", "two"], "'two' is not a whole number of 1 or more"),
+    ],
 )
 def test_numbers_of_the_command_that_cannot_be_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):

@@ -77,7 +77,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
             self._averaging = None
 
     def close(self) -> None:
-        if self._averaging is not None:
+        if self._averaging is not None:  # after an error, which the user sees instead of the thread's
             self._averaging.stop(_SECONDS_TO_END, raises=False)
             self._averaging = None
 
@@ -125,14 +125,10 @@ class BackgroundAveraging:
             self._copied.set()
         elif self._averaged.is_set():
             for copy, average in zip(self._copies, self._averages, strict=True):
-                self._add_difference(copy, average)
+                copy.flat.neg_().add_(average)
+                copy.add_to_weights()  # the difference only: steps since the copy stay
             self._averaged.clear()
             self.rounds += 1
-
-    @torch.no_grad()
-    def _add_difference(self, copy: Bucket, average: torch.Tensor) -> None:
-        copy.flat.neg_().add_(average)
-        torch._foreach_add_([*copy.parameters], copy.views)
 
     def stop(self, seconds: float, *, raises: bool = True) -> None:
         """End the thread after the round that ranks have agreed on.
@@ -145,7 +141,7 @@ class BackgroundAveraging:
             LaunchError: It has failed.
             PeerError: It does not end, as other ranks do not take part.
         """
-        self._stopping.set()
+        self._stopping.set()  # a round that all ranks have agreed on is finished all the same, as others wait in it
         self._thread.join(seconds)
         if raises and self._error is not None:
             raise LaunchError(f"the averaging of weights between ranks failed: {self._error}") from self._error
@@ -165,7 +161,7 @@ class BackgroundAveraging:
         """Prepare this rank for a round, and return whether all ranks take part."""
         verdict = f"verdict {number}"
         is_ready = not self._stopping.wait(self._interval) and self._request_copies()
-        if is_ready and self._store.add(f"ready {number}", 1) == self._ranks.size:
+        if is_ready and self._store.add(f"ready {number}", 1) == self._ranks.size:  # the last one decides
             self._store.compare_set(verdict, "", "go")
         while not self._store.check([verdict]):
             if self._stopping.wait(_PAUSE):
@@ -191,9 +187,8 @@ class BackgroundAveraging:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)  # the copies
         for copy, average in zip(self._copies, self._averages, strict=True):
-            average.copy_(copy.flat)
-            dist.all_reduce(average, group=self._ranks.group)
-            average.div_(self._ranks.size)
+            average.copy_(copy.flat)  # the copy stays, as its difference to the average is added
+            self._ranks.average(average)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         self._averaged.set()

@@ -47,6 +47,8 @@ class Bucket:
             for values, parameter in zip(self.flat.split(sizes), self.parameters, strict=True)
         ]
 
+    # torch._foreach_* are what torch.optim uses (torch 2.9 to 2.13): one kernel for all parameters of a bucket.
+
     @torch.no_grad()
     def load_weights(self) -> None:
         """Copy the values of the parameters into the bucket."""
@@ -58,6 +60,11 @@ class Bucket:
         torch._foreach_copy_([*self.parameters], self.views)
 
     @torch.no_grad()
+    def add_to_weights(self) -> None:
+        """Add the values of the bucket to the parameters."""
+        torch._foreach_add_([*self.parameters], self.views)
+
+    @torch.no_grad()
     def load_gradients(self) -> None:
         """Copy the gradients into the bucket, zeros where a parameter has none."""
         targets, sources = [], []
@@ -65,7 +72,7 @@ class Bucket:
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
-            elif gradient.data_ptr() != view.data_ptr():
+            elif gradient.data_ptr() != view.data_ptr():  # unless it is the view, as with flatten=True
                 targets.append(view)
                 sources.append(gradient)
         if targets:
@@ -165,6 +172,7 @@ class GradientExchange:
             lane = _Lane(divide_into_buckets(parameter for _, parameter in reversed(named)))
             self._lanes.append(lane)
             for index, bucket in enumerate(lane.buckets):
+                # After accumulation, as the gradient in .grad may have earlier batches in it.
                 hook = partial(self._on_gradient, lane, index)
                 self._handles += [one.register_post_accumulate_grad_hook(hook) for one in bucket.parameters]
 
@@ -205,7 +213,7 @@ class GradientExchange:
             else:
                 self.outside = self._names[id(parameter)]
             return
-        if index < len(lane.started):
+        if index < len(lane.started):  # its bucket is on the way, and may be overwritten at any time
             raise MisuseError(
                 f"the gradient of {self._names[id(parameter)]!r} was computed twice in one backward pass, and had been "
                 "exchanged before the second time: use activation checkpointing with use_reentrant=False"
@@ -261,6 +269,7 @@ class GradientExchange:
             expected = [one for bucket in lane.buckets for one in bucket.parameters if one.requires_grad]
             missing = set().union(*lane.missing)
             lacking = [one for one in expected if id(one) in missing and not self._has_accumulated(one)]
+            # Of several modules, such as in a GAN, a pass uses one; a single one is named in an error.
             if len(self._lanes) == 1 or len(lacking) < len(expected):
                 used.append(lane)
                 unused += lacking

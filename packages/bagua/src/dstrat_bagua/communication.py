@@ -62,6 +62,7 @@ class Ranks:
             members = [ranks[0] for ranks in machines]
         else:
             members = [*range(len(everyone))]
+        # By all ranks, also by those that are not in it, as torch requires.
         group = dist.new_group(members, timeout=timeout)
         wait_for_all_ranks("open the groups of an algorithm")
         is_member = dist.get_rank() in members
@@ -84,6 +85,11 @@ class Ranks:
             exchange(flat)
         if self._machine is not None:
             dist.broadcast(flat, src=self._first, group=self._machine)
+
+    def average(self, values: Tensor) -> None:
+        """Replace a tensor by its average over the ranks that run the algorithm, as an exchange of :meth:`run`."""
+        dist.all_reduce(values, group=self.group)
+        values.div_(self.size)  # not ReduceOp.AVG, which Gloo lacks
 
     def release(self) -> None:
         """Drop the groups, which end with that of the job."""
@@ -111,14 +117,14 @@ class Exchange:
             PeerError: Other ranks did not take part.
         """
         seconds = self._timeout.total_seconds() + _SECONDS_AFTER_TIMEOUT
-        done, _ = wait([self.done], timeout=seconds)
+        done, _ = wait([self.done], timeout=seconds)  # not result(timeout), whose error may be the exchange's own
         if not done:
             raise PeerError(
                 f"timed out waiting for the exchange of the other ranks, after {seconds:g} s", timed_out=True
             )
         self.done.result()
         if self.finished is not None:
-            self.finished.wait()
+            self.finished.wait()  # the stream of this thread waits, and the host goes on
 
 
 class CommunicationThread:
@@ -131,6 +137,7 @@ class CommunicationThread:
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self._device, self._timeout = device, timeout
+        # A stream of its own: on that of the training, exchanges and the backward pass would wait for each other.
         self._runtime = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = None if self._runtime is None else self._runtime.Stream(device)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -186,7 +193,7 @@ def average_tensors(tensors: Sequence[Tensor]) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for members in by_dtype.values():
+    for members in by_dtype.values():  # one collective each, as most tensors are small
         flat = torch.cat([tensor.reshape(-1) for tensor in members])
         dist.all_reduce(flat)
         flat.div_(dist.get_world_size())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EPSILON = 1e-7
+_EPSILON = 1e-7  # Bagua's; without it equal values would divide by zero
 _LEVELS = 255.0
 
 
@@ -28,6 +28,7 @@ def compress(chunks: Tensor) -> Tensor:
     Returns:
         Bytes of shape ``(rows, header + n)``: minimum and maximum, each as float32 (float64 for float64), and levels.
     """
+    # In half precision the levels themselves would be rounded.
     values = chunks if chunks.dtype is torch.float64 else chunks.float()
     low, high = values.aminmax(dim=1, keepdim=True)
     scale, lowest = _grid(low, high)
@@ -76,7 +77,7 @@ def average_compressed(flat: Tensor, group: dist.ProcessGroup | None) -> None:
     sent = compress(chunks)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    average = compress(decompress(received, flat.dtype).mean(dim=0, keepdim=True))
+    average = compress(decompress(received, flat.dtype).mean(dim=0, keepdim=True))  # of this rank's chunk
     gathered = torch.empty_like(sent)
     dist.all_gather([*gathered.unbind(0)], average[0], group=group)
     flat.copy_(decompress(gathered, flat.dtype).view(-1)[: flat.numel()])

@@ -62,6 +62,7 @@ class DecentralizedAlgorithm(Algorithm):
         self._pending: list[tuple[Bucket, Exchange]] = []
 
     def before_forward(self) -> None:
+        # Pending are those of an earlier forward pass for the same optimizer step.
         if self._pending or self.replica.steps % self.communication_interval:
             return
         exchanges = self.replica.steps // self.communication_interval
@@ -72,16 +73,12 @@ class DecentralizedAlgorithm(Algorithm):
     def before_step(self) -> None:
         for bucket, exchange in self._pending:
             exchange.wait()
-            bucket.store_weights()
+            bucket.store_weights()  # after the backward pass, which needs the weights of the forward pass
         self._pending = []
 
     @torch.no_grad()
     def _exchange(self, flat: Tensor, exchanges: int) -> None:
         ranks = self._ranks
-
-        def average_all(values: Tensor) -> None:
-            dist.all_reduce(values, group=ranks.group)
-            values.div_(ranks.size)
 
         def average_pair(values: Tensor) -> None:
             peer, received = ranks.members[shifted_peer(ranks.rank, ranks.size, exchanges)], torch.empty_like(values)
@@ -93,7 +90,7 @@ class DecentralizedAlgorithm(Algorithm):
                 work.wait()
             values.add_(received).div_(2)
 
-        ranks.run(average_all if self.peer_selection_mode == "all" else average_pair, flat)
+        ranks.run(ranks.average if self.peer_selection_mode == "all" else average_pair, flat)
 
 
 def shifted_peer(rank: int, size: int, exchanges: int) -> int:

@@ -40,18 +40,12 @@ class GradientAllReduceAlgorithm(Algorithm):
     def reduce_gradients(self, bucket: Bucket) -> Work:
         if self.hierarchical:
             return self._thread.submit(self._reduce, bucket.flat)
-        if self.average:
+        if self.average:  # before the sum, which may overflow in half precision
             bucket.flat.div_(self.replica.world_size)
         work: Work = dist.all_reduce(bucket.flat, async_op=True)
         return work
 
     def _reduce(self, flat: Tensor) -> None:
-        ranks = self._ranks
-
-        def exchange(values: Tensor) -> None:
-            dist.all_reduce(values, group=ranks.group)
-            values.div_(ranks.size)
-
-        ranks.run(exchange, flat)
+        self._ranks.run(self._ranks.average, flat)
         if not self.average:
             flat.mul_(self.replica.world_size)

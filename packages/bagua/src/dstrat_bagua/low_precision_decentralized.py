@@ -28,7 +28,7 @@ class _Copies:
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        bucket.load_weights()
+        bucket.load_weights()  # the same on all ranks at the start, so that nothing is exchanged for the copies
         self.local, self.previous, self.following = (bucket.flat.clone() for _ in range(3))
 
 
@@ -85,8 +85,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         from_previous, from_following = self._send_to_neighbours(sent)
         copies.previous += decompress(from_previous, values.dtype)[0]
         copies.following += decompress(from_following, values.dtype)[0]
-        copies.local += decompress(sent, values.dtype)[0]
-        values.copy_(copies.local)
+        copies.local += decompress(sent, values.dtype)[0]  # rounded, as the neighbours get it
+        values.copy_(copies.local)  # what the neighbours have of this rank, or the copies would drift apart
 
     def _send_to_neighbours(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the previous and the following rank have sent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from dstrat.errors import MisuseError, RequestError
@@ -164,17 +163,12 @@ class QAdamAlgorithm(Algorithm):
 
     def reduce_gradients(self, bucket: Bucket) -> Work:
         states = [self._optimizer.state[parameter] for parameter in bucket.parameters]
+        # A parameter that had no gradient so far begins its own warm-up, whatever the step of the training.
         is_warming_up = any(int(state.get("step", 0)) < self._optimizer.warmup_steps for state in states)
         return self._thread.submit(self._average if is_warming_up else self._average_momentum, bucket)
 
     def _average(self, bucket: Bucket) -> None:
-        ranks = self._ranks
-
-        def exchange(values: Tensor) -> None:
-            dist.all_reduce(values, group=ranks.group)
-            values.div_(ranks.size)
-
-        ranks.run(exchange, bucket.flat)
+        self._ranks.run(self._ranks.average, bucket.flat)
 
     @torch.no_grad()
     def _average_momentum(self, bucket: Bucket) -> None:
@@ -184,7 +178,7 @@ class QAdamAlgorithm(Algorithm):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
         ]
         for view, momentum, beta1 in before:
-            view.mul_(1 - beta1).add_(momentum, alpha=beta1)
+            view.mul_(1 - beta1).add_(momentum, alpha=beta1)  # the momentum that QAdamOptimizer would compute
         self._ranks.run(lambda values: average_compressed(values, self._ranks.group), bucket.flat)
         for view, momentum, beta1 in before:
-            view.sub_(momentum, alpha=beta1).div_(1 - beta1)
+            view.sub_(momentum, alpha=beta1).div_(1 - beta1)  # the gradient from which it computes the average

@@ -171,9 +171,10 @@ class BaguaStrategy(ParallelStrategy):
 
     def finish_training(self) -> None:
         super().finish_training()
-        self.algorithm.finish()
+        self.algorithm.finish()  # before the average, which a late exchange would change
         if self._differs:
             self._average_weights()
+            # Each rank has the same then, so that global rank 0 alone can save it.
             for optimizer in self.optimizers:
                 load_named_state(optimizer, self.module, self.sharded_optimizer_state(optimizer))
             self._set_differing(False)
@@ -237,7 +238,7 @@ class BaguaStrategy(ParallelStrategy):
                 f"{name!r} was frozen when the training began and is not any more, and {type(self.algorithm).__name__} "
                 "averages the weights that were trainable then: unfreeze it before the training"
             )
-        self._close_gradients()
+        self._close_gradients()  # buckets have the parameters of their time
         self._frozen = [(name, parameter) for name, parameter in self._frozen if not parameter.requires_grad]
         self._watch_gradients()
 
@@ -248,6 +249,7 @@ class BaguaStrategy(ParallelStrategy):
         else:
             with self._gradients.during_backward():
                 super().backward(loss, *args, **kwargs)
+            # As DistributedDataParallel does: each rank has statistics of its own batches.
             self.take_from_first_rank(self.module.buffers())
 
     def optimizer_step(
@@ -266,7 +268,7 @@ class BaguaStrategy(ParallelStrategy):
         if self._replica is not None:
             self._replica.steps += 1
             self.algorithm.after_step()
-            if not self.algorithm.exchanges_gradients:
+            if not self.algorithm.exchanges_gradients:  # such as when the warm-up of 'async' is over
                 self._close_gradients()
         return output
 
@@ -287,6 +289,7 @@ class BaguaStrategy(ParallelStrategy):
                 yield
                 return
             tensors = [*self._trainable(), *self.module.buffers()]
+            # A copy: the average is of no rank, and the training goes on with the weights of each.
             local = [tensor.detach().clone() for tensor in tensors]
             self._average_weights()
             try:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dstrat.launch.signals import Interrupts
@@ -73,7 +74,9 @@ class ReplicaGroups:
                             self._after_end(group)
                     time.sleep(_POLL)
             finally:
-                self._kill()
+                for process in [group.process for group in self.groups if group.process.poll() is None]:
+                    process.kill()  # its ranks end with it, as it is a job of dstrat
+                    process.wait()
         return 0 if self._has_completed else 1
 
     @property
@@ -116,13 +119,7 @@ class ReplicaGroups:
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in running):
             time.sleep(_POLL)
-        return 128 + number
-
-    def _kill(self) -> None:
-        for group in self.groups:
-            if group.process.poll() is None:
-                group.process.kill()
-                group.process.wait()
+        return 128 + number  # as a shell reports a program that a signal has ended
 
 
 def _die_with_parent() -> None:
@@ -142,12 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Start a lighthouse and the replica groups of a script, each a job with strategy='torchft_ddp'. "
         "A group that fails is started again by itself; it joins the others with their state.",
     )
-    parser.add_argument("--groups", type=_positive, default=2, metavar="N", help="number of groups (default: 2)")
+    positive, count = partial(_read_number, least=1), partial(_read_number, least=0)
+    parser.add_argument("--groups", type=positive, default=2, metavar="N", help="number of groups (default: 2)")
     parser.add_argument(
-        "--max-restarts", type=_count, default=3, metavar="N", help="how often each group is started again (default: 3)"
+        "--max-restarts", type=count, default=3, metavar="N", help="how often each group is started again (default: 3)"
     )
     parser.add_argument(
-        "--min-groups", type=_positive, default=1, metavar="N", help="fewest groups that train (default: 1)"
+        "--min-groups", type=positive, default=1, metavar="N", help="fewest groups that train (default: 1)"
     )
     parser.add_argument(
         "--join-timeout",
@@ -161,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="time without a sign of life after which a group is dead: as long the others wait for it (default: 5)",
+        help="seconds without a sign of life after which a group counts as dead, and the others go on (default: 5)",
     )
     parser.add_argument("script", help="the program of a group")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -187,17 +185,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lighthouse.shutdown()
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+def _read_number(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:  # argparse would name this function in its message
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return number
 
 

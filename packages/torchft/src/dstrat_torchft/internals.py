@@ -86,6 +86,7 @@ class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]  # torchft has n
                 handler.log_message = _log_nothing
                 super().__init__((address or "", 0), handler)
 
+        # torchft's class listens on every address, and logs each request on stderr.
         with patch("torchft.checkpointing.http_transport._IPv6HTTPServer", Server):
             super().__init__(timeout=timeout, num_chunks=0)
 

@@ -118,7 +118,7 @@ class Replicas:
                 f"groups; the address is that of lighthouse=... or {LIGHTHOUSE}"
             )
         silence_known_warnings()
-        self._store = _open_store(options) if rank == 0 else None
+        self._store = _open_store(options) if rank == 0 else None  # it serves as long as this object keeps it
         port = share(None if self._store is None else self._store.port)
         store_address = share(options.address)
         kind = ProcessGroupNCCL if backend == "nccl" else ProcessGroupGloo
@@ -206,6 +206,7 @@ class Replicas:
         while True:
             self.start()
             state = self.wait()
+            # A state of step 0 is that of a group which waits, too, and whose first values all take.
             is_under_way = state is not None and self.current_step > 0
             if is_under_way or self.num_groups >= self.options.num_groups:
                 return state
@@ -248,7 +249,7 @@ class Replicas:
         limit = options.quorum_timeout.total_seconds()
         self._refused_since = min(self._refused_since, time.monotonic())
         is_too_long = time.monotonic() - self._refused_since > limit
-        if present < options.min_replica_size:
+        if present < options.min_replica_size:  # the lighthouse itself may want fewer
             if is_too_long:
                 raise PeerError(
                     f"replica group {options.group} has waited for min_replica_size={options.min_replica_size} groups "
@@ -288,7 +289,7 @@ class Replicas:
         Args:
             waits: Whether requests that are under way are waited for.
         """
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # of a Manager whose lighthouse or peers are gone
             self._manager.shutdown(wait=waits)
         self._executor.shutdown(wait=waits)
         self._store = None

@@ -113,7 +113,7 @@ class TorchFTStrategy(ParallelStrategy):
         self._replicas: Replicas | None = None
         self._training: RunningTraining | None = None
         self._is_accumulating = False
-        self._steps = 0
+        self._steps = 0  # that this group has taken; the Manager's counter is ahead after it has received a state
 
     # Groups
 
@@ -167,7 +167,12 @@ class TorchFTStrategy(ParallelStrategy):
         # The quorum is that of the first step, in which groups that train already wait for this one.
         state = self._replicas.join()
         if state is not None:
-            self._check_size(state["world_size"])
+            if state["world_size"] != self.world_size:
+                raise PeerError(
+                    f"replica group {self.options.group} has {self.world_size} ranks, and the group that it joins has "
+                    f"{state['world_size']}: each rank averages with those of the same number, so start all with as "
+                    "many devices"
+                )
             self._warn_of_seed(state["seed"])
             training.restore(state["training"])
             if self.is_global_zero and self._replicas.current_step:
@@ -177,13 +182,6 @@ class TorchFTStrategy(ParallelStrategy):
                     self._replicas.current_step,
                 )
         self._steps = self._replicas.current_step
-
-    def _check_size(self, world_size: int) -> None:
-        if world_size != self.world_size:
-            raise PeerError(
-                f"replica group {self.options.group} has {self.world_size} ranks, and the group that it joins has "
-                f"{world_size}: each rank averages with those of the same number, so start all with as many devices"
-            )
 
     def _warn_of_seed(self, seed: int) -> None:
         if seed != torch.initial_seed() and self.options.num_groups > 1 and self.is_global_zero:
@@ -196,7 +194,7 @@ class TorchFTStrategy(ParallelStrategy):
 
     def close_communication(self, *, aborts: bool) -> None:
         if self._replicas is not None:
-            self._replicas.close(waits=not aborts)
+            self._replicas.close(waits=not aborts)  # in an abort a quorum may never come
             self._replicas = self._training = None
         super().close_communication(aborts=aborts)
 
@@ -234,9 +232,10 @@ class TorchFTStrategy(ParallelStrategy):
                 for parameter in parameters:
                     parameter.grad = None  # with which the optimizer's step does nothing
                 return
+            # Copies, made again for each attempt: after an error in the average their values mean nothing.
             buckets = GradientBuckets(parameters)
             for tensor in buckets.tensors:
-                if self.world_size > 1:
+                if self.world_size > 1:  # in the group first, as each rank averages with those of its number
                     dist.all_reduce(tensor)
                     tensor.div_(self.world_size)
                 replicas.average(tensor)
@@ -264,6 +263,7 @@ class TorchFTStrategy(ParallelStrategy):
             PeerError: It has taken further steps.
         """
         behind, self._steps = replicas.current_step - self._steps, replicas.current_step
+        # After one step, schedulers, counters and data follow with this batch; several they cannot skip.
         if behind > 1 and self._training is not None:
             raise PeerError(
                 f"replica group {self.options.group} is {behind} steps behind the others, which went on without it as "
