@@ -1,5 +1,7 @@
 """Options of the strategy, and the errors for those that cannot work."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from dstrat.errors import ConflictError, DstratError, LaunchError, MisuseError, 
 pytest.importorskip("hivemind", reason="needs hivemind")
 
 from dstrat_hivemind import CollaborationMonitor, HivemindStrategy
-from dstrat_hivemind.strategy import read_peers
+from dstrat_hivemind.strategy import CollaborationScheduler, read_peers
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4/p2p/12D3KooWDL3KX2ZTDK7vUCk1uNemcGES2iJd83q3D519JnfFLrXk"
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -173,6 +175,13 @@ def test_one_peer_trains_as_one_device_that_accumulates(options):
     assert trainer.global_step == 8  # local batches
     assert trainer.callback_metrics["collaboration/epoch"] == 4
     assert trainer.callback_metrics["collaboration/peers"] == 1
+
+
+def test_a_scheduler_of_the_collaboration_is_copied():
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 1)
+    copied = copy.copy(CollaborationScheduler(scheduler, None))
+    assert copied.scheduler is scheduler
+    assert copied.last_epoch == scheduler.last_epoch
 
 
 def test_schedulers_follow_the_epochs_of_the_collaboration():

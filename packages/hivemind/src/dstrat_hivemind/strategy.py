@@ -370,7 +370,9 @@ class CollaborationScheduler:
         self.scheduler.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["scheduler"], name)
+        if name == "scheduler":  # pickle and copy ask for attributes before there is one
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
 
 
 def read_peers(initial_peers: Sequence[str] | str | None, environ: Mapping[str, str]) -> list[str]:
