@@ -210,8 +210,8 @@ def _check_file_names(callback: Any) -> None:
     )
     if changed := [name for name in _FILE_NAMES if getattr(callback, name, None) != getattr(standard, name, None)]:
         raise MisuseError(
-            f"ModelCheckpoint has another {', '.join(changed)}, which dstrat's does not have: leave it out, or run the "
-            "program with Lightning's Trainer and strategy='dstrat_...'"
+            f"ModelCheckpoint has another {', '.join(changed)}, and dstrat's runs in its place without it: leave "
+            "it out, or run the program with Lightning's Trainer and strategy='dstrat_...'"
         )
 
 
@@ -243,8 +243,8 @@ class ThroughputTranslation(Translation):
         options = arguments.pop("kwargs")
         if unknown := [name for name in options if name not in ("window_size", "available_flops")]:
             raise MisuseError(
-                f"ThroughputMonitor has {', '.join(unknown)}, which dstrat's does not have: leave it out, or run the "
-                "program with Lightning's Trainer and strategy='dstrat_...'"
+                f"ThroughputMonitor got {', '.join(unknown)}, and dstrat's runs in its place without it: "
+                "leave it out, or run the program with Lightning's Trainer and strategy='dstrat_...'"
             )
         return {**arguments, **options}
 

@@ -37,7 +37,7 @@ class TrainerView:
             value = getattr(trainer, name)
             return 1.0 if value is None and name in _LIMITS else value
         raise AttributeError(
-            f"Lightning's Trainer has {name!r}, and dstrat's has not: where a module or callback needs it, run it "
+            f"dstrat's Trainer has no attribute {name!r}: where a module or callback needs that of Lightning's, run it "
             "with Lightning's Trainer and strategy='dstrat_...' (import dstrat_lightning)"
         )
 
@@ -203,7 +203,10 @@ class FitLoopView:
         loop = self._trainer.fit_loop
         if hasattr(loop, name):
             return getattr(loop, name)
-        raise AttributeError(f"Lightning's Trainer.fit_loop has {name!r}, and dstrat's has not")
+        raise AttributeError(
+            f"the fit_loop of dstrat's Trainer has no attribute {name!r}: where a module or callback needs that of "
+            "Lightning's, run it with Lightning's Trainer and strategy='dstrat_...' (import dstrat_lightning)"
+        )
 
 
 def _number(count: int | None) -> float:
