@@ -96,7 +96,9 @@ class RayLauncher(Launcher):
                     outcomes = _run_ranks(ranks, tasks, ray.put(call))
                     return cast("T", _load(result_of_ranks(outcomes, len(tasks))))
                 finally:
-                    _kill(ranks)
+                    # Before the folders are removed, to which ranks may still write.
+                    for rank in ranks:
+                        ray.kill(rank.actor)
                     _remove_folders({rank.host.node_id for rank in ranks}, tasks[0], self._options)
 
     # Resources
@@ -161,7 +163,7 @@ class RayLauncher(Launcher):
             hosts = self._hosts(actors, deadline)
             yield [_Rank(actor=actor, host=host) for actor, host in zip(actors, hosts, strict=True)]
         finally:
-            for actor in actors:
+            for actor in actors:  # again without effect; these may include ones that never started
                 ray.kill(actor)
             remove_placement_group(group)
 
@@ -394,14 +396,9 @@ def _is_primary(outcome: RankOutcome) -> bool:
     return outcome.failure is None or outcome.failure.kind == "error"
 
 
-def _kill(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        ray.kill(rank.actor)
-
-
 def _remove_folders(node_ids: set[str], task: RankTask, options: Mapping[str, Any]) -> None:
     """Remove the job's folder on each machine that is alive, in the runtime environment of the actors."""
-    remove = ray.remote(num_cpus=0)(remove_job_folder)
+    remove = ray.remote(num_cpus=0)(remove_job_folder)  # or it would wait for the CPU of a rank
     removals = {}
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] in node_ids:

@@ -115,6 +115,7 @@ class Float8Precision(PrecisionOverBase):
                 "enable_fsdp_float8_all_gather replaces parameters by torchao's tensors, which checkpoints and "
                 "optimizers of other precisions cannot read: leave it out"
             )
+        # Replaced in the recipe, which sets several options that a new config would have by default.
         config = Float8LinearConfig.from_recipe_name(_RECIPES[self.flag])
         return dataclasses.replace(config, emulate=self._emulates, **self._options)
 
@@ -128,6 +129,7 @@ class _ConvertedLayer:
     def __init__(self, layer: nn.Linear, config: Any) -> None:
         from torchao.float8 import convert_to_float8_training
 
+        # For a lone layer torchao returns a new one, with the same parameters.
         converted = convert_to_float8_training(layer, config=config)
         attributes = {name: value for name, value in vars(converted).items() if name not in vars(layer)}
         self._layer, self._names = layer, list(attributes)
@@ -144,7 +146,8 @@ class _ConvertedLayer:
 
 
 def _cast_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001 - of the signature
-    """Return inputs in the dtype of autocast; torchao's layers do so for CUDA only."""
+    """Return inputs in the dtype of autocast."""
+    # torchao's layers (0.18) look at CUDA's autocast only.
     x, *further = inputs
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -156,15 +159,13 @@ def _has_fitting_features(layer: nn.Linear, name: str) -> bool:  # noqa: ARG001 
 
 
 def _check_hardware(flag: str) -> None:
-    """Raise DeviceError unless the current device has products in 8 bits.
-
-    It is asked in the rank, because asking initialises CUDA, after which a process cannot fork.
-    """
+    """Raise DeviceError unless the current device has products in 8 bits."""
+    # Only in the rank: asking initializes CUDA, after which a process cannot fork.
     advice = "choose 'bf16-mixed', or Float8Precision(emulate=True), which rounds to 8 bits on any hardware"
     if not torch.cuda.is_available():
         raise DeviceError(f"precision {flag!r} needs a CUDA device, and torch sees none here: {advice}")
     capability = torch.cuda.get_device_capability()
-    if torch.version.hip is None and capability < _CAPABILITY:
+    if torch.version.hip is None and capability < _CAPABILITY:  # AMD's capabilities have other numbers
         name = torch.cuda.get_device_name()
         raise DeviceError(
             f"precision {flag!r} needs a GPU of capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or newer, such as H100, "

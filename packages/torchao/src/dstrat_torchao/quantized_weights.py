@@ -67,6 +67,7 @@ class QuantizedWeightsPrecision(PrecisionOverBase):
         """
         module = super().connect(module)
         layers = {name: layer for name, layer in linear_layers(module).items() if self._converts(layer, name)}
+        # In a second run: layers stay quantized, as their exact values are gone.
         already = any(isinstance(layer, QuantizedLinear) for layer in module.modules())
         if not layers and not already:
             _log.warning(
@@ -129,6 +130,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.register_parameter("bias", layer.bias)
         self._quantize, self._options = quantize, options
+        # A plain attribute: Module registers parameters only, and torchao returns a tensor of its own class.
         self.weight: Any = quantize(layer.weight.detach(), **options)
         self.train(layer.training)
 
@@ -181,9 +183,9 @@ class QuantizedLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         name = f"{prefix}weight"
         value = state_dict.get(name)
-        missing, unexpected, errors = args[2:]
+        missing, unexpected, errors = args[2:]  # lists of torch, which its load_state_dict reports
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if name in unexpected:
+        if name in unexpected:  # for torch, which knows no parameter of that name here
             unexpected.remove(name)
         if value is None:
             missing.append(name)
@@ -202,7 +204,7 @@ class QuantizedLinear(nn.Module):
 def _quantize_int8(weight: Tensor, **options: Any) -> Tensor:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer = nn.Linear(1, 1, bias=False, device="meta")  # quantize_ takes modules only
     layer.weight = nn.Parameter(weight, requires_grad=False)
     # Without its settings of inductor, which would be those of the process.
     quantize_(layer, Int8WeightOnlyConfig(**{"set_inductor_config": False, **options}))
@@ -220,10 +222,8 @@ _FORMATS: dict[str, Callable[..., Tensor]] = {"int8-weights": _quantize_int8, "n
 
 
 def _check_values(layers: Mapping[str, nn.Linear], flag: str) -> None:
-    """Raise MisuseError unless the layers have values, and the same ones on every rank.
-
-    Nobody broadcasts them: strategies do so with parameters, and these are none any more.
-    """
+    """Raise MisuseError unless the layers have values, and the same ones on every rank."""
+    # Strategies broadcast parameters and buffers, and quantized weights are neither.
     for name, layer in layers.items():
         if layer.weight.is_meta:
             raise MisuseError(
@@ -233,6 +233,7 @@ def _check_values(layers: Mapping[str, nn.Linear], flag: str) -> None:
             )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
+    # Sums in float64 tell different values apart, and are small enough to exchange.
     sums = {name: layer.weight.sum(dtype=torch.float64).item() for name, layer in layers.items()}
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, sums)

@@ -87,7 +87,7 @@ class TransformerEnginePrecision(Precision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self.tensor_init_context())
+            stack.enter_context(self.tensor_init_context())  # tensors that forward makes have the weights' dtype
             stack.enter_context(torch.autocast("cuda", dtype=self._fallback_dtype))
             if hasattr(self._engine, "autocast"):  # of releases that deprecate the other
                 stack.enter_context(self._engine.autocast(enabled=True, recipe=self._recipe))
