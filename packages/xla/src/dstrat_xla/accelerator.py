@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.accelerator import Devices, GraphEnd
 
-_SEED_BYTES = 8
+_SEED_BYTES = 8  # XLA's random state is one number, and portable checkpoints store tensors
 
 
 class XLAAccelerator(Accelerator):
@@ -61,7 +61,7 @@ class XLAAccelerator(Accelerator):
         """Start the runtime, and seed the device's random numbers from torch's seed."""
         torch_xla = runtime.torch_xla()
         torch_xla.device(None if device is None else device.index)
-        torch_xla.manual_seed(torch.initial_seed() % 2**63, device)
+        torch_xla.manual_seed(torch.initial_seed() % 2**63, device)  # torch's seed may have 64 bits
         runtime.check_autograd()
 
     def end_graph(self, after: GraphEnd) -> None:

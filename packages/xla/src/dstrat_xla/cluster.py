@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _HOSTS, _HOST = "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"
 _HINT = f"on each host of the pod set {_HOSTS} to the names of all, separated by commas, and {_HOST} to its number"
-_PORT = 29500
+_PORT = 29500  # the same on each host, which cannot agree on a free one before they are connected
 
 
 class XLAEnvironment(LocalEnvironment):

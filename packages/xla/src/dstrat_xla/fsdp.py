@@ -173,7 +173,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss; torch_xla reduces and shards them in the backward pass."""
-        Strategy.backward(self, loss, *args, **kwargs)
+        Strategy.backward(self, loss, *args, **kwargs)  # not XLAStrategy's, which would average the shards again
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
@@ -195,7 +195,7 @@ class XLAFSDPStrategy(XLAStrategy):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
         norm = runtime.xla_model().all_reduce(runtime.xla_model().REDUCE_SUM, squares).sqrt()
-        for gradient in gradients:
+        for gradient in gradients:  # multiplied in any case: a comparison would read the norm, and cut the graph
             gradient.mul_((clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     # State of the module: shards in a portable checkpoint, full tensors elsewhere
@@ -263,6 +263,7 @@ class XLAFSDPStrategy(XLAStrategy):
         entries: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter, name in zip(group["params"], template["param_groups"][number]["params"], strict=True):
+                # By a step on the CPU: which keys are tensors like the parameter depends on the optimizer's options.
                 probe = state_after_one_step(optimizer, number, torch.zeros(2))
                 sharded_keys = [key for key, value in probe.items() if getattr(value, "shape", None) == (2,)]
                 entries[name] = {
@@ -314,7 +315,7 @@ class XLAFSDPStrategy(XLAStrategy):
             return value
         if tuple(value.shape) != tuple(sharded.shard_of(parameter).shape):
             return value
-        target = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+        target = torch.zeros_like(parameter.detach(), dtype=value.dtype)  # zeros, as in torch_xla's own padding
         sharded.copy_shard(parameter, target, value)
         return target
 

@@ -67,7 +67,7 @@ class LazySteps(Strategy):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Separate the graphs of training and evaluation."""
-        self.mark_step()
+        self.mark_step()  # or the first graph of each evaluation would have the rest of a training step in it
         with super().evaluation_context():
             yield
         self.mark_step()
@@ -105,7 +105,7 @@ class LazySteps(Strategy):
                 on_host[id(tensor)] = tensor
             return tensor
 
-        apply_to_tensors(batch, note)
+        apply_to_tensors(batch, note)  # by id, as a batch may have a tensor twice
         sent = dict(zip(on_host, runtime.send(list(on_host.values()), device), strict=True))
         return move_to_device(apply_to_tensors(batch, lambda tensor: sent.get(id(tensor), tensor)), device)
 
@@ -130,7 +130,7 @@ def keep_ties(module: Module) -> Iterator[None]:
     """Keep parameters tied that several layers share, as moving would give each layer a copy."""
     users: dict[Any, list[tuple[Module, str]]] = {}
     for layer in module.modules():
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in layer.named_parameters(recurse=False):  # a parameter hashes by identity
             users.setdefault(parameter, []).append((layer, name))
     yield
     for (first, first_name), *tied in users.values():

@@ -47,7 +47,7 @@ class Prefetcher(ParallelLoader):  # type: ignore[misc]  # torch_xla has no type
             moved.extend(map(self._move, batches))
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
             self._failure = error
-            self._done = True
+            self._done = True  # torch_xla's reading thread stops, and the iteration ends after what was moved
         return moved
 
     def _read(self, items: Iterable[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Adapter to torch_xla 2.9: its private functions, and queries that must not start its runtime."""
+"""Adapter to torch_xla 2.9: all uses of its private names, and queries that must not start its runtime."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,10 +15,10 @@ from dstrat.errors import DeviceError
 from dstrat.interfaces.batch import apply_to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
-
+    from torch.nn import Module, Parameter
 
 T = TypeVar("T")
 
@@ -70,12 +71,9 @@ def pjrt_device(environ: Mapping[str, str] = os.environ) -> str:
 
 def may_have_tpu() -> bool:
     """Return whether this machine may have a TPU, without importing torch_xla."""
-    from pathlib import Path
-
-    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
-        if vendor.read_text(encoding="ascii").strip() == _GOOGLE:
-            return True
-    return False
+    # Automatic choice asks on every machine, and importing torch_xla takes seconds.
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return any(vendor.read_text(encoding="ascii").strip() == _GOOGLE for vendor in vendors)
 
 
 def num_tpus() -> int:
@@ -92,12 +90,13 @@ def num_devices() -> int:
     kind = pjrt_device()
     if kind == "TPU":
         return num_tpus()
+    # In the parent of a job nothing may start the runtime: it would hold the devices that the ranks need.
     if kind == "CPU":
         return int(os.environ.get("CPU_NUM_DEVICES", "1"))
     if kind == "NEURON":
         torch_xla()
         return int(importlib.import_module("torch_xla._internal.neuron").num_local_processes())
-    return len(torch_xla().devices())
+    return len(torch_xla().devices())  # of other types nothing is known without starting it
 
 
 def devices_per_process() -> int:
@@ -183,6 +182,30 @@ def settle() -> None:
     native._xla_sync_live_tensors(native._xla_get_default_device(), [], wait=True)  # noqa: SLF001 - likewise
 
 
+# Modules that torch_xla's first FullyShardedDataParallel has wrapped
+
+FSDP_PREFIXES = ("_fsdp_wrapped_module.", "_fpw_module.")
+"""What the wrappers of a layer put before the names of its parameters."""
+
+
+def take_shards(wrapper: Any) -> Iterator[tuple[Module, str, Parameter, torch.Size]]:
+    """Remove the shards from a wrapper's own parameters; yield the layer, name, shard and full size of each."""
+    for (_, layer, name), shard in zip(wrapper.full_param_infos, wrapper.sharded_params, strict=True):
+        wrapper._parameters.pop(shard._name)  # noqa: SLF001 - a flat name that torch_xla has made
+        yield layer, name, shard, shard._orig_size  # noqa: SLF001 - the shard is flat, and padded
+
+
+def remove_patches(layer: Module) -> None:
+    """Remove the methods that torch_xla's wrapper and activation checkpointing have set on a layer itself."""
+    for patch in (
+        "_nn_linear_forward_original",
+        "_xla_checkpointed_forward_original",
+        "_xla_checkpointed_forward_no_kwargs",
+    ):
+        if layer.__dict__.pop(patch, None) is not None:
+            layer.__dict__.pop("forward", None)  # torch_xla's, in front of the class's
+
+
 # SPMD mode: one process with a virtual device for all devices
 
 
@@ -233,6 +256,7 @@ def shard_like(tensor: Tensor, model: Tensor) -> None:
     """Shard a tensor over the mesh like another one of the same shape."""
     library = torch_xla()._XLAC  # noqa: SLF001 - likewise
     if sharding_of(tensor) != sharding_of(model):
+        # torch_xla refuses to mark a tensor that has another sharding.
         library._xla_clear_sharding(tensor)  # noqa: SLF001 - likewise
         library._xla_mark_sharding(tensor, library._get_xla_op_sharding(model))  # noqa: SLF001 - likewise
 
@@ -247,11 +271,9 @@ def on_host(tensor: Tensor) -> Tensor:
 
     Its method ``cpu`` would compile a program for each sharded tensor, which gathers it on a device.
     """
-    import torch
-
-    if tensor.device.type != "xla" or not sharding_of(tensor).startswith("{devices"):
+    if tensor.device.type != "xla" or not sharding_of(tensor).startswith("{devices"):  # replicated, or not marked
         return tensor.cpu()
-    settle()
+    settle()  # shards can be read of computed tensors only
     library = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
     shards = library._get_local_shards([tensor])[0]  # noqa: SLF001 - likewise
     replicas = library._get_local_shard_replica_and_indices([tensor])[0]  # noqa: SLF001 - likewise

@@ -18,13 +18,6 @@ from dstrat_xla import runtime
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")  # what the wrappers of a layer put before its names
-_PATCHES = (  # methods that torch_xla sets on a layer itself
-    "_nn_linear_forward_original",
-    "_xla_checkpointed_forward_original",
-    "_xla_checkpointed_forward_no_kwargs",
-)
-
 
 class ShardedModule:
     """The user's module while it is sharded.
@@ -51,6 +44,7 @@ class ShardedModule:
     ) -> None:
         wrapper = wrapper_class()
 
+        # torch_xla wraps what this returns: recomputation has to be within the wrapper, which gathers for it.
         def wrap(layer: Module, **more: Any) -> Module:
             if is_checkpointed(layer):
                 layer = importlib.import_module("torch_xla.distributed.fsdp").checkpoint_module(layer)
@@ -66,12 +60,12 @@ class ShardedModule:
 
     def _name_shards(self, wrapper: Any) -> None:
         """Register the shards as parameters of the layers, which compute with the gathered parameters of torch_xla."""
-        for (_, layer, name), shard in zip(wrapper.full_param_infos, wrapper.sharded_params, strict=True):
-            wrapper._parameters.pop(shard._name)  # noqa: SLF001 - registered there by torch_xla
-            layer._parameters[name] = shard  # noqa: SLF001 - the gathered parameter is an attribute of the layer
-            self._shards[shard] = shard._orig_size  # noqa: SLF001 - likewise
+        for layer, name, shard, size in runtime.take_shards(wrapper):
+            # Not register_parameter: it refuses the name, as the gathered parameter is an attribute of the layer.
+            layer._parameters[name] = shard  # noqa: SLF001
+            self._shards[shard] = size
         for _, _, layer, name, first, first_name in wrapper.shared_full_param_infos:
-            layer._parameters[name] = first._parameters[first_name]  # noqa: SLF001 - likewise
+            layer._parameters[name] = first._parameters[first_name]  # noqa: SLF001 - as above
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the shards by the names of their parameters."""
@@ -102,6 +96,7 @@ class ShardedModule:
         """Return the full tensor of a parameter, or of a tensor that is sharded like it, on the host; collective."""
         size = self._shards[parameter]  # type: ignore[index]  # a parameter
         shard = (parameter if value is None else value).detach()
+        # Shards are flat and padded to one length, so that they follow each other, with the padding last.
         gathered = shard if self.root.world_size == 1 else runtime.xla_model().all_gather(shard)
         return gathered.reshape(-1)[: size.numel()].view(size).cpu()
 
@@ -116,22 +111,20 @@ class ShardedModule:
 
     def undo(self) -> None:
         """Restore the module, with full parameters on the CPU; collective."""
-        runtime.cut()
+        runtime.cut()  # the step's graph runs first, or each gathered tensor would run it again
         full = {shard: Parameter(self.full_tensor(shard), requires_grad=shard.requires_grad) for shard in self._shards}
         for wrapper in self._wrappers:
             infos = [info[1:] for info in wrapper.full_param_infos]
             infos += [info[2:4] for info in wrapper.shared_full_param_infos]
             for layer, name in infos:
-                layer.__dict__.pop(name)
+                layer.__dict__.pop(name)  # torch_xla's gathered parameter, which would hide the full one
                 layer._parameters[name] = full[layer._parameters[name]]  # noqa: SLF001 - keeps the order of names
         wrapped = {id(wrapper): wrapper.module.module for wrapper in self._wrappers}
         for submodule in list(self._module.modules()):
             for name, child in list(submodule._modules.items()):  # noqa: SLF001 - likewise
                 submodule._modules[name] = wrapped.get(id(child), child)  # noqa: SLF001 - likewise
         for submodule in self._module.modules():
-            for patch in _PATCHES:
-                if submodule.__dict__.pop(patch, None) is not None:
-                    submodule.__dict__.pop("forward", None)
+            runtime.remove_patches(submodule)
 
 
 def wrapper_class() -> Any:
@@ -142,7 +135,7 @@ def wrapper_class() -> Any:
 
 def unwrapped_name(name: str) -> str:
     """Return the name that a parameter or buffer has in the user's module."""
-    for wrapper in _WRAPPERS:
+    for wrapper in runtime.FSDP_PREFIXES:
         name = name.replace(wrapper, "")
     return name
 

@@ -125,7 +125,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         if self.debug:
             runtime.report_compilations()
         devices = self._present(self.parts.parallel_devices, "devices")
-        runtime.start_spmd(len(devices))
+        runtime.start_spmd(len(devices))  # before the accelerator starts the runtime, with the devices that it has then
         super().setup_environment()
         sizes = self._sizes(len(devices))
         spmd = _spmd()
@@ -140,6 +140,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
             for parameter in self.module.parameters():
                 self._shard(parameter)
             blocks = [layer for layer in self.module.modules() if self._is_block(layer)]
+            # As torch_xla's FSDPv2 does with the modules that it wraps.
             self._hooks = [layer.register_forward_hook(self._divide_output) for layer in blocks]
         self.mark_step()
 
@@ -149,6 +150,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         shape = list(parameter.shape)
         if runtime.sharding_of(parameter) or not shape or max(shape) < size:
             return
+        # A dimension that does not divide is padded by XLA; it is taken where no other does.
         divided = max(range(len(shape)), key=lambda dim: (shape[dim] % size == 0, shape[dim]))
         spec = tuple(FSDP if dim == divided else None for dim in range(len(shape)))
         _spmd().mark_sharding(parameter, self.device_mesh, spec)
@@ -176,6 +178,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         if self._module is not None and self._mesh is not None:
             self.mark_step()
             with keep_ties(self._module):
+                # Not cpu(): see runtime.on_host.
                 self._module._apply(self.to_host)  # noqa: SLF001 - what Module.cpu calls
         super().teardown()
         if self._mesh is not None:

@@ -104,7 +104,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
             start_method,
         )
         self.debug, self.sync_module_states, self.reduce_on_host = debug, sync_module_states, reduce_on_host
-        self.gradients_may_lack = reduce_on_host
+        self.gradients_may_lack = reduce_on_host  # inside the graph, ranks with other gradients would wait for ever
 
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
@@ -136,6 +136,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         if self.debug:
             runtime.report_compilations()
         if self.world_size > 1:
+            # Before anything asks for a device, which would start the runtime with all devices of the machine.
             runtime.start_in_rank(self.local_rank, len(self.parallel_devices))
         super().setup_environment()
         self._check_runtime()
@@ -154,7 +155,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self.sync_module_states:
             super().wrap_model(trainer)
-        self.mark_step()
+        self.mark_step()  # the graph of the first step would have these copies too, and be compiled for itself
 
     # Communication
 
@@ -175,6 +176,8 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         with torch.no_grad():
             for tensor, value in zip(tensors, on_host, strict=True):
                 tensor.copy_(value)
+
+    # On the host: whoever reduces or gathers a value reads it, which cuts the graph anyway.
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor):
