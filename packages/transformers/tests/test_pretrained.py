@@ -63,6 +63,13 @@ def test_dtype_and_config_of_generation_are_those_of_from_pretrained(tmp_path):
         assert loaded.generation_config.max_new_tokens == 7
 
 
+def test_the_name_may_be_passed_by_keyword(tmp_path):
+    model = small.llama()
+    model.save_pretrained(tmp_path)
+    loaded = load_without_memory(partial(LlamaForCausalLM.from_pretrained, pretrained_model_name_or_path=tmp_path))
+    assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
 @pytest.mark.parametrize("alias", ["ddp", "fsdp", "model_parallel", "deepspeed_stage_3"])
 def test_a_run_from_a_function_is_that_from_the_loaded_model(tmp_path, alias):
     small.llama().save_pretrained(tmp_path / "weights")

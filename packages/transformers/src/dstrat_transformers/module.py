@@ -145,9 +145,7 @@ class HFModule(TrainModule):
             # The other variant of torch does not see parameters that a strategy gathers in the backward pass.
             kwargs = {"use_reentrant": False, **options}
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-            if is_peft(
-                self.model
-            ):  # with use_reentrant=True, frozen embeddings would end all gradients
+            if is_peft(self.model):  # with use_reentrant=True, frozen embeddings would end all gradients
                 self.model.enable_input_require_grads()
 
     @property

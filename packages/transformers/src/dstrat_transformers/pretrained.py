@@ -51,7 +51,8 @@ def load_pretrained(factory: Any) -> Module:
     if not shards_new_layers():
         model: Module = factory()
         return model
-    (name, *more), kwargs = factory.args, dict(factory.keywords)
+    kwargs = dict(factory.keywords)
+    name, *more = factory.args or (kwargs.pop("pretrained_model_name_or_path", None),)
     if more or (unknown := sorted(kwargs.keys() - _POSSIBLE)):
         refused = ", ".join(unknown) if not more else "more than the name"
         raise MisuseError(
