@@ -350,6 +350,12 @@ def test_listing_imports_no_lightning():
     assert done.returncode == 0, done.stderr
 
 
+def test_options_of_storage_are_refused_not_ignored(make, tmp_path):
+    _, _, trainer = make
+    with pytest.raises(MisuseError, match=r"storage_options=\{'key': 1\}.*leave it out"):
+        TrainerView(trainer()).save_checkpoint(tmp_path / "file", storage_options={"key": 1})
+
+
 def test_a_view_is_its_trainer(make):
     _, _, trainer = make
     made = trainer()

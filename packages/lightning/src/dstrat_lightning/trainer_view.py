@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import MisuseError
 from dstrat_lightning.callbacks import lightning_callback
 from dstrat_lightning.loggers import lightning_logger
 
@@ -134,8 +135,7 @@ class TrainerView:
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """Every ``EarlyStopping``, Lightning's too."""
-        names = {"EarlyStopping"}
-        return [c for c in self.callbacks if names & {base.__name__ for base in type(c).__mro__}]
+        return [c for c in self.callbacks if any(base.__name__ == "EarlyStopping" for base in type(c).__mro__)]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -169,8 +169,17 @@ class TrainerView:
         """The counters of the fit that Lightning's users read."""
         return FitLoopView(self._trainer)
 
-    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:  # noqa: ARG002 - Lightning's
-        """Write a checkpoint; every process calls it."""
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
+        """Write a checkpoint; every process calls it.
+
+        Raises:
+            MisuseError: There are options of storage.
+        """
+        if storage_options is not None:
+            raise MisuseError(
+                f"dstrat's Trainer has no save_checkpoint(storage_options={storage_options!r}): leave it out, and pass "
+                "such options to a CheckpointIO in Trainer(plugins=...)"
+            )
         self._trainer.save_checkpoint(filepath, weights_only=bool(weights_only))
 
 
