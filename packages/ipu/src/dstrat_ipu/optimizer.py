@@ -108,8 +108,12 @@ class CompiledOptimizer:
         if state is None or self.state_is_pending:  # no call has run, or what was loaded is not on the device yet
             return
         for name, parameter in _named(self.host, module):
-            pairs = [(key, _value_of(state, prefix, name)) for prefix, key in _STATES[self.kind].items()]
-            values = {key: value.clone() for key, value in pairs if value is not None}
+            values = {
+                key: value.clone()
+                for prefix, key in _STATES[self.kind].items()
+                for device_name, value in state.items()
+                if _is_state_of(device_name, prefix, name)
+            }
             if not values:  # SGD without momentum
                 continue
             if "step" in values:
@@ -188,12 +192,13 @@ def _twin(optimizer: Optimizer, kind: str, max_grad_norm: float | None) -> Any:
     which of PopART's variants of SGD is compiled.
     """
     cls = getattr(runtime.poptorch().optim, kind)
+    groups = [optimizer.defaults, *optimizer.param_groups]
     parameters = inspect.signature(getattr(torch.optim, kind)).parameters
     options = {
         name: optimizer.defaults[name]
         for name in _OPTIONS[kind]
         if name in optimizer.defaults
-        and (name == "lr" or any(values.get(name) != parameters[name].default for values in _values_in(optimizer)))
+        and (name == "lr" or any(group.get(name) != parameters[name].default for group in groups))
     }
     if max_grad_norm is not None:
         if kind == "RMSprop" or "max_grad_norm" not in inspect.signature(cls).parameters:
@@ -205,10 +210,6 @@ def _twin(optimizer: Optimizer, kind: str, max_grad_norm: float | None) -> Any:
     return cls(_groups(optimizer, kind), **options)
 
 
-def _values_in(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [optimizer.defaults, *optimizer.param_groups]
-
-
 def _named(optimizer: Optimizer, module: Module) -> list[tuple[str, Tensor]]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -218,7 +219,3 @@ def _named(optimizer: Optimizer, module: Module) -> list[tuple[str, Tensor]]:
 def _is_state_of(device_name: str, prefix: str, name: str) -> bool:
     """Return whether a tensor on the device is the state of a parameter, whose module is wrapped when compiled."""
     return device_name in (f"{prefix}module.{name}", f"{prefix}model.module.{name}")  # as poptorch before 3 had it
-
-
-def _value_of(state: Mapping[str, Tensor], prefix: str, name: str) -> Tensor | None:
-    return next((value for device_name, value in state.items() if _is_state_of(device_name, prefix, name)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrat.plugins.component import Component, hookimpl
 
 _REQUIRES = ("poptorch>=3.0",)  # each fits one version of torch
-_FROM_SDK = ("--no-index", "--find-links=FOLDER_OF_GRAPHCORES_SDK")  # no index has it, and anybody may take its name
+_FROM_SDK = ("--no-index", "--find-links=FOLDER_OF_GRAPHCORES_SDK")  # on an index it would be a stranger's
 _NEEDS_A_BUILD = "a build for torch 2.9 or later: Graphcore's releases load with torch 2.0.1 or older alone"
 
 _IPU = Component(

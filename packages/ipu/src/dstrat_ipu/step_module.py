@@ -104,7 +104,7 @@ class StepModule(Module):
         """Run the step; return its outputs and what it logs."""
         values = iter(tensors)
         arguments = [apply_to_tensors(argument, lambda _: next(values)) for argument in self._traced.arguments]
-        capture: Any = getattr(self.module, "capture_logs", _capture_nothing)  # which modules of own loops lack
+        capture: Any = getattr(self.module, "capture_logs", lambda: nullcontext(()))  # which modules of own loops lack
         with capture() as logs, self._precision.forward_context():
             outputs = getattr(self.module, self._name)(*arguments)
         if self.is_training_step:
@@ -148,12 +148,10 @@ class StepModule(Module):
                 self.module.log(call.name, value, batch_size=size, **options)  # type: ignore[operator]  # the user's
         tensors = iter(results[: self._traced.num_outputs])
         outputs = apply_to_tensors(self._traced.outputs, lambda _: next(tensors))
-        return _with_loss_per_batch(outputs, batches, replicas) if self.is_training_step else outputs
-
-
-def _capture_nothing() -> nullcontext[tuple[Any, ...]]:
-    """Return a context with no logged values, for a module that cannot log."""
-    return nullcontext(())
+        if not self.is_training_step:
+            return outputs
+        loss = loss_of(outputs).reshape(batches, replicas).mean(1)  # of each batch, as the mean over its replicas
+        return _replaced_loss(outputs, loss[0] if batches == 1 else loss)
 
 
 def loss_of(outputs: Any) -> Any:
@@ -178,12 +176,6 @@ def _with_final_loss(outputs: Any) -> Any:
     final = runtime.poptorch().identity_loss(loss.reshape(()), reduction="none")
     detached = apply_to_tensors(outputs, Tensor.detach)
     return _replaced_loss(detached, final)
-
-
-def _with_loss_per_batch(outputs: Any, batches: int, replicas: int) -> Any:
-    """Replace the loss by that of each batch, averaged over replicas; without a dimension if the call has one batch."""
-    loss = loss_of(outputs).reshape(batches, replicas).mean(1)
-    return _replaced_loss(outputs, loss[0] if batches == 1 else loss)
 
 
 def _reduce(call: Any, index: int, results: Sequence[Tensor], batches: int, replicas: int) -> list[Tensor]:

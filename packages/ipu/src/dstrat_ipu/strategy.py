@@ -316,7 +316,8 @@ class IPUStrategy(SingleDeviceStrategy):
         step = StepModule(self.module, name, self.precision_plugin)
         if name != "training_step":
             step.training = self.module.training  # of the wrapper only: the loop has set that of the module
-        self._note_classes()
+        if not self._classes:  # before trainingModel changes them
+            self._classes = runtime.classes_of(self.module)
         poptorch = runtime.poptorch()
         if name == "training_step":
             executor = poptorch.trainingModel(step, self._training_opts, self._pair.device)
@@ -324,10 +325,6 @@ class IPUStrategy(SingleDeviceStrategy):
             executor = poptorch.inferenceModel(step, self._inference_opts)
         compiled = self._steps[name] = _Compiled(step, executor)
         return compiled
-
-    def _note_classes(self) -> None:
-        if not self._classes:
-            self._classes = runtime.classes_of(self.module)
 
     @property
     def _pair(self) -> CompiledOptimizer:
@@ -354,13 +351,10 @@ class IPUStrategy(SingleDeviceStrategy):
             self._pair.note_step()
         # poptorch returns a single output by itself.
         outputs = [results] if isinstance(results, torch.Tensor) else list(results or ())
-        returned = 1 if compiled.step.is_training_step and self._returns_last else batches
+        returns_last = compiled.step.is_training_step and runtime.output_mode(options) in ("Final", "Default")
+        returned = 1 if returns_last else batches
         size = len(tensors[0]) // batches if tensors[0].dim() else 1
         return compiled.step.finish(outputs, batches=returned, replicas=replicas, batch_size=size)
-
-    @property
-    def _returns_last(self) -> bool:
-        return runtime.output_mode(self._training_opts) in ("Final", "Default")
 
     def _prepare(self, executor: Any, tensors: list[Tensor]) -> None:
         """Copy loaded state and changed learning rates to the device."""
