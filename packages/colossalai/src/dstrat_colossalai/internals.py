@@ -30,6 +30,7 @@ __all__ = [
     "LowLevelZeroPlugin",
     "PlainDDPPlugin",
     "TorchFSDPPlugin",
+    "check_reduced",
     "set_accelerator",
 ]
 
@@ -37,6 +38,14 @@ _DDP_ARGUMENTS = inspect.signature(TorchDDPPlugin).parameters
 
 GEMINI_OPTIMIZERS = (HybridAdam, CPUAdam, FusedAdam)
 """Optimizers whose steps Gemini can take on chunks."""
+
+
+def check_reduced(model: Any) -> None:
+    """Raise RuntimeError unless the last backward pass of a boosted DistributedDataParallel has reduced all gradients.
+
+    torch 2.9 to 2.13 have no public name for this check, which their DistributedDataParallel offers to wrappers.
+    """
+    model.module._check_reducer_finalized()  # noqa: SLF001
 
 
 class PlainDDPPlugin(TorchDDPPlugin):  # type: ignore[misc]  # Colossal-AI has no types that mypy sees

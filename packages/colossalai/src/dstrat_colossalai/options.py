@@ -95,7 +95,7 @@ def trainer_options(
             "each batch: use stage=1"
         )
     accumulates = {"enable_gradient_accumulation": accumulate > 1} if plugin == "gemini" else {}
-    return {"precision": _DTYPES[flag], "max_norm": clip or 0.0, **accumulates}
+    return {"precision": _DTYPES[flag], "max_norm": clip or 0.0, **accumulates}  # 0 does not clip
 
 
 def check_keywords(plugin: str, keywords: Mapping[str, Any], cls: type) -> None:

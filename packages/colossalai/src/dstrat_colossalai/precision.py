@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.precision import Precision
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -28,7 +25,7 @@ class BoosterPrecision(Precision):
 
     @property
     def param_dtype(self) -> torch.dtype:
-        return torch.float32
+        return torch.float32  # of the master weights
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -39,7 +36,4 @@ class BoosterPrecision(Precision):
         return self._dtype
 
     def convert_input(self, batch: Any) -> Any:
-        return apply_to_tensors(batch, self._halved)
-
-    def _halved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return apply_to_tensors(batch, lambda x: x.to(self._dtype) if x.is_floating_point() else x)

@@ -14,7 +14,7 @@ from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
-from dstrat_colossalai.internals import GEMINI_OPTIMIZERS, Booster, set_accelerator
+from dstrat_colossalai.internals import GEMINI_OPTIMIZERS, Booster, check_reduced, set_accelerator
 from dstrat_colossalai.options import PLUGINS, check_keywords, gemini_options, trainer_options
 from dstrat_colossalai.precision import BoosterPrecision
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
-
-_ON_CPU = ("torch_ddp",)
 
 
 class ColossalAIStrategy(ParallelStrategy):
@@ -155,7 +153,7 @@ class ColossalAIStrategy(ParallelStrategy):
 
     def receive(self, parts: Parts) -> None:
         super().receive(parts)
-        if self.plugin in _ON_CPU:
+        if not self._is_sharded:
             return
         for device in self.parts.parallel_devices or ():
             if device.type != "cuda":
@@ -175,7 +173,7 @@ class ColossalAIStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
         self._check_optimizers()
-        # Colossal-AI takes CUDA wherever it is there.
+        # Colossal-AI takes CUDA wherever it is there, also for a module on the CPU.
         set_accelerator(self.root_device.type)
         self._accumulates = trainer.accumulate_grad_batches > 1
         following = trainer_options(
@@ -187,8 +185,9 @@ class ColossalAIStrategy(ParallelStrategy):
             self._options.get("stage", 1),
         )
         self._booster = Booster(plugin=PLUGINS[self.plugin](**self._options, **following))
+        # All steps are one forward of the wrapper, in which plugins gather parameters and prepare the reduction.
         self.model, self._boosted, *_ = self._booster.boost(StepModule(self.module), self.optimizers[0])
-        if self._is_sharded:
+        if self._is_sharded:  # with DistributedDataParallel, schedulers and callbacks keep the user's optimizer
             self.optimizers = [self._boosted]
 
     def _check_optimizers(self) -> None:
@@ -226,7 +225,7 @@ class ColossalAIStrategy(ParallelStrategy):
         super().teardown()
 
     def _unwrap(self) -> None:
-        self.model = self._module
+        self.model = self._module  # None where an error came before there was a module
         self._booster = self._boosted = None
 
     # Steps
@@ -235,6 +234,7 @@ class ColossalAIStrategy(ParallelStrategy):
         step = self.module_step("training_step")
         if self._is_sharded or self._booster is None:
             return self.run_step("training_step", step, *args, **kwargs)
+        # Evaluation runs without DistributedDataParallel, which communicates: ranks may have other numbers of batches.
         return super().run_step("training_step", partial(self.model, step), *args, **kwargs)
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ class ColossalAIStrategy(ParallelStrategy):
         return super().run_step(name, step, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.module_backward is not None:
+        if self.module_backward is not None:  # the user's own, which is called as it is
             super().backward(loss, *args, **kwargs)
         else:
             self._booster.backward(self.precision_plugin.scale_loss(loss), self._boosted, *args, **kwargs)
@@ -253,7 +253,7 @@ class ColossalAIStrategy(ParallelStrategy):
     def _check_reduction(self) -> None:
         """Raise MisuseError for parameters without a gradient, for which DistributedDataParallel waits."""
         try:
-            self.model.module._check_reducer_finalized()  # noqa: SLF001 - torch documents it for this use
+            check_reduced(self.model)
         except RuntimeError as error:
             named = self.module.named_parameters()
             unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
@@ -273,8 +273,8 @@ class ColossalAIStrategy(ParallelStrategy):
             return nullcontext()
         if self.plugin == "gemini" and not self._accumulates:
             raise ConflictError(
-                "Gemini accumulates gradients only if it knows so from the start: pass the Trainer "
-                "accumulate_grad_batches"
+                "Gemini accumulates gradients only if it is made for that: pass accumulate_grad_batches to the "
+                "Trainer, and let it accumulate"
             )
         if self.plugin in ("torch_ddp", "low_level_zero") and self._booster.plugin.support_no_sync():
             context: AbstractContextManager[Any] = self._booster.no_sync(self.model, self._boosted)
@@ -287,7 +287,10 @@ class ColossalAIStrategy(ParallelStrategy):
             super().clip_gradients(optimizer, clip_val, algorithm)
         elif self.plugin == "torch_fsdp":
             if algorithm != "norm":
-                raise ConflictError(f"gradient_clip_algorithm={algorithm!r} cannot be combined with sharded gradients")
+                raise ConflictError(
+                    f"gradient_clip_algorithm={algorithm!r} cannot be combined with the sharded gradients of "
+                    "TorchFSDPPlugin: clip by 'norm', or use strategy='colossalai_torch_ddp'"
+                )
             self.model.module.clip_grad_norm_(clip_val)
 
     def optimizer_step(
@@ -295,7 +298,7 @@ class ColossalAIStrategy(ParallelStrategy):
     ) -> Any:
         if not self._is_sharded:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = closure()
+        output = closure()  # plugins cannot call it within their step
         self._boosted.step()
         return output
 
@@ -306,7 +309,7 @@ class ColossalAIStrategy(ParallelStrategy):
         if not self._is_sharded or self._booster is None:
             return super().module_state_dict()
         arguments = {"only_rank_0": False} if self.plugin == "gemini" else {}
-        wrapper = self.model if self.plugin == "gemini" else self.model.module
+        wrapper = self.model if self.plugin == "gemini" else self.model.module  # Gemini's wrapper gathers the chunks
         return {name.removeprefix("module."): value for name, value in wrapper.state_dict(**arguments).items()}
 
     sharded_module_state = module_state_dict
@@ -320,7 +323,7 @@ class ColossalAIStrategy(ParallelStrategy):
         names = load_by_names(wrapper, {f"module.{name}": value for name, value in state.items()})
         missing, unexpected = ([name.removeprefix("module.") for name in side] for side in names)
         check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
-        if self.plugin == "low_level_zero":
+        if self.plugin == "low_level_zero":  # its next step would restore the parameters from its float32 copies
             self._boosted.update_master_params(self.model)
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
@@ -341,7 +344,7 @@ class ColossalAIStrategy(ParallelStrategy):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full state of an optimizer, which each rank has; collective."""
-        if self.plugin == "torch_fsdp":
+        if self.plugin == "torch_fsdp":  # FSDP's functions name parameters, and torch's optimizers number them
             named = FullyShardedDataParallel.rekey_optim_state_dict(
                 dict(state), OptimStateKeyType.PARAM_NAME, self.model.module
             )
