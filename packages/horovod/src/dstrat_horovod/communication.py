@@ -62,18 +62,18 @@ def horovod() -> Any:
 
 
 class Communication:
-    """Horovod, initialised with the ranks of a job.
+    """Horovod, initialized with the ranks of a job.
 
-    Horovod that the user has initialised is used as it is, and stays open.
+    Horovod that the user has initialized is used as it is, and stays open.
 
     Args:
         cluster: The cluster environment, with the address of rank 0 and the rank of this process.
         num_local: Number of ranks on each machine.
-        store: The store of the job, through which the ranks learn the address of the rendezvous.
+        store: The store of the job, through which the ranks get the address of the rendezvous.
         timeout: How long a collective waits for the other ranks.
 
     Raises:
-        ClusterError: Horovod is initialised already with another size or rank.
+        ClusterError: Horovod is initialized already with another size or rank.
         PeerError: Another rank did not come, or has ended.
     """
 
@@ -92,7 +92,7 @@ class Communication:
         existing = (self.hvd.rank(), self.hvd.size())
         if existing != (self._rank, self._size):
             raise ClusterError(
-                f"Horovod is initialised already, as rank {existing[0]} of {existing[1]}, and this is rank "
+                f"Horovod is initialized already, as rank {existing[0]} of {existing[1]}, and this is rank "
                 f"{self._rank} of {self._size}: leave hvd.init() to the strategy, or start the script with horovodrun"
             )
 
@@ -104,7 +104,7 @@ class Communication:
             slots = [slot_environment(rank, self._size, num_local) for rank in range(self._size)]
             environ |= slots[self._rank]
             environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-            if num_local == self._size:
+            if num_local == self._size:  # on one machine nothing has to leave the loopback
                 environ["HOROVOD_GLOO_IFACE"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
             if self._rank == 0:
                 self._rendezvous = Rendezvous(cluster.main_address, [*slots])
@@ -122,7 +122,7 @@ class Communication:
     def close(self, *, aborts: bool) -> None:
         """End what this object has started; if the job breaks, end Horovod, so that no rank waits for this one."""
         self._watch.close()
-        if self._starts or aborts:
+        if self._starts or aborts:  # Horovod that the user has started stays open, unless peers would wait in it
             self.hvd.shutdown()
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -137,6 +137,7 @@ class Communication:
             RequestError: Horovod has no such operation.
         """
         name = name_of_operation(reduce_op)
+        # A mean is divided below, so that one of integers is a float.
         operations = {"sum": "Sum", "mean": "Sum", "max": "Max", "min": "Min", "product": "Product"}
         if name not in operations:
             raise RequestError(f"reduce_op {reduce_op!r} is not one of avg, {', '.join(operations)}, which Horovod has")
@@ -157,7 +158,7 @@ class Communication:
 
     def all_gather(self, tensor: Tensor, process_set: Any = None, *, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks stacked along a new first dimension."""
-        if tensor.dtype is torch.bfloat16:
+        if tensor.dtype is torch.bfloat16:  # which float32 holds exactly
             return self.all_gather(tensor.float(), process_set, sync_grads=sync_grads).to(tensor.dtype)
         if sync_grads and torch.is_grad_enabled():
             with_gradient: Tensor = _GatherWithGradients.apply(tensor, self, process_set)  # type: ignore[no-untyped-call]
@@ -172,6 +173,7 @@ class Communication:
         """Return the messages of all ranks, by rank."""
         with self.peer_errors("all_gather"):
             sizes = self.hvd.allgather(torch.tensor([len(message)]), name=f"{name}.sizes").tolist()
+            # torch refuses an empty buffer.
             values = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
             gathered = self.hvd.allgather(values, name=f"{name}.values").numpy().tobytes()
         ends = [sum(sizes[: rank + 1]) for rank in range(self._size)]
@@ -192,6 +194,7 @@ class Communication:
         targets = [tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel()]
         values = [target.contiguous() for target in targets]  # the tensor itself, unless it is strided
         with self.peer_errors("broadcast"):
+            # Bytes, as Horovod lacks some dtypes; a view, so that it writes into the tensor.
             as_bytes = [value.reshape(-1).view(torch.uint8) for value in values]
             self.hvd.broadcast_parameters([(str(index), value) for index, value in enumerate(as_bytes)], root_rank=0)
         for target, value in zip(targets, values, strict=True):

@@ -144,7 +144,7 @@ class GradientReduction:
         lacking = [parameter for parameter in self._parameters if parameter.grad is None]
         if self._has_groups:
             self._check_groups()
-        # A sum is -0.0 only if every addend is: so a rank learns without another message that no rank has a gradient.
+        # A sum is -0.0 only if every addend is: so a rank sees without another message that no rank has a gradient.
         for parameter in lacking:
             parameter.grad = torch.full_like(parameter, -0.0)
         with self._communication.peer_errors("gradients"):

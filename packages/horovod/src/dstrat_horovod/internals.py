@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Rendezvous:
     """Horovod's rendezvous server at an address of our choice.
 
-    ``horovod.runner.http.http_server.RendezvousServer`` listens on every interface, so that everyone who reaches the
-    machine can read and write its keys.
+    ``horovod.runner.http.http_server.RendezvousServer`` listens on every interface, so that its keys can be read and
+    written from other machines.
 
     Args:
         address: Address to listen on, such as ``"127.0.0.1"``.
@@ -68,12 +68,13 @@ def release_hooks(optimizer: Any) -> None:
     Otherwise the next backward pass communicates, whatever it is for, and fails without Horovod.
     """
     optimizer._handles.clear()
+    # A hook that still runs counts this down, and reduces at 0.
     optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, _NEVER)
     # The hooks are on these nodes of autograd, which end with the last reference to them.
     optimizer._grad_accs.clear()
 
 
-_NEVER = 2**62
+_NEVER = 2**62  # more backward passes than any training has
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def communication(self) -> Communication:
-        """Horovod, initialised with the ranks of the job."""
+        """Horovod, initialized with the ranks of the job."""
         if self._communication is None:
             raise MisuseError("HorovodStrategy communicates from setup_environment on, and it was not called yet")
         return self._communication
@@ -151,6 +151,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
+        # As Horovod's broadcast_optimizer_state does: programs for Horovod load a state on rank 0 only.
         for optimizer in self.optimizers:
             state = self.broadcast(optimizer.state_dict())
             if not self.is_global_zero:
@@ -168,6 +169,7 @@ class HorovodStrategy(ParallelStrategy):
             self._reduction.close()
             self._reduction = None
         parameters = list(self.module.parameters())
+        # Horovod has hooks on those that are trainable now: training_step looks for ones that are so later.
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         if len(self._frozen) == len(parameters):
             name = type(self.module).__name__
@@ -189,7 +191,7 @@ class HorovodStrategy(ParallelStrategy):
         super().teardown()
 
     def _end_training(self) -> None:
-        if self._reduction is not None:
+        if self._reduction is not None:  # or a later backward pass of the user would communicate
             self._reduction.close()
         self._reduction, self._adasum, self._frozen = None, None, []
         self._is_accumulating = False
