@@ -139,7 +139,7 @@ def _slots(state: Any) -> dict[str, Any]:
 
 
 def _power_sgd(state_type: type, slots: dict[str, Any]) -> Any:
-    state = object.__new__(state_type)  # its __init__ would log, and its __setstate__ look for the group
+    state: Any = object.__new__(state_type)  # its __init__ would log, and its __setstate__ look for the group
     for name, value in slots.items():
         setattr(state, name, value)
     return state
