@@ -57,7 +57,8 @@ def save_native(
         try:
             with ranks.on_all_ranks(f"make {str(target)!r}"):
                 if ranks.rank == 0:
-                    _make_room(target, unfinished)
+                    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+                    unfinished.mkdir(parents=True)
             with ranks.on_all_ranks(f"write DeepSpeed's files {str(target)!r}"), internals.errors_after_saving(engine):
                 engine.save_checkpoint(
                     str(unfinished),
@@ -74,13 +75,6 @@ def save_native(
             if ranks.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(f"{error}; the checkpoint {str(path)!r} itself is complete") from error
-
-
-def _make_room(target: Path, unfinished: Path) -> None:
-    if target.exists():
-        raise CheckpointError("it exists already, and is not written over: choose another path")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
 
 
 def remove_native(path: str | Path) -> None:
