@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from typing_extensions import override
 
+from dstrat.checkpoint.portable.shards import memory_key
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
@@ -185,10 +186,12 @@ def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
         copies: The copies made so far, by the memory that they were made of.
     """
     if isinstance(value, torch.Tensor):
-        memory = _memory_of(value)
+        # One copy of tied weights, as torch.save writes shared memory once.
+        is_dense = type(value) is torch.Tensor and value.layout is torch.strided
+        memory = memory_key(value) if is_dense else id(value)
         if memory not in copies:
             copies[memory] = value.detach().to("cpu", copy=True)
-        return copies[memory]  # one copy of tied weights, as torch.save writes shared memory once
+        return copies[memory]
     if isinstance(value, dict):
         copied = copy.copy(value)  # keeps the class and its attributes: a module's state dict has _metadata
         for key, item in value.items():
@@ -197,19 +200,3 @@ def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(item, copies) for item in value)
     return copy.deepcopy(value)
-
-
-def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return a value that is equal for two tensors if they are the same elements of the same memory."""
-    # Subclasses, sparse tensors and some backends have no address, or 0 for each tensor.
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.data_ptr() == 0:
-        return id(tensor)
-    return (
-        tensor.data_ptr(),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

@@ -101,7 +101,7 @@ class WorkerSeeds:
         info = get_worker_info()
         if info is not None and getattr(info, "worker_method", None) != "thread":  # which shares the generators
             seed = (info.seed + self._rank * _SPREAD) % 2**63
-            object.__setattr__(info, "seed", seed)  # datasets make generators of it; torch lets nobody set it
+            object.__setattr__(info, "seed", seed)  # for datasets that seed generators by it; read-only in torch
             # A third word, as python and numpy would make the same numbers of the same words.
             _seed_generators(seed, [seed % 2**32, seed >> 32, 1])
         if self._worker_init_fn is not None:

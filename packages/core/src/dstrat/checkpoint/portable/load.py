@@ -185,7 +185,7 @@ def read_tensors(
     index, names = reader.index(), list(names)
     stored: dict[str, Tensor] = {}
     for name in names:
-        first = index[name].same_as or name  # which may be a name that was not asked for
+        first = index[name].same_as or name  # which need not be among the names
         if first not in stored:
             stored[first] = _allocate(reader, first, index[first])
     read_into(reader, [(index[name], local_boxes(tensor)) for name, tensor in stored.items()], advance)

@@ -84,7 +84,7 @@ def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
     runs = _runs(distributed, coordinate, name)
-    # The placements say which elements these are: were it wrong, they would be saved as others.
+    # The placements say where the elements belong; wrong ones would save them in wrong positions.
     if tuple(local.shape) != tuple(sum(size for _, size in dimension) for dimension in runs):
         raise CheckpointError(
             f"tensor {name!r} has a local shape of {tuple(local.shape)}, which does not follow from the placements "
@@ -242,6 +242,14 @@ class Payload:
                 if self._remaining == 0:
                     self._copy = None
         return data.cpu().numpy().data
+
+
+def memory_key(tensor: Tensor) -> Any:
+    """Return a value that is equal for two dense tensors if they are the same elements of the same memory."""
+    # Tensors of some backends have the address 0, which would make all tensors of one shape equal.
+    address = tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())  # noqa: SLF001 - no other id
+    view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return tensor.dtype, tensor.device, address, view
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dstrat.checkpoint.portable.shards import (
     is_distributed,
     is_sharded,
     local_boxes,
+    memory_key,
 )
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
@@ -98,11 +99,7 @@ def _memory_key(tensor: Any, name: str) -> Any:
     local = tensor.to_local() if distributed else tensor
     if local.numel() == 0:  # empty tensors all have the address 0
         return name
-    placements = tensor.placements if distributed else None
-    view = (local.stride(), local.is_conj(), local.is_neg())
-    # Tensors of some backends have the address 0, which would make all tensors of one shape equal.
-    address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001 - no other id
-    return tensor.dtype, tensor.shape, local.device, address, view, placements
+    return memory_key(local), tensor.shape, tensor.placements if distributed else None
 
 
 def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
