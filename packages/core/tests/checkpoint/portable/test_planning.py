@@ -104,3 +104,8 @@ def test_each_tensor_goes_to_the_rank_with_least_to_write(seed):
         expected[name] = min(range(len(totals)), key=totals.__getitem__)
         totals[expected[name]] += 4 * sizes[name]
     assert written == expected
+
+
+def test_an_error_that_is_not_utf_8_is_sent_all_the_same():
+    with pytest.raises(CheckpointError, match=r"could not save: ValueError: no \?"), Ranks().on_all_ranks("save"):
+        raise ValueError("no \udcff")

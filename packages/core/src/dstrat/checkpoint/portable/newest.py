@@ -85,7 +85,8 @@ def _complete(path: CheckpointPath) -> Manifest | None:
 
 def point_to(path: CheckpointPath) -> None:
     """Write the checkpoint's name into the pointer beside it."""
-    storage_of(path).replace_file(path.parent / LAST, path.name.encode() + b"\n")
+    # surrogateescape, here and in _target: names on a disk need not be UTF-8.
+    storage_of(path).replace_file(path.parent / LAST, path.name.encode(errors="surrogateescape") + b"\n")
 
 
 def forget(path: CheckpointPath) -> None:
@@ -132,7 +133,8 @@ def _is_pointer(path: CheckpointPath) -> bool:
 
 
 def _target(pointer: CheckpointPath) -> CheckpointPath:
-    name = storage_of(pointer).read_start(pointer, _LONGEST_NAME).removesuffix(b"\n").decode(errors="replace")
+    content = storage_of(pointer).read_start(pointer, _LONGEST_NAME)
+    name = content.removesuffix(b"\n").decode(errors="surrogateescape")
     # It must not lead out of its folder, whoever wrote it.
     if not name or name in (".", "..") or "/" in name or "\0" in name or "\\" in name:
         raise CheckpointError(f"{str(pointer)!r} does not name a checkpoint beside it: give the checkpoint's own path")

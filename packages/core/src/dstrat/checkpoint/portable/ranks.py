@@ -179,7 +179,8 @@ def _described(error: BaseException) -> bytes:
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return text.encode()[:_LONGEST_MESSAGE]
+    # Without an error in it, which would leave the other ranks waiting for this message.
+    return text.encode(errors="replace")[:_LONGEST_MESSAGE]
 
 
 @contextlib.contextmanager
