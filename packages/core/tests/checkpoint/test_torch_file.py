@@ -227,3 +227,9 @@ def test_a_file_in_torchs_older_format_is_read(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     assert not zipfile.is_zipfile(tmp_path / "old.ckpt")
     assert TorchCheckpointIO().load_checkpoint(tmp_path / "old.ckpt") == {"epoch": 3}
+
+
+def test_a_path_that_is_not_utf_8_is_refused_by_its_reason(tmp_path):
+    with pytest.raises(CheckpointError, match="could not be read back: torch reads no file whose path is not UTF-8"):
+        TorchCheckpointIO().save_checkpoint({"epoch": 1}, tmp_path / os.fsdecode(b"c\xff.ckpt"))
+    assert list(tmp_path.iterdir()) == []

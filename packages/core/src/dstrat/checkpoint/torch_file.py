@@ -120,6 +120,10 @@ def read_content(file: Path, path: CheckpointPath, *, failure: str = "cannot be 
         raise CheckpointError(f"checkpoint {str(path)!r} {failure}: {_refusal(str(error))}") from error
     except MemoryError:
         raise
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} {failure}: torch reads no file whose path is not UTF-8, give another path"
+        ) from error
     except Exception as error:  # damaged bytes raise almost any class: EOFError, KeyError, RuntimeError, ...
         raise _unreadable(error, file, path) from error
 
