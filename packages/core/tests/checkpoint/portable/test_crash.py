@@ -133,11 +133,14 @@ def test_claims_that_come_and_go_do_not_disturb_a_save(tmp_path):
         claimer.join()
 
 
-def test_an_unfinished_folder_of_another_user_does_not_disturb_a_save():
+def test_what_another_user_left_does_not_disturb_a_save():
     with tempfile.TemporaryDirectory() as shared:  # tmp_path is closed to other users
-        Path(shared).chmod(0o777)
+        Path(shared).chmod(0o1777)  # as /tmp: nobody removes files of others
         folder = UnfinishedFolder(Path(shared) / "of another")
         folder.path.chmod(0o000)
+        claim = Path(shared) / ".dstrat-0123.claim"
+        claim.touch()
+        os.utime(claim, (0, 0))
         before = os.geteuid()
         if before == 0:  # who may read everything
             os.seteuid(65534)

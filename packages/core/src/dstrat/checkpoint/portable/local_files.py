@@ -174,7 +174,8 @@ def remove_stale(parent: Path) -> list[Path]:
         if descriptor is None:
             continue
         if is_claim:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another user's, in a folder like /tmp
+                path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
