@@ -212,7 +212,7 @@ def test_checkpoints_load_into_a_module_that_is_not_pruned(train, tmp_path):
 def test_a_checkpoint_of_other_parameters_is_refused(train, tmp_path):
     saving = ModelCheckpoint(tmp_path)
     train(ModelPruning("l1_unstructured"), saving, max_epochs=1)
-    with pytest.raises(CheckpointError, match=r"'layers.0.bias' pruned, which ModelPruning does not prune here"):
+    with pytest.raises(CheckpointError, match=r"a pruned 'layers.0.bias', which this ModelPruning does not prune"):
         train(ModelPruning("l1_unstructured", parameter_names=["weight"]), ckpt_path=saving.best_model_path)
 
 
@@ -245,7 +245,7 @@ def test_arguments_that_are_not_possible_say_what_is(arguments, message):
     ("parameters", "message"),
     [
         ([1], "must be pairs of a module and a parameter's name"),
-        ([(nn.Linear(1, 1), "weight")], "has a Linear that Net does not have"),
+        ([(nn.Linear(1, 1), "weight")], "has a Linear that is not a layer of Net"),
     ],
 )
 def test_parameters_of_other_modules_are_refused(train, parameters, message):

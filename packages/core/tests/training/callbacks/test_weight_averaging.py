@@ -295,7 +295,7 @@ def test_a_strategy_that_shards_the_weights_is_a_conflict(train, averaging):
     [
         (lambda: EMAWeightAveraging(decay=1.5), r"decay=1.5 must be between 0 and 1"),
         (lambda: EMAWeightAveraging(update_every_n_steps=0), r"update_every_n_steps=0 must be an int of at least 1"),
-        (lambda: WeightAveraging(avg_fn=len, multi_avg_fn=len), r"avg_fn and multi_avg_fn are two ways to average"),
+        (lambda: WeightAveraging(avg_fn=len, multi_avg_fn=len), r"avg_fn and multi_avg_fn are both passed"),
     ],
 )
 def test_arguments_out_of_range_are_refused(make, message):

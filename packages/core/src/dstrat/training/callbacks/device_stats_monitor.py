@@ -45,7 +45,7 @@ class DeviceStatsMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero and not (trainer.loggers and trainer.log_every_n_steps):
             _log.warning("DeviceStatsMonitor writes nothing, as the Trainer has no logger that writes in steps")
-        if not trainer.writing_loggers or not trainer.log_every_n_steps:
+        if not trainer.writing_loggers or not trainer.log_every_n_steps:  # on ranks other than 0 no logger writes
             return
         wants_host = not _device_stats(trainer) if self._cpu_stats is None else self._cpu_stats
         self._host = HostStats() if wants_host else None
@@ -102,6 +102,7 @@ class HostStats:
         """
         now = (time.monotonic(), time.process_time())
         (wall_before, cpu_before), self._before = self._before, now
+        # A clock of low resolution may not have advanced.
         values = {"process_cpu_percent": 100 * (now[1] - cpu_before) / max(now[0] - wall_before, 1e-9)}
         if hasattr(os, "getloadavg"):  # not on Windows
             values["load_1min"] = os.getloadavg()[0]
@@ -112,7 +113,7 @@ def _memory() -> dict[str, float]:
     if (_PROC / "self/statm").exists():
         resident_pages = int((_PROC / "self/statm").read_text().split()[1])
         available = next(line for line in (_PROC / "meminfo").read_text().splitlines() if "MemAvailable" in line)
-        return {
+        return {  # /proc counts pages and KiB
             "process_memory": float(resident_pages * os.sysconf("SC_PAGE_SIZE")),
             "available_memory": float(available.split()[1]) * 1024,
         }
@@ -125,7 +126,7 @@ def _memory() -> dict[str, float]:
     }
 
 
-@cache
+@cache  # one warning
 def _psutil() -> Any | None:
     try:
         import psutil  # type: ignore[import-untyped,import-not-found,unused-ignore]  # it is optional

@@ -56,7 +56,7 @@ class LearningRateCurve:
         if index is None:
             _log.error(
                 "no learning rate is suggested, as there are not enough finite losses: %d steps were recorded, and the "
-                "first %d and the last %d of them are skipped; raise num_training, or the range of rates",
+                "first %d and the last %d of them are skipped; raise num_training, or lower max_lr",
                 *(len(self.results["loss"]), skip_begin, skip_end),
             )
             return None
@@ -174,6 +174,7 @@ def find_learning_rate(
         MisuseError: The module has no attribute for the rate, or not exactly one optimizer.
         RequestError: An argument is out of range.
     """
+    # Here, since this module imports the Trainer.
     from dstrat.training.callbacks.trial import (
         TrialTrainer,
         copy_module,
@@ -186,7 +187,7 @@ def find_learning_rate(
     if trainer.fast_dev_run:
         _log.warning("no learning rate is searched with fast_dev_run")
         return None
-    attribute = _attribute(module, attr_name) if update_attr else ""
+    attribute = _attribute(module, attr_name) if update_attr else ""  # an error comes before the search
     curve = LearningRateCurve(mode, min_lr, max_lr, num_training)
     test = _RangeTest(curve, early_stop_threshold)
     with restored_random_state(sources.passed("train")):
@@ -233,7 +234,7 @@ class _RangeTest(Callback):
     def _rate(self, step: int) -> float:
         """Return the rate of a step, from 0."""
         low, high = self._curve.lr_min, self._curve.lr_max
-        share = (step + 1) / self._curve.num_training if step else 0.0
+        share = (step + 1) / self._curve.num_training if step else 0.0  # Lightning's, so that both give the same curve
         return low * (high / low) ** share if self._curve.mode == "exponential" else low + share * (high - low)
 
     @override
@@ -244,7 +245,7 @@ class _RangeTest(Callback):
             return
         rate, self._step = self._rate(self._step), trainer.global_step
         loss = outputs.get("loss") if outputs is not None else None
-        smoothed = math.nan
+        smoothed = math.nan  # of a step without a loss, which no suggestion considers
         if isinstance(loss, Tensor):  # reduced, so that all ranks stop at the same step
             smoothed = self._smooth(float(trainer.strategy.reduce(loss.detach())))
         self._curve.results["lr"].append(rate)

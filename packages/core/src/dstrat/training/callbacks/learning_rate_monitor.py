@@ -76,7 +76,7 @@ class LearningRateMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step + 1
+        step = trainer.global_step + 1  # the step that uses the rate
         if step >= self._due_at_step:
             self._set_due(trainer, step)
             self._write(trainer, "step", step)
@@ -92,14 +92,14 @@ class LearningRateMonitor(Callback):
                 values |= self._values(group)
                 self.lrs[group.name].append(values[group.name])
         if values:
-            trainer.metrics.note(values)
+            trainer.metrics.note(values)  # on every rank, since callbacks may monitor a rate
         if values and trainer.is_global_zero:
             call_loggers(trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, group: _Group) -> dict[str, float]:
         settings = group.settings
         values = {group.name: float(settings["lr"])}
-        if self.log_momentum:
+        if self.log_momentum:  # Adam's first beta, or SGD's momentum
             values[f"{group.name}-momentum"] = float(settings.get("betas", (settings.get("momentum", 0.0),))[0])
         if self.log_weight_decay:
             values[f"{group.name}-weight_decay"] = float(settings.get("weight_decay", 0.0))
@@ -107,7 +107,7 @@ class LearningRateMonitor(Callback):
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._groups = []
+        self._groups = []  # they refer to the parameters, which would stay in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -155,7 +155,7 @@ class ModelCheckpoint(Callback):
         self._saved_for = ""
         self._evicted: list[str] = []
         self._pending_removals: list[str] = []
-        self._safe_state: dict[str, Any] | None = None
+        self._safe_state: dict[str, Any] | None = None  # before a save that has not succeeded yet
         self._current_score: float | None = None
 
     @property
@@ -236,7 +236,7 @@ class ModelCheckpoint(Callback):
             return  # the evaluated checkpoint has an older state than the callback
         self._begin()
         self._is_fresh = False
-        if not self._is_running:  # the state comes from a run in other processes
+        if not self._is_running:  # the state of ranks in other processes, after their run
             self.dirpath = as_path(state_dict["dirpath"])
         self._current_score = state_dict.get("current_score")
         in_same_folder = str(self.dirpath) == state_dict["dirpath"]
@@ -274,6 +274,7 @@ class ModelCheckpoint(Callback):
             root = trainer.log_dir
         self.dirpath = self._requested_dirpath or root.absolute() / "checkpoints"
         self._check_link(trainer, self.dirpath)
+        # Before training, not at the first save, which may be hours away.
         if trainer.is_global_zero and (self.save_top_k or self.save_last):
             check_writable(self.dirpath, trainer.strategy.checkpoint_io)
         self._is_running = self._is_fresh = True
@@ -319,7 +320,7 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._saved_at_step != trainer.global_step:
+        if self._saved_at_step != trainer.global_step:  # at the start it is the step of the resumed checkpoint
             self._save_end(trainer)
         if self._background is not None:
             self._surface(self._background.wait)
@@ -362,7 +363,7 @@ class ModelCheckpoint(Callback):
         batch_idx: int,
     ) -> None:
         if self._background is not None:
-            self._surface(self._background.check)
+            self._surface(self._background.check)  # a failed write ends the run now, not at the next save
         if not self._times.counts_epochs and self._times.after_batch(trainer):
             self._is_due = True
             self._save(trainer)
@@ -379,6 +380,7 @@ class ModelCheckpoint(Callback):
         if times.save_on_train_epoch_end is False:
             self._is_due = times.epoch_is_due(trainer)
         elif times.counts_epochs:
+            # After the last validation of an epoch its end saves, with the values that are logged until then.
             ends_epoch = self._is_in_epoch and trainer.is_last_batch
             self._is_due = times.epoch_is_due(trainer) and not ends_epoch
         if self._is_due:
@@ -392,7 +394,7 @@ class ModelCheckpoint(Callback):
             self._is_due = times.epoch_is_due(trainer) and times.save_on_train_epoch_end is not False
         if self._is_due:
             self._save(trainer, requires_value=is_overdue(trainer))
-        if times.counts_epochs:
+        if times.counts_epochs:  # a save by steps or time stays due until its value is logged
             self._is_due = False
 
     # Saving
@@ -404,7 +406,7 @@ class ModelCheckpoint(Callback):
         )
         if decision is None:
             return
-        if decision.error is not None:
+        if decision.error is not None:  # of rank 0: raised on every rank, as the others would wait in the save
             raise MisuseError(decision.error)
         self._is_due = False
         self._current_score = None if self.monitor is None else decision.score
@@ -433,7 +435,7 @@ class ModelCheckpoint(Callback):
         self._evicted = self._retained.apply(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
         for path in decision.paths:
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-        if not self._retained.link:
+        if not self._retained.link:  # a link may still point to an evicted checkpoint, until _link moves it
             self._remove_evicted(trainer)
         self._saved_paths, self._is_untold = decision.paths, True
         if decision.last_path is not None:
@@ -467,6 +469,7 @@ class ModelCheckpoint(Callback):
         """Remove checkpoints that a killed run had evicted, but not yet removed; collective."""
         pending, self._pending_removals = self._pending_removals, []
         if pending:
+            # Only older ones: without a newer checkpoint they are the last ones to resume from.
             old = self._retained.older_than_newest(pending) if trainer.is_global_zero else []
             for path in trainer.strategy.broadcast(old):
                 remove_checkpoint(trainer.strategy, path)
@@ -493,6 +496,7 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(monitor={self.monitor!r}) waits for a value {not_logged(trainer.callback_metrics)}"
             )
             return Decision(error=problem) if requires_value else None
+        # A value of an earlier validation does not belong to the weights of this step.
         if self._comes_from_validation and self._validated_at_step != trainer.global_step:
             return None
         score = float(values["step" if self.monitor is None else self.monitor])

@@ -41,34 +41,34 @@ _log = logging.getLogger(__name__)
 
 
 class ModelPruning(Callback):
-    """Pruning of parameters with :mod:`torch.nn.utils.prune`, once in each epoch.
+    """Prune parameters with :mod:`torch.nn.utils.prune` in each epoch.
 
-    A pruned parameter is multiplied by a mask of zeros and ones, and stays so for the rest of the training; the masks
-    are the same in every process.  In checkpoints and at the end the parameters have their own names again, with the
-    zeros in them, so that they load into a module that is not pruned; a training that goes on has the masks too.
+    A pruned parameter is multiplied by a mask of zeros and ones for the rest of the training; the masks are the same in
+    every process.  In checkpoints and at the end the parameters have their own names again, with zeros, so that they
+    load into a module that is not pruned; a resumed training restores the masks too.
 
-    It needs the whole parameters in each process, which a strategy that shards them does not have.
+    Strategies that shard parameters cannot prune them.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"`` or ``"random_structured"``, or
             a class derived from :class:`torch.nn.utils.prune.BasePruningMethod`.
         parameters_to_prune: Pairs of a module and a parameter's name; by default all ``parameter_names``.
-        parameter_names: Names of the parameters that are pruned where no pairs are given; ``("weight", "bias")``.
-        use_global_unstructured: Whether ``amount`` is of all parameters together rather than of each.
-        amount: Share of the parameters, 0.0 to 1.0, or their number as an int, that is pruned in an epoch of those that
-            are left; or a function of the epoch's index that returns it.
+        parameter_names: Names of the pruned parameters without such pairs; by default ``("weight", "bias")``.
+        use_global_unstructured: Whether ``amount`` applies to all parameters together, not to each.
+        amount: Fraction of the remaining elements that are pruned in an epoch, 0.0 to 1.0, or their number as an int;
+            or a function of the epoch's index that returns it.
         apply_pruning: Whether to prune; or a function of the epoch's index that returns it.
         make_pruning_permanent: Whether the module has plain parameters without masks at the end and in checkpoints.
-        use_lottery_ticket_hypothesis: Whether parameters go back to the values of the start after each pruning
+        use_lottery_ticket_hypothesis: Whether parameters are reset to their initial values after each pruning
             (https://arxiv.org/abs/1803.03635, page 2); or a function of the epoch's index that returns it.
-        resample_parameters: Whether they go to newly drawn values rather than to those of the start.
+        resample_parameters: Whether they are reset to newly drawn values instead.
         pruning_dim: Dimension along which a structured method prunes.
         pruning_norm: The n of the norm by which ``"ln_structured"`` compares.
         verbose: 1 logs how much is pruned, 2 also for each parameter.
-        prune_on_train_epoch_end: Whether to prune after an epoch's training rather than after each validation.
+        prune_on_train_epoch_end: Whether to prune after an epoch's training, not after each validation.
 
     Raises:
-        RequestError: An argument is not possible.
+        RequestError: An argument is out of range.
     """
 
     PARAMETER_NAMES = ("weight", "bias")
@@ -110,7 +110,7 @@ class ModelPruning(Callback):
         self._final_masks: dict[str, Tensor] = {}
 
     def filter_parameters_to_prune(self, parameters_to_prune: Parameters = ()) -> Parameters:
-        """Return the parameters that are pruned; override it to leave some out."""
+        """Return the parameters to prune; for subclasses that exclude some."""
         return parameters_to_prune
 
     # The run
@@ -122,7 +122,7 @@ class ModelPruning(Callback):
         if not trainer.strategy.replicates_state:
             raise ConflictError(
                 f"{type(self).__name__} needs the whole parameters in each process, and "
-                f"{type(trainer.strategy).__name__} shards them: leave it out, or choose another strategy"
+                f"{type(trainer.strategy).__name__} shards them: leave the callback out, or choose another strategy"
             )
         parameters = self._requested_parameters
         if parameters:
@@ -146,7 +146,7 @@ class ModelPruning(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._restore_masks(module)  # now that weights and optimizers are loaded under their own names
+        self._restore_masks(module)  # not before weights and optimizers are loaded, under the plain names
 
     def _restore_masks(self, module: TrainModule) -> None:
         for layer, name in self._parameters:
@@ -178,11 +178,11 @@ class ModelPruning(Callback):
             self.apply_lottery_ticket_hypothesis(module)
 
     def apply_pruning(self, amount: float) -> None:
-        """Prune an amount of what is left."""
+        """Prune an amount of the remaining elements."""
         self._prune(self._parameters, amount)
 
     def apply_lottery_ticket_hypothesis(self, module: TrainModule) -> None:
-        """Set the parameters back to the values of the start, or to new ones; masks stay."""
+        """Reset the parameters to their initial values, or to new ones; masks stay."""
         paths = _paths(module)
         fresh: dict[str, nn.Module] = {}
         for layer, name in self._parameters:
@@ -204,7 +204,7 @@ class ModelPruning(Callback):
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._is_permanent:
-            self._final_masks = self._masks(module)  # for a checkpoint of the end, from which a longer training goes on
+            self._final_masks = self._masks(module)  # for a checkpoint after the end, which can be resumed
             self.make_pruning_permanent(module)
 
     # Checkpoints
@@ -219,8 +219,8 @@ class ModelPruning(Callback):
             if f"{name}_orig" in state and self._is_permanent:
                 trained = state.pop(f"{name}_orig")
                 state[name] = trained * mask.to(trained)
-                state.pop(f"{name}_mask", None)  # which only rank 0 has
-        if "loops" in checkpoint:  # otherwise only weights are saved, and nothing can go on with them
+                state.pop(f"{name}_mask", None)  # buffers are in the state of rank 0 only
+        if "loops" in checkpoint:  # otherwise it has weights only, and cannot be resumed
             if self._is_permanent:
                 _rename_in_optimizers(checkpoint, {f"{name}_orig": name for name in masks})
             checkpoint[_ENTRY] = {"masks": masks, "initial": self._initial_values(masks)}
@@ -234,8 +234,8 @@ class ModelPruning(Callback):
         unknown = sorted(self._restored.keys() - names)
         if unknown:
             raise CheckpointError(
-                f"the checkpoint has {unknown[0]!r} pruned, which {type(self).__name__} does not prune here: "
-                "give it the parameters with which the training began"
+                f"the checkpoint has a pruned {unknown[0]!r}, which this {type(self).__name__} does not prune: "
+                "pass the same parameters_to_prune or parameter_names as at the start of the training"
             )
         paths = _paths(module)
         for layer, name in self._parameters:
@@ -243,7 +243,7 @@ class ModelPruning(Callback):
             if initial is not None and paths[layer] in self._initial:
                 getattr(self._initial[paths[layer]], name).data.copy_(initial)
         if not self._is_permanent:
-            self._restore_masks(module)  # as the parameters have the names of pruned ones in the checkpoint
+            self._restore_masks(module)  # the checkpoint has the names of pruned parameters
 
     def _masks(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the masks by the names of the parameters."""
@@ -262,10 +262,10 @@ class ModelPruning(Callback):
                     values[full] = value.detach()
         return values
 
-    # What is logged
+    # Logging
 
     def _count_pruned(self) -> list[tuple[int, int]]:
-        """Return for each parameter how many of its elements are pruned, and how many there are."""
+        """Return the number of pruned elements, and of all elements, of each parameter."""
         if not self._verbose:
             return []
         masks = [getattr(layer, f"{name}_mask", None) for layer, name in self._parameters]
@@ -343,7 +343,7 @@ def _prune_together(method: type[prune.BasePruningMethod], parameters: Parameter
 
 
 def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:
-    """Let all processes have the masks of rank 0: those of a random method differ; collective."""
+    """Broadcast the masks of rank 0, since those of a random method differ; collective."""
     if strategy.world_size == 1:
         return
     masks = [getattr(layer, f"{name}_mask", None) for layer, name in parameters]
@@ -354,7 +354,7 @@ def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:
 
 
 def _rename_in_optimizers(checkpoint: dict[str, Any], names: dict[str, str]) -> None:
-    """Give parameters other names in the optimizers' state, where it has names."""
+    """Rename parameters in the optimizers' state."""
     if "optimizers" not in checkpoint:
         return
     checkpoint["optimizers"] = [
@@ -379,16 +379,20 @@ def _check_parameters(module: nn.Module, parameters: Any) -> None:
     )
     if not pairs:
         raise RequestError(
-            "parameters_to_prune must be pairs of a module and a parameter's name: [(net.layer, 'weight')]"
+            "parameters_to_prune must be pairs of a module and a parameter's name, such as [(net.layer, 'weight')]"
         )
     layers = set(module.modules())
     for layer, name in parameters:
         if layer not in layers:
             raise RequestError(
-                f"parameters_to_prune has a {type(layer).__name__} that {type(module).__name__} does not have"
+                f"parameters_to_prune has a {type(layer).__name__} that is not a layer of {type(module).__name__}: "
+                "take the layers from the module that is trained"
             )
         if not isinstance(getattr(layer, name, None), nn.Parameter):
-            raise RequestError(f"parameters_to_prune names {name!r}, and {layer} has no parameter of that name")
+            names = ", ".join(repr(other) for other, _ in layer.named_parameters(recurse=False)) or "none"
+            raise RequestError(
+                f"parameters_to_prune names {name!r}, which is not a parameter of {layer}: its parameters are {names}"
+            )
 
 
 def _is_container(layer: nn.Module) -> bool:
@@ -396,7 +400,7 @@ def _is_container(layer: nn.Module) -> bool:
 
 
 def _trained(layer: nn.Module, name: str) -> nn.Parameter:
-    """Return the parameter that the optimizer has."""
+    """Return the parameter that the optimizer updates: torch keeps that of a pruned one as ``<name>_orig``."""
     parameter: nn.Parameter = getattr(layer, f"{name}_orig" if hasattr(layer, f"{name}_orig") else name)
     return parameter
 

@@ -256,7 +256,7 @@ def record_shapes(module: nn.Module, example: Any, run: Callable[..., Any]) -> d
     with ExitStack() as stack:
         _restore_on_exit(module, stack)
         for name, layer in module.named_modules():
-            if name and not isinstance(layer, torch.jit.ScriptModule):
+            if name and not isinstance(layer, torch.jit.ScriptModule):  # torch supports no hooks there
                 hook = layer.register_forward_hook(_recorder(name, shapes), with_kwargs=True)
                 stack.callback(hook.remove)
         shapes[""] = _shapes(args, kwargs, run(*args, **kwargs))
@@ -275,7 +275,7 @@ def _why_not_runnable(trainer: Trainer, module: nn.Module) -> str | None:
 
 
 def _restore_on_exit(module: nn.Module, stack: ExitStack) -> None:
-    for layer in module.modules():
+    for layer in module.modules():  # each by itself, as some may be in evaluation mode already
         stack.callback(setattr, layer, "training", layer.training)
     module.eval()
     stack.callback(RandomState.capture().restore)
@@ -286,7 +286,7 @@ def _restore_on_exit(module: nn.Module, stack: ExitStack) -> None:
 
 def _recorder(name: str, shapes: dict[str, Shapes]) -> Callable[..., None]:
     def record(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
-        if name not in shapes:
+        if name not in shapes:  # a layer may be called several times
             shapes[name] = _shapes(args, kwargs, output)
 
     return record

@@ -77,7 +77,7 @@ class Ranking:
     def add(self, path: str, score: float) -> list[str]:
         """Add a path, and return the evicted ones."""
         evicted = []
-        while self.replaceable is not None:
+        while self.replaceable is not None:  # several, if a resumed run has a lower limit
             evicted.append(self.replaceable)
             del self._scores[self.replaceable]
         self._scores[path] = score

@@ -66,11 +66,12 @@ class OnExceptionCheckpoint(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if not self._has_begun:
+        if not self._has_begun:  # before training there is nothing to save
             return
         try:
             if isinstance(exception, Interrupted | Terminated):
                 self._save_together(trainer, exception)
+            # Another kind is a consequence: this rank has lost the connection to the one that failed, which saves.
             elif isinstance(exception, Exception) and kind_of(exception) == "error":
                 self._save_alone(trainer, exception)
         except Exception as error:  # noqa: BLE001 - the exception that ended the run must not be replaced
@@ -79,6 +80,7 @@ class OnExceptionCheckpoint(Callback):
             self._unused.release()
 
     def _save_together(self, trainer: Trainer, exception: BaseException) -> None:
+        # All ranks write parts of one checkpoint: they need the same path.
         path = trainer.strategy.broadcast(self._path() if trainer.is_global_zero else "")
         remaining, expected = trainer.interruption.remaining, trainer.context.save_seconds
         if remaining is not None and expected > remaining and trainer.is_global_zero:
@@ -113,7 +115,7 @@ class OnExceptionCheckpoint(Callback):
         return self._unused.choose(self.dirpath, self.filename)
 
     def _note(self, trainer: Trainer, path: str, exception: BaseException, *, logs: bool) -> None:
-        wait_for_writes(trainer.strategy)
+        wait_for_writes(trainer.strategy)  # the process may end after this hook
         self.ckpt_path = path
         if logs:
             _log.warning("%s after step %d: saved %s", type(exception).__name__, trainer.global_step, path)

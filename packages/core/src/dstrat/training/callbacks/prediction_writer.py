@@ -192,7 +192,7 @@ class TorchPredictionWriter(PredictionWriter):
             self._write(f"rank{trainer.global_rank}_loader{index}.pt", batches, indices)
 
     def _write(self, name: str, predictions: list[Any], batch_indices: list[Any]) -> None:
-        unfinished = self.folder / f"{name}.unfinished"
+        unfinished = self.folder / f"{name}.unfinished"  # a name that read_predictions ignores
         torch.save({"predictions": predictions, "batch_indices": batch_indices}, unfinished)
         os.replace(unfinished, self.folder / name)  # noqa: PTH105 - both are paths already
 
@@ -228,6 +228,7 @@ def _in_order(batches: list[tuple[Any, Any]]) -> list[Any]:
     """Return the predictions in the order of their samples, without duplicates, if the samples are known."""
     if any(indices is None for indices, _ in batches):
         return [prediction for _, prediction in batches]
+    # Batches are repeated for strategies that need the same number of them on all ranks.
     by_samples = {tuple(indices): prediction for indices, prediction in batches}
     return [by_samples[indices] for indices in sorted(by_samples)]
 

@@ -95,9 +95,9 @@ class SavingTimes:
 
     def _time_is_up(self, trainer: Trainer, votes: Votes) -> bool:
         step = trainer.fit_loop.batches_seen
-        if step < votes.next_at:
+        if step < votes.next_at:  # a vote is a collective: not after each batch
             return False
-        requests = trainer.is_global_zero and monotonic() >= self._deadline
+        requests = trainer.is_global_zero and monotonic() >= self._deadline  # the clocks of ranks differ
         (is_up,) = votes.take(step, int(requests))
         if is_up:
             self._deadline = monotonic() + self._seconds
@@ -125,7 +125,7 @@ def _check_one(requested: dict[str, Any]) -> None:
     triggers = [f"{name}={value!r}" for name, value in requested.items() if value is not None and value != 0]
     if len(triggers) > 1:
         raise ConflictError(
-            f"{' and '.join(triggers)} both say when to save: keep one, or give each to a ModelCheckpoint of its own"
+            f"{' and '.join(triggers)} all determine when to save: keep one, or give each to its own ModelCheckpoint"
         )
 
 

@@ -137,7 +137,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def _set_rates(self, trainer: Trainer) -> None:
         for group, rate in zip(_groups(trainer), self._rates, strict=True):
-            if isinstance(group["lr"], Tensor):
+            if isinstance(group["lr"], Tensor):  # in place: a captured or compiled step reads this tensor
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate

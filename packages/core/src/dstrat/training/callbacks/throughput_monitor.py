@@ -92,7 +92,7 @@ class ThroughputMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        if self._must_count:
+        if self._must_count:  # one batch: counting slows each operation down
             self._must_count = False
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
@@ -159,10 +159,12 @@ class ThroughputMonitor(Callback):
     def _write(self, trainer: Trainer, rates: Rates) -> None:
         """Write the rates of all ranks; collective."""
         strategy = trainer.strategy
+        # One tensor, for one reduction.
         of_process = torch.tensor([rates.batches, rates.samples, rates.tokens], device=strategy.root_device)
         means = of_process if strategy.world_size == 1 else strategy.reduce(of_process)
         batches, samples, tokens = means.tolist()
-        replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)  # other ranks read the same data as these
+        # Not the world size: ranks that share a replica's model read the same data.
+        replicas = strategy.distributed_sampler_kwargs.get("num_replicas", 1)
         of_device = {"batches_per_sec": batches, "samples_per_sec": samples}
         if self._length_fn is not None:
             of_device["tokens_per_sec"] = tokens
@@ -239,11 +241,13 @@ class Throughput:
         self._samples += samples
         self._tokens += tokens
         self._ends.append((monotonic(), self._batches, self._samples, self._tokens))
+        # The first end stays while the second one is within the window: at least window_size batches are measured.
         while self._batches - self._ends[1 if len(self._ends) > 1 else 0][1] >= self._window_size:
             self._ends.popleft()
 
     def skip(self, seconds: float) -> None:
         """Exclude a time from the measurement, such as a validation."""
+        # As if the earlier batches had ended later.
         self._ends = deque((time + seconds, *counts) for time, *counts in self._ends)  # type: ignore[misc]  # mypy forgets the length
 
     def rates(self) -> Rates | None:

@@ -77,7 +77,7 @@ class Timer(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        for each in _STAGES if stage == "fit" else (_check_stage(stage),):
+        for each in _STAGES if stage == "fit" else (_check_stage(stage),):  # a fit validates too
             self._began[each], self._spent[each] = None, 0.0
 
     @override
@@ -91,7 +91,7 @@ class Timer(Callback):
         remaining = self.time_remaining()
         self._deadline = math.inf if remaining is None else monotonic() + remaining
         self._deadline_of_steps = self._deadline if self.interval == "step" else math.inf
-        if remaining == 0:
+        if remaining == 0:  # of a resumed run, which would train a batch otherwise
             self._stop(trainer)
 
     @override

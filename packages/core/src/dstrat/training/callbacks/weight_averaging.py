@@ -53,7 +53,7 @@ class WeightAveraging(Callback):
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         if kwargs.get("avg_fn") and kwargs.get("multi_avg_fn"):
-            raise RequestError("avg_fn and multi_avg_fn are two ways to average: give one of them")
+            raise RequestError("avg_fn and multi_avg_fn are both passed, and each is an average: pass one of them")
         self._device = None if device is None else torch.device(device)
         self._options = {"use_buffers": use_buffers, **kwargs}
         self._has_custom_function = bool(kwargs.get("avg_fn") or kwargs.get("multi_avg_fn"))
@@ -99,7 +99,7 @@ class WeightAveraging(Callback):
         if other_averages:
             raise ConflictError(
                 f"{type(self).__name__} and {type(other_averages[0]).__name__} would both leave their average in the "
-                "module: give one of them"
+                "module: pass one of them"
             )
         self._create(trainer)
 
@@ -179,7 +179,7 @@ class WeightAveraging(Callback):
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._average is not None:
-            self._average.cpu()
+            self._average.cpu()  # frees the device; it is still needed for a checkpoint after the fit
 
     @torch.no_grad()
     def _share_buffers(self, trainer: Trainer) -> None:
@@ -196,6 +196,7 @@ class WeightAveraging(Callback):
         """Swap the values of the module's weights and of the average, in place."""
         assert self._average is not None  # noqa: S101 - callers have checked it
         for average, current in zip(_tensors(self._average.module), _tensors(trainer.strategy.module), strict=True):
+            # One at a time, for memory; in place, as the strategy and the optimizers refer to these tensors.
             saved = current.to(average.device, copy=True)
             current.copy_(average)
             average.copy_(saved)
