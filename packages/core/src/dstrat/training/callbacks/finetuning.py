@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # torch's only common base class of batch norms
 from typing_extensions import override
 
 from dstrat.errors import MisuseError

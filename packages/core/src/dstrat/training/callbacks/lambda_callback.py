@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import RequestError
+from dstrat.plugins.settings import nearest
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
@@ -31,15 +31,10 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                raise RequestError(f"LambdaCallback has no hook {name!r}: {_nearest(name)}")
+                near = nearest(name, HOOKS)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(HOOKS)}"
+                raise RequestError(f"LambdaCallback has no hook {name!r}: {hint}")
             if function is not None:
                 if not callable(function):
                     raise RequestError(f"{name}={function!r} of LambdaCallback is not a function")
                 setattr(self, name, function)
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, HOOKS, n=3, cutoff=0.6)
-    if near:
-        return f"did you mean {', '.join(near[:-1])}{' or ' if near[:-1] else ''}{near[-1]}?"
-    return f"choose from {', '.join(HOOKS)}"

@@ -16,6 +16,8 @@ from dstrat.errors import CheckpointError, ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -149,8 +151,8 @@ class ModelPruning(Callback):
         self._restore_masks(module)  # not before weights and optimizers are loaded, under the plain names
 
     def _restore_masks(self, module: TrainModule) -> None:
-        for layer, name in self._parameters:
-            mask = self._restored.pop(_full_name(module, layer, name), None)
+        for layer, name, full_name in _with_full_names(module, self._parameters):
+            mask = self._restored.pop(full_name, None)
             if mask is not None:
                 prune.custom_from_mask(layer, name, mask.to(getattr(layer, name).device))
 
@@ -230,7 +232,7 @@ class ModelPruning(Callback):
         if not trainer.is_fitting or _ENTRY not in checkpoint:
             return
         self._restored = dict(checkpoint[_ENTRY]["masks"])
-        names = {_full_name(module, layer, name) for layer, name in self._parameters}
+        names = {full_name for _, _, full_name in _with_full_names(module, self._parameters)}
         unknown = sorted(self._restored.keys() - names)
         if unknown:
             raise CheckpointError(
@@ -238,8 +240,8 @@ class ModelPruning(Callback):
                 "pass the same parameters_to_prune or parameter_names as at the start of the training"
             )
         paths = _paths(module)
-        for layer, name in self._parameters:
-            initial = checkpoint[_ENTRY]["initial"].get(_full_name(module, layer, name))
+        for layer, name, full_name in _with_full_names(module, self._parameters):
+            initial = checkpoint[_ENTRY]["initial"].get(full_name)
             if initial is not None and paths[layer] in self._initial:
                 getattr(self._initial[paths[layer]], name).data.copy_(initial)
         if not self._is_permanent:
@@ -248,8 +250,8 @@ class ModelPruning(Callback):
     def _masks(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the masks by the names of the parameters."""
         return {
-            _full_name(module, layer, name): getattr(layer, f"{name}_mask")
-            for layer, name in self._parameters
+            full_name: getattr(layer, f"{name}_mask")
+            for layer, name, full_name in _with_full_names(module, self._parameters)
             if hasattr(layer, f"{name}_mask")
         }
 
@@ -282,8 +284,9 @@ class ModelPruning(Callback):
         )
         if self._verbose < 2:
             return
-        for (layer, name), (old, _), (new, size) in zip(self._parameters, before, after, strict=True):
-            _log.info("%s: %d of %d pruned, %d before", _full_name(module, layer, name), new, size, old)
+        parameters = _with_full_names(module, self._parameters)
+        for (_, _, full_name), (old, _), (new, size) in zip(parameters, before, after, strict=True):
+            _log.info("%s: %d of %d pruned, %d before", full_name, new, size, old)
 
 
 def _pruner(
@@ -409,9 +412,11 @@ def _paths(module: nn.Module) -> dict[nn.Module, str]:
     return {layer: path for path, layer in module.named_modules()}
 
 
-def _full_name(module: nn.Module, layer: nn.Module, name: str) -> str:
-    path = _paths(module)[layer]
-    return f"{path}.{name}" if path else name
+def _with_full_names(module: nn.Module, parameters: Parameters) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield layer and name of each parameter, with its name in the module."""
+    paths = _paths(module)
+    for layer, name in parameters:
+        yield layer, name, f"{paths[layer]}.{name}" if paths[layer] else name
 
 
 def _value(choice: bool | Callable[[int], bool], epoch: int) -> bool:

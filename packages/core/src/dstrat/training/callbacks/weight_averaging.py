@@ -297,6 +297,7 @@ class ExponentialAverage:
 
 
 def _move_towards(averages: list[Tensor], currents: list[Tensor], share: float) -> None:
+    # torch has no public name for operations on lists of tensors; torch.optim.swa_utils uses these too.
     if averages[0].is_floating_point() or averages[0].is_complex():
         torch._foreach_lerp_(averages, currents, share)
     else:  # counts and indices have no average
