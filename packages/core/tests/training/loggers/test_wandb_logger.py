@@ -227,7 +227,7 @@ def test_a_run_that_is_in_progress_is_used_and_not_finished(tmp_path, caplog):
         logger.finalize("success")
         run.log({"mine": 1.0})
     assert [row.get("mine") for row in history(tmp_path)] == [None, 1.0]
-    assert f"WandbLogger writes to the run {run.id} that is in progress: call wandb.finish() before" in caplog.text
+    assert f"WandbLogger writes to the run {run.id}, which is in progress: call wandb.finish() first" in caplog.text
 
 
 def test_media_are_written_and_each_takes_its_own_arguments(open_logger, tmp_path):

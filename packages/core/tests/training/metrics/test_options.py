@@ -192,5 +192,5 @@ def test_a_name_that_loggers_write_themselves_is_an_error_where_there_are_some(
     fit(False)
     with pytest.raises(MisuseError, match=rf"log\('{name}'\): loggers write the {name} with every value"):
         fit(CSVLogger(tmp_path))
-    with pytest.raises(MisuseError, match="CSVLogger has the steps in the column 'step': give the value another name"):
+    with pytest.raises(MisuseError, match="CSVLogger has a column 'step' of its own: give the value 'step' another"):
         CSVLogger(tmp_path).log_metrics({"step": 1.0}, 3)

@@ -86,7 +86,7 @@ class CometLogger(Logger):
 
     @property
     def experiment(self) -> CometExperiment | Silence:
-        """The experiment of Comet, for what else it takes."""
+        """The experiment of Comet, for other content."""
         return self._open() if self.writes else Silence()
 
     @writer_only
@@ -140,7 +140,7 @@ class CometLogger(Logger):
         step: int | None = None,
     ) -> None:
         """Write a table, of columns and rows or a data frame, as the file ``<key>.csv``."""
-        name = f"{key}.csv" if step is None else f"{key}-{step}.csv"
+        name = f"{key}.csv" if step is None else f"{key}-{step}.csv"  # Comet's log_table has no step
         if dataframe is not None:
             self._open().log_table(name, dataframe)
         else:
@@ -151,7 +151,7 @@ class CometLogger(Logger):
     def finalize(self, status: str) -> None:
         if self._experiment is None:
             return
-        if parent_process() is None:
+        if parent_process() is None:  # the user's process, in which the experiment stays open
             self._experiment.flush()
         else:  # a rank exits without the atexit functions in which Comet ends experiments
             self._experiment.end()

@@ -69,7 +69,7 @@ class CSVLogger(FolderLogger):
         """
         values = as_numbers(metrics, self._prefix)
         if "step" in values:
-            raise MisuseError("CSVLogger has the steps in the column 'step': give the value another name")
+            raise MisuseError("CSVLogger has a column 'step' of its own: give the value 'step' another name")
         step = self._num_rows if step is None else step
         self._rows.append({"step": step, **values})
         self._num_rows += 1
@@ -85,7 +85,7 @@ class CSVLogger(FolderLogger):
     @override
     def bookmark(self) -> int:
         """Return the number of rows in the table."""
-        self._flush()
+        self._flush()  # rows in memory would be lost with this process, and counted
         return _count_rows(self.claimed_dir / _FILE)
 
     @override
@@ -173,7 +173,7 @@ class CSVTable:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        self._file.close()
+        self._file.close()  # it would append to the replaced file
         temporary.replace(self._path)
         self._columns = columns
         self._file = self._open()
@@ -197,7 +197,7 @@ def _count_rows(path: Path) -> int:
 
 
 def _cut_rows(path: Path, num_rows: int) -> None:
-    """Remove all rows but the first ones; the header too, where none is left."""
+    """Remove all rows but the first ones; without rows the header too."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -208,6 +208,6 @@ def _cut_rows(path: Path, num_rows: int) -> None:
 
 def _cut_broken_row(path: Path) -> None:
     """Remove a last row that a killed process left half-written."""
-    with path.open("r+b") as file:
+    with path.open("r+b") as file:  # binary, since a row may end within a character
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)

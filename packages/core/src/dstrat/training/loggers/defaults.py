@@ -36,13 +36,14 @@ def complete_loggers(
         requested = CSVLogger()
     if requested is False:
         return []
+    # A str is a mistake: as an iterable it would be reported letter by letter.
     is_one = isinstance(requested, str | Logger) or not isinstance(requested, Iterable)
     passed: list[Any] = [requested] if is_one else list(requested)  # type: ignore[arg-type]  # it is known to be iterable
     loggers = adapt_all(passed, Logger)
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(
-                f"logger={logger!r} is not a Logger, True or False: give an instance, such as CSVLogger()"
+                f"logger={logger!r} is not a Logger, True or False: pass an instance, such as CSVLogger()"
                 f"{install_hint(logger)}"
             )
     if is_tried:
@@ -68,7 +69,7 @@ class SilentLogger(Logger):
 
     def __getattr__(self, name: str) -> Silence:
         """Return a silent method for those of other loggers."""
-        if name.startswith("__"):
+        if name.startswith("__"):  # protocols, such as those of pickle and copy, look up their methods
             raise AttributeError(name)
         return Silence()
 
@@ -109,7 +110,7 @@ def agree_on_folders(loggers: Sequence[Logger], strategy: Strategy) -> Path | No
         LoggerError: A logger cannot make its folder.
     """
     for logger in loggers:
-        logger.writes = strategy.is_global_zero
+        logger.writes = strategy.is_global_zero  # first: reading log_dir creates the folder in the process that writes
     folders: list[Path | None] = strategy.broadcast([_folder_of(logger) for logger in loggers])
     for logger, folder in zip(loggers, folders, strict=True):
         if not logger.writes:

@@ -56,7 +56,7 @@ class FolderLogger(Logger):
         """Add hyperparameters to ``hparams.json``."""
         self._hparams |= as_mapping(params)
         path = self.claimed_dir / "hparams.json"
-        temporary = path.with_suffix(".json.tmp")
+        temporary = path.with_suffix(".json.tmp")  # a reader, or a killed process, never has half a file
         temporary.write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
         temporary.replace(path)
 
@@ -95,6 +95,11 @@ class VersionFolder:
         self._version = version
 
     @property
+    def is_new(self) -> bool:
+        """Whether the folder is created for this run; a version that the user has passed may exist."""
+        return self._version is None
+
+    @property
     def version(self) -> int | str | None:
         """The number or name; None before the first claim."""
         if self._version is not None or self.claimed is None:
@@ -119,8 +124,8 @@ class VersionFolder:
             except OSError as error:
                 raise LoggerError(
                     f"the folder of a logger cannot be made ({error.strerror}: {str(error.filename)!r}): choose "
-                    "another save_dir, name or version; the Trainer's default logger is in its default_root_dir, and "
-                    "logger=False leaves it out"
+                    "another save_dir, name or version; the Trainer's default logger writes to its default_root_dir, "
+                    "and logger=False switches it off"
                 ) from error
         return self.claimed
 

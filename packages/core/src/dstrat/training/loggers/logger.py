@@ -72,14 +72,14 @@ class Logger(ABC):
         """Set the folder of global rank 0, in a process that does not write."""
 
     def bookmark(self) -> Any:
-        """Return the end of what is logged so far, as a value for JSON; None where :meth:`rewind` cannot return to it.
+        """Return the position after the last logged value, as a value for JSON; None without :meth:`rewind`.
 
-        The Trainer asks for it with each checkpoint where ``max_restarts`` is given.
+        The Trainer calls it for each checkpoint, with ``max_restarts``.
         """
         return None
 
     def rewind(self, bookmark: Any) -> None:
-        """Remove what an attempt that has failed logged after a bookmark; called before anything else is logged."""
+        """Remove the values after a bookmark, of a failed attempt; called before anything else is logged."""
 
     @property
     def experiment(self) -> Any:
@@ -141,7 +141,7 @@ class Silence:
     """The ``experiment`` of loggers in processes that do not write: it accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> Self:
-        if name.startswith("__"):
+        if name.startswith("__"):  # protocols, such as those of pickle and copy, look up their methods
             raise AttributeError(name)
         return self
 
@@ -207,7 +207,7 @@ def as_pixels(image: Any) -> np.ndarray[Any, Any]:
 
     if isinstance(image, Tensor):
         array: np.ndarray[Any, Any] = image.detach().cpu().numpy()
-        return array.transpose(1, 2, 0) if array.ndim == 3 else array
+        return array.transpose(1, 2, 0) if array.ndim == 3 else array  # torch has channels first
     if isinstance(image, str | Path):
         from PIL import Image
 
@@ -256,6 +256,7 @@ class Uploads:
 
     def take(self, checkpoint_callback: Any) -> None:
         """Register a callback after a save, which may have overwritten a checkpoint that was uploaded."""
+        # At the end, so that "latest" belongs to the callback that has saved last.
         self._callbacks = [other for other in self._callbacks if other is not checkpoint_callback]
         self._callbacks.append(checkpoint_callback)
         self._sent.difference_update(checkpoint_callback.saved_paths)

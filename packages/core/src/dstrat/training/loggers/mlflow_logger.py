@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MAX_PARAMETERS = 100  # MLflow's limit of one request
-_SECONDS_OF_SILENCE = 10.0
+_SECONDS_OF_SILENCE = 10.0  # before a warning
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class MLFlowLogger(Logger):
     def finalize(self, status: str) -> None:
         if status == "success":
             self._uploads.finish()
-        client, self._client = self._client, None
+        client, self._client = self._client, None  # a later write makes the run active again
         if client is not None:
             with self._warn_if_slow():
                 client.set_terminated(self._run_id, _STATUS[status])
@@ -190,7 +190,7 @@ class MLFlowLogger(Logger):
         if experiment is not None:
             return str(experiment.experiment_id)
         artifacts = self._artifact_location
-        if artifacts is None and not self._uri:
+        if artifacts is None and not self._uri:  # MLflow would put them into the working directory
             artifacts = (self._folder() / "mlartifacts").as_uri()
         return str(client.create_experiment(self._experiment_name, artifact_location=artifacts))
 
@@ -198,11 +198,11 @@ class MLFlowLogger(Logger):
     def _warn_if_slow(self) -> Iterator[None]:
         """Log a warning if a request takes long: MLflow retries for minutes without a message."""
         line = (
-            "MLFlowLogger waits for an answer of %r: MLflow gives up after MLFLOW_HTTP_REQUEST_MAX_RETRIES tries, "
-            "which may take minutes"
+            "MLFlowLogger waits for an answer of %r: MLflow gives up after MLFLOW_HTTP_REQUEST_MAX_RETRIES retries, "
+            "which may take minutes; check the tracking_uri, or set a smaller number"
         )
         timer = threading.Timer(_SECONDS_OF_SILENCE, _log.warning, (line, self._uri or self._database()))
-        timer.daemon = True
+        timer.daemon = True  # a process that ends meanwhile does not wait for it
         timer.start()
         try:
             yield

@@ -102,6 +102,7 @@ class TensorBoardLogger(FolderLogger):
         self.log_metrics(values, step)
         simple = {name: _simple(value) for name, value in flatten(params).items()}
         writer = self._open()
+        # Not add_hparams of the writer, which makes another folder for each call.
         for summary in hparams(simple, values):
             writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch declares it as None
 
@@ -172,13 +173,12 @@ class TensorBoardLogger(FolderLogger):
 
     @override
     def bookmark(self) -> int | None:
-        """Return the step after the last one with logged numbers; None where an earlier job's may be the last ones."""
-        is_new_folder = self._folder._version is None  # noqa: SLF001 - of this module's base class
-        return self._next_step if self._next_step or is_new_folder else None
+        """Return the step after the last one with logged numbers; None if an earlier job may have logged later ones."""
+        return self._next_step if self._next_step or self._folder.is_new else None
 
     @override
     def rewind(self, bookmark: int) -> None:
-        """Let TensorBoard show nothing of the earlier event files from that step on."""
+        """Let TensorBoard hide earlier event files from that step on."""
         self._next_step = self._purge_step = bookmark
 
     @writer_only

@@ -101,11 +101,12 @@ class WandbLogger(Logger):
 
     @writer_only
     def start_run(self) -> None:
-        if self._watched:
+        if self._watched:  # which registers W&B's hooks before the first step
             self._open()
 
     @writer_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        # As a value: W&B's own step must never decrease, and that of a later validation or test does.
         axis = {} if step is None else {STEP: step}
         self._open().log({**as_numbers(metrics, self._prefix), **axis})
 
@@ -225,7 +226,7 @@ class WandbLogger(Logger):
         if wandb.run is not None:
             self._is_shared = True
             _log.warning(
-                "WandbLogger writes to the run %s that is in progress: call wandb.finish() before for one of its own",
+                "WandbLogger writes to the run %s, which is in progress: call wandb.finish() first for a new one",
                 wandb.run.id,
             )
         return wandb.run
@@ -235,6 +236,7 @@ class WandbLogger(Logger):
 
         folder = self.root_dir or Path.cwd()
         folder.mkdir(parents=True, exist_ok=True)
+        # "allow" continues the run of a known id, in a later fit or test, and creates one otherwise.
         options = {"project": self._project, "name": self._run_name, "dir": str(folder), "resume": "allow"}
         run = wandb.init(**{**options, "id": self._id, **self._options})
         run.define_metric("*", step_metric=STEP, step_sync=True)
@@ -245,7 +247,7 @@ class WandbLogger(Logger):
 
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             _log.warning(
-                "WandbLogger.watch leaves %s alone: its parameters are sharded, and no process has them whole",
+                "WandbLogger.watch does not watch %s: its parameters are sharded, and no process has them whole",
                 type(model).__name__,
             )
         else:
