@@ -53,10 +53,15 @@ def test_what_is_no_callback_is_refused():
         complete_callbacks([Timer], **NOTHING)
 
 
+def test_a_text_is_reported_in_full():
+    with pytest.raises(RequestError, match=r"callbacks='early_stopping' is not a Callback"):
+        complete_callbacks("early_stopping", **NOTHING)
+
+
 def test_two_with_one_state_key_are_refused():
     with pytest.raises(RequestError, match=r"two callbacks have the state_key \"EarlyStopping\(monitor='a', mode="):
         complete_callbacks([EarlyStopping("a"), EarlyStopping("a", patience=9)], **NOTHING)
-    with pytest.raises(RequestError, match=r"two callbacks have the state_key 'Timer'.* let the class of one have an"):
+    with pytest.raises(RequestError, match=r"two callbacks have the state_key 'Timer'.* override state_key in the cl"):
         complete_callbacks([Timer(), Timer()], **NOTHING)
     assert len(complete_callbacks([EarlyStopping("a"), EarlyStopping("a", state_key="b")], **NOTHING)) == 2
     assert len(complete_callbacks([EarlyStopping("a"), EarlyStopping("b")], **NOTHING)) == 2

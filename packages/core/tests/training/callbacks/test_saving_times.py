@@ -60,7 +60,7 @@ def test_a_monitored_value_of_training_is_found_at_the_end_of_epochs(fit, tmp_pa
     [
         (
             {"every_n_epochs": 2, "every_n_train_steps": 5},
-            "every_n_epochs=2 and every_n_train_steps=5 all determine when to save",
+            "every_n_epochs=2 and every_n_train_steps=5 each determine when to save",
         ),
         (
             {"every_n_train_steps": 5, "save_on_train_epoch_end": True},

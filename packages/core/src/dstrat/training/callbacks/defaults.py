@@ -101,7 +101,10 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
 
 
 def _as_list(value: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
-    passed: list[Any] = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
+    if value is None:
+        return []
+    # A str is a mistake: as an iterable it would be reported letter by letter.
+    passed: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     callbacks = adapt_all(passed, Callback)
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -144,7 +147,7 @@ def _check_keys(callbacks: Sequence[Callback]) -> None:
     for callback, key in zip(stateful, keys, strict=True):
         if keys.count(key) > 1:
             takes_one = "state_key" in inspect.signature(type(callback)).parameters
-            way = "pass state_key='another' to one of them" if takes_one else "let the class of one have another"
+            way = "pass state_key='another' to one of them" if takes_one else "override state_key in the class of one"
             raise RequestError(
                 f"two callbacks have the state_key {key!r}, so a checkpoint could not tell them apart: {way}"
             )

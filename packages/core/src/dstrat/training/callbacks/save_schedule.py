@@ -125,7 +125,7 @@ def _check_one(requested: dict[str, Any]) -> None:
     triggers = [f"{name}={value!r}" for name, value in requested.items() if value is not None and value != 0]
     if len(triggers) > 1:
         raise ConflictError(
-            f"{' and '.join(triggers)} all determine when to save: keep one, or give each to its own ModelCheckpoint"
+            f"{' and '.join(triggers)} each determine when to save: keep one, or give each to its own ModelCheckpoint"
         )
 
 
