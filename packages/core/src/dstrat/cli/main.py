@@ -96,7 +96,7 @@ def commands() -> None:
 def main() -> None:
     """Run the command that the arguments name, and exit."""
     try:
-        commands(prog_name="dstrat")
-    except DstratError as error:
+        commands(prog_name="dstrat")  # not __main__.py, with python -m
+    except DstratError as error:  # about the request: one line, without a traceback
         click.echo(f"dstrat: {error}", err=True)
         sys.exit(2)

@@ -16,6 +16,7 @@ from dstrat.cli.components import loaded_catalog
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.errors import NotInstalledError
 from dstrat.plugins.component import KINDS
+from dstrat.plugins.known import pip_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,7 @@ def test(ctx: click.Context, alias: str, path: Path | None, kind: Kind, tiers: t
 
     With the options of 'dstrat fit', such as --config, a module is tested instead.
     """
-    offer = loaded_catalog().find(kind, alias)
+    offer = loaded_catalog().find(kind, alias)  # an unknown alias is an error before pytest starts
     results = _run(kind, alias, path, tiers or _TIERS)
     failed = [result for result in results if result.outcome == "failed"]
     if as_json:
@@ -59,7 +60,7 @@ def _run(kind: Kind, alias: str, path: Path | None, tiers: Sequence[str]) -> lis
     try:
         from dstrat.testing.run import run_suite
     except ImportError as error:
-        raise NotInstalledError(f"dstrat test needs pytest ({error})") from error
+        raise NotInstalledError(f"dstrat test needs pytest ({error}): {pip_command('dstrat[testing]')}") from error
     return run_suite(kind, alias, tiers=tiers, path=path, on_progress=_print_progress)
 
 
@@ -98,7 +99,7 @@ def _print_reasons(heading: str, results: Sequence[Result], outcome: str) -> Non
             of_reason[test] = f"{of_reason.get(test, '')}{bracket}{case}"
     if cases:
         click.echo(f"\n{heading}:")
-    for reason, tests in cases.items():
+    for reason, tests in cases.items():  # test[a][b] are the cases a and b of one test
         click.echo("\n".join([_fitted(f"  {reason}"), *(f"{_INDENT}{test}{case}" for test, case in tests.items())]))
 
 

@@ -96,7 +96,7 @@ def _tensors(one: Content, other: Content, advance: Callable[[int], None]) -> It
     )
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         facts = [f"{side[name].dtype} {list(side[name].shape)}" if name in side else _ABSENT for side in (ours, theirs)]
-        if facts[0] != facts[1]:
+        if facts[0] != facts[1]:  # without reading them
             yield name, facts[0], facts[1], ""
             continue
         distance = _tensor_distance(one.read(name), other.read(name))
@@ -111,7 +111,7 @@ def _tensor_distance(one: Tensor, other: Tensor) -> str | None:
 
     from dstrat.checkpoint.portable.shards import as_bytes
 
-    if torch.equal(as_bytes(one), as_bytes(other)):
+    if torch.equal(as_bytes(one), as_bytes(other)):  # by bits, so that NaN is equal to itself
         return None
     # In float64: the difference of small integers or low-precision floats could overflow or be rounded.
     a, b = (tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other))

@@ -58,7 +58,7 @@ def _summary(facts: CheckpointFacts) -> Iterator[tuple[str, str]]:
     else:
         yield "saved at", facts.created
         yield "versions", f"dstrat {manifest.dstrat}, torch {manifest.torch}"
-        yield "size", f"{readable_size(facts.num_bytes)} in {len(manifest.files) + 1} files"
+        yield "size", f"{readable_size(facts.num_bytes)} in {len(manifest.files) + 1} files"  # 1 is the manifest
     yield "tensors", f"{len(facts.tensors)} of {readable_size(facts.num_tensor_bytes)}"
     yield "values", ", ".join(facts.values) if isinstance(facts.values, dict) else ""
     if facts.unknown:

@@ -77,7 +77,7 @@ def _read(folder: CheckpointReader, name: str, advance: Callable[[int], None]) -
         file.read_into(memoryview(bytearray(count)), begin)  # compares the checksums
         advance(count)
 
-    map_in_threads(read, range(0, size, BUCKET))
+    map_in_threads(read, range(0, size, BUCKET))  # in blocks, so that a file larger than memory can be read
 
 
 def _unlisted_files(folder: CheckpointReader) -> Iterator[str]:

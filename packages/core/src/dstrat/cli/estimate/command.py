@@ -176,7 +176,7 @@ def load_factory(name: str) -> Callable[[], Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as python -m does
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):  # what the module prints does not get into JSON
             module = importlib.import_module(module_name)
     except ImportError as error:
         raise RequestError(f"--model {name!r}: {module_name} cannot be imported from here ({error})") from error
@@ -195,7 +195,7 @@ def _select_accelerator(name: str, catalog: Catalog) -> Selection[Any]:
     from dstrat.resolve.selection import select_offer, usable
 
     members = [offer for offer in catalog.offers("accelerator") if name in offer.component.groups]
-    members.sort(key=lambda offer: -(offer.component.auto or 0))
+    members.sort(key=lambda offer: -(offer.component.auto or 0))  # as automatic choice ranks them
     selection = next(usable(members, catalog), None)
     return selection or select_offer(catalog.find("accelerator", name), catalog)
 

@@ -287,6 +287,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, persistent: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        # Keys, not tensors, which would keep the storages alive.
         self._known = {_key(tensor) for tensor in persistent}
         self._sizes: dict[int, int] = {}
         self._gradients: set[int] = set()
@@ -380,7 +381,7 @@ class _KernelsOfGPUs(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if name == "scaled_dot_product_attention":
             # The fused kernel saves the state of the generator rather than a mask.
-            if len(args) > 4:
+            if len(args) > 4:  # dropout_p is the fifth argument
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0

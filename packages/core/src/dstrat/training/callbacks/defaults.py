@@ -91,7 +91,7 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
     if not configured:
         return list(callbacks)
     for callback in configured:
-        if overrides(callback, "on_before_fit", Callback):
+        if overrides(callback, "on_before_fit", Callback):  # its hook would never be called
             raise RequestError(
                 f"{type(module).__name__}.configure_callbacks is called when a run has begun, and "
                 f"{type(callback).__name__} works before that: pass it to the Trainer"
@@ -142,7 +142,7 @@ def _check_nothing_is_awaited(callbacks: Sequence[Callback]) -> None:
 
 
 def _check_keys(callbacks: Sequence[Callback]) -> None:
-    stateful = [callback for callback in callbacks if callback.state_dict()]
+    stateful = [callback for callback in callbacks if callback.state_dict()]  # without state a key may be shared
     keys = [callback.state_key for callback in stateful]
     for callback, key in zip(stateful, keys, strict=True):
         if keys.count(key) > 1:

@@ -46,6 +46,7 @@ class GradientAccumulationScheduler(Callback):
 
     def count_steps(self, batches: int, epochs: int) -> int:
         """Return the number of optimizer steps in a number of epochs, from the number of batches in each."""
+        # Epochs at which the number changes; the last step of an epoch may have fewer batches.
         firsts = sorted({0, epochs, *(first for first in self.scheduling if first < epochs)})
         return sum(
             (end - first) * math.ceil(batches / self.get_accumulate_grad_batches(first))

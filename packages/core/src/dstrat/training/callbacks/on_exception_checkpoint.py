@@ -58,7 +58,7 @@ class OnExceptionCheckpoint(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._has_begun = False
+        self._has_begun = False  # a callback may serve several fits
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -107,7 +107,7 @@ class OnExceptionCheckpoint(Callback):
                 type(trainer.strategy).__name__,
             )
             return
-        path = self._path()
+        path = self._path()  # of this rank alone: several failing ranks choose different names
         rescue_checkpoint(trainer, path)
         self._note(trainer, path, exception, logs=True)
 

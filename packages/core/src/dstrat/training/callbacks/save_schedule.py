@@ -75,7 +75,7 @@ class SavingTimes:
         self._seen_step = trainer.global_step
         self._deadline = monotonic() + self._seconds
         self._votes = None
-        if self.train_time_interval is not None:
+        if self.train_time_interval is not None:  # steps and epochs are the same on all ranks; times are not
             self._votes = Votes(trainer.strategy, trainer.fit_loop.batches_seen)
 
     def end(self) -> None:

@@ -210,7 +210,7 @@ class WeightAveraging(Callback):
         assert self._average is not None  # noqa: S101 - there is one
         other_state = self._average.module.state_dict()
         average, current = other_state, checkpoint["state_dict"]
-        if self._is_swapped:
+        if self._is_swapped:  # saved in a validation, in which the module has the average
             average, current = current, other_state
         checkpoint["state_dict"] = average
         if "loops" in checkpoint:  # otherwise it has weights only, and cannot be resumed
@@ -235,7 +235,7 @@ class WeightAveraging(Callback):
         average = self._create(trainer)
         average.module.load_state_dict(checkpoint["state_dict"])
         average.n_averaged.fill_(checkpoint["averaging_state"]["n_averaged"])
-        checkpoint["state_dict"] = checkpoint["current_model_state"]
+        checkpoint["state_dict"] = checkpoint["current_model_state"]  # training continues from these weights
 
 
 class EMAWeightAveraging(WeightAveraging):
