@@ -217,7 +217,7 @@ def test_broken_plugins_and_components_are_found(site, monkeypatch):
     assert findings["strategy needy_one"].text.endswith('pip install "not-there>=1"')
     assert findings["strategy needy_one"].state == "note"
     assert "is offered by doctor-slow 1.0 and doctor-twin 1.0" in findings["strategy slow_one"].text
-    assert findings["DSTRAT_DISABLE_PLUGINS"].text == "names what is not installed: nobody"
+    assert findings["DSTRAT_DISABLE_PLUGINS"].text == "names distributions without an installed plugin: nobody"
 
 
 def test_the_rank_is_told_where_something_has_started_this_process():

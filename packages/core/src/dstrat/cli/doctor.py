@@ -108,7 +108,7 @@ def check_plugins(catalog: Catalog) -> Iterator[Finding]:
 def _about_settings(catalog: Catalog) -> Iterator[Finding]:
     absent = catalog.settings.disabled - {normalized(plugin.distribution) for plugin in catalog.plugins}
     if absent:
-        text = f"names what is not installed: {', '.join(sorted(absent))}"
+        text = f"names distributions without an installed plugin: {', '.join(sorted(absent))}"
         yield Finding(subject=DISABLE, text=text, state="note")
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _IN_THIS_ENVIRONMENT = ("local_cwd", "slurm")  # their nodes have this file system, and this Python
 _WITHOUT_IMAGE = (*_IN_THIS_ENVIRONMENT, "ray")  # the others start containers
-_CLIENTS = {"aws_batch": "boto3", "kubernetes": "kubernetes", "ray": "ray"}  # extras of TorchX, and what they import
+_CLIENTS = {"aws_batch": "boto3", "kubernetes": "kubernetes", "ray": "ray"}  # extras of TorchX, each with its module
 
 
 def parse_pairs(ctx: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:  # noqa: ARG001 - click passes them

@@ -42,7 +42,8 @@ _OUTCOMES = ("passed", "failed", "expected failure", "not declared")
 def test(ctx: click.Context, alias: str, path: Path | None, kind: Kind, tiers: tuple[str, ...], as_json: bool) -> None:
     """Run the standard tests on what ALIAS names; exit with 1 if one of them fails.
 
-    PATH is the author's own test file or folder: then its test class with that alias is run, with what it declares.
+    PATH is the author's own test file or folder: its test class with that alias is run, with the capabilities that it
+    declares.
 
     With the options of 'dstrat fit', such as --config, a module is tested instead.
     """

@@ -255,7 +255,7 @@ def _prefer_foreach(optimizers: Iterable[Optimizer], device_type: str) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, on what a real step warns of too
+        warnings.simplefilter("ignore")  # a real step gives the same ones
         yield
 
 
@@ -385,7 +385,7 @@ class _KernelsOfGPUs(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
-        elif name == "multi_head_attention_forward":  # whose inner operations do not come here
+        elif name == "multi_head_attention_forward":  # its inner operations do not pass this mode
             args = (*args[:_ATTENTION_DROPOUT], 0.0, *args[_ATTENTION_DROPOUT + 1 :])
         if self._uses_autocast and name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = apply_to_tensors((args, kwargs), _in_float32)
@@ -403,7 +403,7 @@ def _in_float32(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def kernels_of(device_type: str, precision: Precision) -> Iterator[None]:
-    """Let operations save what they save on devices of a type."""
+    """Let operations save the same tensors as on devices of a type."""
     if device_type == "cpu":
         yield
         return

@@ -38,7 +38,7 @@ ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
 
 
 class DstratCLI:
-    """A program with subcommands ``fit``, ``validate``, ``test`` and ``predict``, whose arguments come from signatures.
+    """A program with subcommands ``fit``, ``validate``, ``test`` and ``predict``, and arguments from signatures.
 
     For example::
 
@@ -75,7 +75,7 @@ class DstratCLI:
 
     Raises:
         SystemExit: ``--help`` or ``--print_config`` was shown, or an argument is wrong.
-        DstratError: The request cannot be done as asked.
+        DstratError: The request is not possible.
     """
 
     def __init__(

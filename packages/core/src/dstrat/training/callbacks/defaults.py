@@ -100,7 +100,7 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
     return _in_order([*remaining, *configured])
 
 
-def _as_list(value: Callback | Sequence[Callback] | None, name: str) -> list[Callback]:
+def _as_list(value: Any, name: str) -> list[Callback]:
     if value is None:
         return []
     # A str is a mistake: as an iterable it would be reported letter by letter.
