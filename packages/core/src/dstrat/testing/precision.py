@@ -105,7 +105,7 @@ class PrecisionSuite(Suite):
             loss = self._loss(precision, module)
             precision.backward(loss)
             precision.unscale_gradients(optimizer)
-            calls.append(loss.detach())
+            calls.append(loss.detach())  # the identity of this tensor is compared
             return calls[-1]  # type: ignore[no-any-return]  # a tensor
 
         returned = precision.optimizer_step(optimizer, closure)

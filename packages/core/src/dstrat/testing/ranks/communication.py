@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dstrat.testing.ranks.team import RankContext
 
 OPERATIONS = ("mean", "avg", "sum", "max", "min")
-_NAP = 0.08  # seconds by which the last rank is late
+_DELAY = 0.08  # seconds by which the last rank is late
 
 
 def rank_values(shard: int) -> list[float]:
@@ -115,10 +115,10 @@ def barriers(rank_context: RankContext, subject: Subject, accelerator: str) -> l
 
 def _barrier(rank_context: RankContext, strategy: Strategy, last: int) -> tuple[float, float]:
     strategy.barrier("before")
-    time.sleep(_NAP if rank_context.rank == last else 0.0)
-    came = time.monotonic()  # the same clock in all processes of a machine
+    time.sleep(_DELAY if rank_context.rank == last else 0.0)
+    entered = time.monotonic()  # the same clock in all processes of a machine
     strategy.barrier(f"rank {last} comes last")
-    return came, time.monotonic()
+    return entered, time.monotonic()
 
 
 def decisions(rank_context: RankContext, subject: Subject, accelerator: str) -> dict[str, bool]:

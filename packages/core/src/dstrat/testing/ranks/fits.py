@@ -44,13 +44,13 @@ class Fit:
         clip: Largest norm or value of gradients.
         algorithm: Which of the two.
         shuffle: Whether the data is shuffled.
-        precision: The flag.
-        accelerator: Where.
+        precision: Flag of the precision.
+        accelerator: Alias of the accelerator.
         stop_at: Optimizer steps after which it stops; -1 goes to the end.
         save_to: Where a checkpoint is saved at the end, or at ``save_at``.
         save_at: Optimizer steps after which it is saved.
         resume_from: A checkpoint from which it goes on.
-        checkpoint_format: What writes it.
+        checkpoint_format: Its format.
         validate_every: Batches after which it validates; 0 never does.
     """
 
@@ -103,7 +103,7 @@ class FitResult:
 def fit(rank_context: RankContext, subject: Subject, work: Fit) -> FitResult:
     """Train, in each rank."""
     net = NETS[work.net](work, subject.configure_model, rank_context.rank)
-    end = _End(work)
+    end = _FinalState(work)
     trainer = make_trainer(rank_context, subject, work, [end])
     trainer.fit(net, ckpt_path=work.resume_from)
     return FitResult(
@@ -193,7 +193,7 @@ def numbers(tensor: torch.Tensor) -> list[float]:
     return [number if math.isfinite(number) else math.nan for number in listed]
 
 
-class _End(Callback):
+class _FinalState(Callback):
     """Records the full state of the module at the end, and saves a checkpoint where ``save_to`` is set."""
 
     saves_checkpoints = runs_last = True
@@ -224,7 +224,7 @@ class _End(Callback):
 # Saving and loading in a rank of the kit
 
 
-_MOMENT = 0.1  # seconds
+_WRITE_SECONDS = 0.1
 
 
 def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -236,7 +236,7 @@ def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[
         work: ``save_to`` relative to the job's folder.
     """
     path = rank_context.folder / "checkpoint"
-    saving, loading = _Saving(path), _Looking()
+    saving, loading = _SaveLast(path), _LoadedState()
     make_trainer(rank_context, subject, work, [saving]).fit(NETS[work.net](work, subject.configure_model))
     trainer = make_trainer(rank_context, subject, work, [loading], max_epochs=work.epochs + 1)
     trainer.fit(NETS[work.net](work, subject.configure_model), ckpt_path=path)
@@ -256,10 +256,10 @@ def saves(rank_context: RankContext, subject: Subject, accelerator: str) -> dict
     Args:
         rank_context: This rank.
         subject: The strategy.
-        accelerator: Where.
+        accelerator: Alias of the accelerator.
     """
     path = rank_context.folder / "written"
-    slow = _Slow()
+    slow = _SlowIO()
     with open_strategy(rank_context, subject, accelerator, plugins=(slow,)) as strategy:
         strategy.save_checkpoint({"number": 5}, path)
         observed = {"wrote": slow.has_written, "is there": path.exists(), "read": strategy.load_checkpoint(path)}
@@ -269,14 +269,14 @@ def saves(rank_context: RankContext, subject: Subject, accelerator: str) -> dict
         return {**observed, "is gone": not path.exists()}
 
 
-class _Slow(CheckpointIO):
+class _SlowIO(CheckpointIO):
     """Writes slowly, so that ranks that do not wait continue too early."""
 
     has_written = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         self.has_written = True
-        time.sleep(_MOMENT)
+        time.sleep(_WRITE_SECONDS)
         Path(path).write_text(json.dumps(checkpoint))
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class _Slow(CheckpointIO):
         Path(path).unlink()
 
 
-class _Saving(Callback):
+class _SaveLast(Callback):
     """Saves after the last batch."""
 
     saves_checkpoints = runs_last = True
@@ -302,7 +302,7 @@ class _Saving(Callback):
             trainer.save_checkpoint(self.path)
 
 
-class _Looking(Callback):
+class _LoadedState(Callback):
     """Records the loaded state, and stops the training."""
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], path: str = ""
 # Reuse of a module after its training: without the strategy, and in a second fit
 
 
-_PATIENCE = 30.0  # seconds for a rank that is much slower than others
+_MEETING_SECONDS = 30.0  # for a rank that is much slower than others
 
 
 def reuse(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[str, list[float]] | None:
@@ -363,7 +363,7 @@ def reuse(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[str, 
     net = NETS[work.net](work, subject.configure_model)
     make_trainer(rank_context, subject, work, []).fit(net)
     is_complete = plain(net).keys() == dict(net.named_parameters()).keys()
-    if "sharded" in rank_context.meet("trained", "whole" if is_complete else "sharded", seconds=_PATIENCE):
+    if "sharded" in rank_context.meet("trained", "whole" if is_complete else "sharded", seconds=_MEETING_SECONDS):
         return None
     problem = _problem_by_itself(net, NETS[work.net](work, None))
     net.losses.clear()

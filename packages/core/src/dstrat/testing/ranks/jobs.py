@@ -26,7 +26,7 @@ from dstrat.errors import CatalogError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve import Request, resolve_request
 from dstrat.testing.plugin import constructor_parameters
-from dstrat.testing.ranks.team import RankResult, Team
+from dstrat.testing.ranks.team import SECONDS_AFTER_FAILURE, RankResult, Team
 from dstrat.testing.suite import fail
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run_job(
 
     Args:
         function: At the top of a module; it gets a RankContext and the arguments.
-        world_size: Ranks.
+        world_size: Number of ranks.
         seconds: How long the job may take.
         **arguments: Passed to the function; they must pickle.
     """
@@ -71,7 +71,7 @@ def run_in_team(
 
     Args:
         function: At the top of a module; it gets a RankContext and the arguments.
-        world_size: Ranks.
+        world_size: Number of ranks.
         seconds: How long the job may take.
         team: Functions of different teams never run in the same ranks.
         **arguments: Passed to the function; they must pickle.
@@ -108,7 +108,8 @@ def describe_end(end: RankResult, seconds: float) -> str:
     if end.report is not None:
         return f"raised {end.report.headline}"
     if end.exit_code is None:
-        return f"had not returned after {seconds:.0f} s, and was killed"
+        after_failure = f"{SECONDS_AFTER_FAILURE:.0f} s after another rank had failed"
+        return f"did not return in {seconds:.0f} s, or in {after_failure}, and was killed"
     return f"died with exit code {end.exit_code}"
 
 

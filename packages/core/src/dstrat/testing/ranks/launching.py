@@ -93,7 +93,7 @@ class LeavesTrace(Callback):
     """Leaves a file for each rank that trains.
 
     Args:
-        folder: Where.
+        folder: Folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,13 +111,13 @@ def launch(
     Args:
         rank_context: The only rank of a job.
         subject: Starts processes by a method that needs no script.
-        accelerator: Where.
-        devices: How many ranks it launches.
+        accelerator: Alias of the accelerator.
+        devices: Number of ranks that it launches.
         fault: The fault of the last of them.
-        times: How often.
+        times: Number of fits.
     """
     adopt_orphans()
-    _be(is_script=True)
+    _set_main(is_script=True)
     return [_launch(rank_context, subject, accelerator, devices, fault) for _ in range(times)]
 
 
@@ -132,11 +132,11 @@ def sockets(rank_context: RankContext, subject: Subject, accelerator: str) -> li
 def at_a_prompt(rank_context: RankContext, subject: Subject, accelerator: str, devices: int) -> JobResult:
     """Fit as in a notebook, where there is no script that could be run again."""
     adopt_orphans()
-    _be(is_script=False)
+    _set_main(is_script=False)
     return _launch(rank_context, subject, accelerator, devices, "nothing")
 
 
-def _be(*, is_script: bool) -> None:
+def _set_main(*, is_script: bool) -> None:
     """Set ``__main__`` as if this process ran a script, as this module with ``python -m``; or a prompt without one."""
     main = ModuleType("__main__")
     if is_script:
@@ -270,7 +270,7 @@ def run_program(
         subject: The strategy.
         folder: Folder of the script's input and output.
         devices: Number of ranks.
-        accelerator: Where.
+        accelerator: Alias of the accelerator.
         seconds: How long it may take.
         environ: Its environment variables, beside those of this process.
     """

@@ -66,6 +66,7 @@ def life_cycle(rank_context: RankContext, subject: Subject, accelerator: str, *,
     strategy.setup_environment()
     events.append("| setup")
     _configure(subject, strategy)
+    # The strategy's module, which it may have replaced by another one.
     strategy.setup(Loop(lambda: strategy.module, events, is_fitting=is_fitting))
     events.append("| steps")
     observed: dict[str, Any] = {"after setup": _view(strategy, module)}

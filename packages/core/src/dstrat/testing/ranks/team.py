@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
 
-_PATIENCE = 8.0  # seconds for the others after one rank has failed: the first report is not always the cause
-_STACKS = 0.5  # seconds for a rank to write its stack
-_PARTING = 1.0  # seconds for ranks to end after they have reported
+SECONDS_AFTER_FAILURE = 8.0  # in which the other ranks may report, as the first report is not always the cause
+_STACK_SECONDS = 0.5  # for a rank to write its stack
+_GRACE_SECONDS = 1.0  # for ranks to end after they have reported
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.ranks.team", "dstrat.testing.ranks.fits"]
 
 
@@ -69,7 +69,7 @@ class Team:
     """Ranks of a job that find each other on the loopback.
 
     Args:
-        world_size: How many.
+        world_size: Number of ranks.
 
     Attributes:
         is_as_before: Whether another function would find them as the first one did.
@@ -163,7 +163,7 @@ def _collect(pipes: Sequence[Any], seconds: float) -> tuple[dict[int, Report], C
                 reports[rank] = pending[rank].recv()
             del pending[rank]
             if rank not in reports or reports[rank].failure:
-                deadline = min(deadline, time.monotonic() + _PATIENCE)
+                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_FAILURE)
     return reports, pending.keys()
 
 
@@ -173,12 +173,12 @@ def _stacks(ranks: Sequence[Any], silent: Collection[int], folder: Path) -> dict
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[rank].pid, signal.SIGQUIT)  # for which the rank has registered faulthandler
     if silent:
-        time.sleep(_STACKS)
+        time.sleep(_STACK_SECONDS)
     return {rank: _text(folder / f"stack-{rank}") or "(it wrote no stack)" for rank in silent}
 
 
 def _kill(ranks: Sequence[Any]) -> None:
-    deadline = time.monotonic() + _PARTING
+    deadline = time.monotonic() + _GRACE_SECONDS
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
         for pid in (-process.pid, process.pid):  # its session with what it has started, then itself
@@ -258,6 +258,7 @@ def _is_as_before() -> bool:
     import torch
     import torch.distributed as dist
 
+    # The most usual leftovers.  Where another one makes the next function fail, that runs again in new ranks.
     is_open = dist.is_available() and dist.is_initialized()
     return not is_open and torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
 

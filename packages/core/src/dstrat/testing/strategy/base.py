@@ -96,6 +96,7 @@ class StrategyTests(Suite):
             component=self.component,
             options=dict(self.options),
             devices_per_process=self.devices_per_process,
+            # None, where it is not the author's: ranks would set device_mesh for it.
             configure_model=None if configure is StrategyTests.configure_model else configure,
         )
 

@@ -20,19 +20,19 @@ class Collectives(StrategyTests):
     @standard("processes", "collectives")
     def test_each_rank_knows_where_it_is(self, world_size: int) -> None:
         positions = self.collected("positions", world_size)
-        for rank, says in enumerate(positions):
+        for rank, position in enumerate(positions):
             expected = {"world_size": world_size, "global_rank": rank, "local_rank": rank, "node_rank": 0}
             expected["is_global_zero"] = rank == 0
             for name, value in expected.items():
-                if says[name] != value:
+                if position[name] != value:
                     fail(
-                        f"{name} is {says[name]!r} in rank {rank} of {world_size}, where it should be {value!r}",
+                        f"{name} is {position[name]!r} in rank {rank} of {world_size}, where it should be {value!r}",
                         fix="take it from the cluster environment, as ParallelStrategy does.",
                     )
 
     @standard("processes", "collectives")
     def test_its_ranks_divide_the_data_among_them(self, world_size: int) -> None:
-        shares = [says["sampler"] for says in self.collected("positions", world_size)]
+        shares = [position["sampler"] for position in self.collected("positions", world_size)]
         readers = {share.get("num_replicas", 1) for share in shares}
         expected_ranks = set(range(next(iter(readers))))
         ranks = {share.get("rank", 0) for share in shares}
@@ -53,12 +53,12 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_reduce_leaves_its_argument_and_other_values_alone(self, world_size: int) -> None:
-        for results, says in zip(
+        for results, position in zip(
             self.collected("reductions", world_size), self.collected("positions", world_size), strict=True
         ):
             if results["other"] != "not a tensor":
                 fail(f'reduce("not a tensor") returned {results["other"]!r}: it must return other values as they are')
-            argument = rank_values(says["sampler"].get("rank", 0))
+            argument = rank_values(position["sampler"].get("rank", 0))
             changed = [name for name in OPERATIONS if results[name]["argument"] != argument]
             if changed:
                 fail(

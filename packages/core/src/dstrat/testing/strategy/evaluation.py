@@ -58,6 +58,7 @@ class Evaluation(StrategyTests):
         __tracebackhide__ = True
         shards = [tuple(chain.from_iterable(batches)) for batches in seen]
         readers = self.collected("positions", len(seen))[0]["sampler"].get("num_replicas", 1)
+        # Ranks that share a batch ran over the same samples, which count once.
         shared = shards if readers == len(seen) else list(dict.fromkeys(shards))
         used = sorted(chain.from_iterable(shared))
         if self.subject.make().evaluates_together:  # a rank without samples takes part in the steps of the others

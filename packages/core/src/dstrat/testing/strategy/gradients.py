@@ -58,7 +58,7 @@ class Gradients(StrategyTests):
         work = self._work(batches=accumulate, accumulate=accumulate, **clipping)
         state = self._state_after(work, world_size)
         first = [value for values in self.reference_job(first_values, net="linear").values() for value in values]
-        change = [after - before for after, before in zip(state, first, strict=True)]
+        change = [after - before for after, before in zip(state, first, strict=True)]  # the negative gradient
         possible = self.reference_job(possible_steps, work=work, readers=self.readers(world_size))
         nearest = _nearest(possible, change)
         if nearest != "right":

@@ -64,6 +64,7 @@ class Sessions(Failures):
                 fail(f"the {name} fit of two in one script failed", details=outcome.error)
             if outcome.steps != 8:
                 fail(f"after the {name} fit the Trainer has counted {outcome.steps} optimizer steps, not 8")
+            # Of a sharded module this process, which has no rank, cannot see whether it was trained.
             is_sharded = outcome.has_trained is None and not self.subject.replicates_state
             if not outcome.has_trained and not is_sharded:
                 fail(f"after the {name} fit the user's module has the parameters that it had before")
@@ -76,7 +77,7 @@ class Sessions(Failures):
             tmp_path,
             devices=pair,
             accelerator=self.accelerator,
-            seconds=self.seconds * 2,
+            seconds=self.seconds * 2,  # its processes import torch, which those of the kit have
             environ=self.environ,
         )
         if len(ranks) != pair:
@@ -90,6 +91,7 @@ class Sessions(Failures):
         if not can_look():
             not_declared("this system has no /proc to look for sockets in")
         job = {"subject": self.subject, "accelerator": self.accelerator}
+        # New ranks, in which no other function can have left a socket.
         for rank, addresses in enumerate(self.job(sockets, pair, needs_new_ranks=True, **job)):
             if addresses:
                 fail(
@@ -104,6 +106,7 @@ class Sessions(Failures):
     def test_at_a_prompt_it_behaves_as_its_record_says(self, pair: int) -> None:
         self.need_processes(pair)
         job = {"subject": self.subject, "accelerator": self.accelerator, "devices": pair}
+        # New ranks, as it replaces their __main__.
         outcome = self.job(at_a_prompt, 1, needs_new_ranks=True, **job)[0]
         if self.component.notebook_safe and outcome.error:
             fail(

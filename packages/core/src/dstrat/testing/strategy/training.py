@@ -80,6 +80,7 @@ class Training(StrategyTests):
     @standard("processes", "training")
     def test_each_sample_is_used_once_in_an_epoch(self, world_size: int) -> None:
         fitted = self._fit(world_size, shuffle=True, samples=_FEW)
+        # Of readers, as ranks that share a batch use the same samples.
         used = self._of_readers(fitted, lambda rank: list(chain.from_iterable(rank.seen)))
         counts = {sample: used.count(sample) for sample in range(_FEW)}
         wrong = {sample: count for sample, count in counts.items() if count != 1}
