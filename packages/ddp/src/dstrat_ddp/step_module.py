@@ -11,12 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.step_module import StepModule
-from dstrat_ddp.reducer import (
-    check_reduction_finished,
-    pass_ignored_names,
-    prepare_for_backward,
-    release_reducer,
-)
+from dstrat_ddp import reducer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +47,7 @@ class WatchedSteps(StepModule):
     def __init__(self, module: Module) -> None:
         super().__init__(module)
         self.watch = StepWatch()
-        pass_ignored_names(module, self)
+        reducer.pass_ignored_names(module, self)
 
     def forward(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         watch = self.watch
@@ -136,7 +131,7 @@ class ManualBackward:
             return
         self._ran = True
         if self._model.require_backward_grad_sync:  # false in no_sync, where nothing is reduced
-            prepare_for_backward(self._model, loss)
+            reducer.prepare_for_backward(self._model, loss)
 
     def after_forward(self) -> None:
         """Re-enable the averaging of gradients and the broadcast of buffers for the next step."""
@@ -168,7 +163,7 @@ class SeparateWrappers:
         for module in modules.children():
             if any(parameter.requires_grad for parameter in module.parameters()):
                 steps = StepModule(module)
-                pass_ignored_names(module, steps)
+                reducer.pass_ignored_names(module, steps)
                 self._wrappers[id(module)] = wrap(steps)
         self._parallel = [one for one in self._wrappers.values() if isinstance(one, DistributedDataParallel)]
         self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
@@ -199,9 +194,9 @@ class SeparateWrappers:
     def check_finished(self) -> None:
         """Raise torch's error if a backward pass has reached some parameters of a module, and not all."""
         for wrapper in self._parallel:
-            check_reduction_finished(wrapper)
+            reducer.check_reduction_finished(wrapper)
 
     def release(self) -> None:
         """Free the reducers."""
         for wrapper in self._parallel:
-            release_reducer(wrapper)
+            reducer.release_reducer(wrapper)

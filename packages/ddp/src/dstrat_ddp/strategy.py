@@ -16,8 +16,8 @@ from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.plugins.settings import nearest
+from dstrat_ddp import reducer
 from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
-from dstrat_ddp.reducer import check_reduction_finished, ignored_names, lay_out_buckets, release_reducer
 from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, SeparateWrappers, WatchedSteps
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class DDPStrategy(ParallelStrategy):
 
     def _synchronized(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
         """Return the tensors that are the same on all ranks, without those that the user has excluded."""
-        ignored = ignored_names(self.module)
+        ignored = reducer.ignored_names(self.module)
         return [tensor for name, tensor in tensors if name not in ignored]
 
     def _wrap(self) -> None:
@@ -169,7 +169,7 @@ class DDPStrategy(ParallelStrategy):
         self.model = steps
         self.configure_ddp()
         if isinstance(self.model, DistributedDataParallel):
-            lay_out_buckets(self.model)  # before a communication hook could see its gradients of zero
+            reducer.lay_out_buckets(self.model)  # before a communication hook could see its gradients of zero
         self._configure_communication()
         return self.model
 
@@ -221,7 +221,7 @@ class DDPStrategy(ParallelStrategy):
         self._manual_backward.before_backward(loss)
         with self._explained:
             super().backward(loss, *args, **kwargs)
-            check_reduction_finished(self.model)
+            reducer.check_reduction_finished(self.model)
         self._has_run_backward = True
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
@@ -271,7 +271,7 @@ class DDPStrategy(ParallelStrategy):
 
     def _unwrap(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
-            release_reducer(self.model)
+            reducer.release_reducer(self.model)
         elif isinstance(self.model, SeparateWrappers):
             self.model.release()
         self.model, self._manual_backward = self._module, None

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.optimizer_checks import how_division_fails
-from dstrat_fsdp.internals import fsdp_params, gathered_versions, is_view, parameter_store
+from dstrat_fsdp import internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +63,7 @@ class ViewOutputGuard:
         return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
     def _copy_view(self, tensor: Tensor) -> Tensor:
-        if not (is_view(tensor) and tensor.requires_grad):
+        if not (internals.is_view(tensor) and tensor.requires_grad):
             return tensor
         if not self._has_logged:
             self._has_logged = True
@@ -89,7 +89,7 @@ class ParameterGuard:
             for layer in module.modules()
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        self._stores = [(parameter_store(layer), name, parameter) for layer, name, parameter in self._sharded]
+        self._stores = [(internals.parameter_store(layer), name, parameter) for layer, name, parameter in self._sharded]
 
     def check_not_replaced(self) -> None:
         """Check that no parameter was replaced; no unit is gathered now.
@@ -113,7 +113,7 @@ class ParameterGuard:
         Raises:
             MisuseError: A parameter was changed in place while it was gathered.
         """
-        versions = gathered_versions(self._fsdp_params)
+        versions = internals.gathered_versions(self._fsdp_params)
         before, self._versions = self._versions, versions
         for param, old, new in zip(self._fsdp_params, before, versions, strict=True):
             if old not in (None, new):
@@ -235,7 +235,7 @@ def check_dtypes(units: Sequence[FSDPModule], module: Module) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for unit in units:
         first = None
-        for param in fsdp_params([unit]):
+        for param in internals.fsdp_params([unit]):
             shard = param.sharded_param
             if not shard.requires_grad:
                 continue

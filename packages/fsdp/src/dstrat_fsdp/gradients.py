@@ -14,17 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dstrat.errors import MisuseError
-from dstrat_fsdp.internals import (
-    accumulated_gradient,
-    accumulation_dtype,
-    clear_accumulated_gradient,
-    fsdp_params,
-    initialize_before_forward,
-    norms,
-    scale,
-    set_accumulated_gradient,
-    unsharded_parameter,
-)
+from dstrat_fsdp import internals
 from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
@@ -47,8 +37,8 @@ def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     full, placements = {}, {}
-    for param in fsdp_params(units):
-        gradient = accumulated_gradient(param)
+    for param in internals.fsdp_params(units):
+        gradient = internals.accumulated_gradient(param)
         if gradient is None:
             continue
         name = names[id(param.sharded_param)]
@@ -70,16 +60,16 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
     """
     # The unsharded parameters that hold gradients are allocated when a unit is first gathered.
     for unit in units:  # outer ones first, which torch requires
-        initialize_before_forward(unit)
+        internals.initialize_before_forward(unit)
     for unit in units:
         unit.unshard()
         unit.reshard()
     parameters = dict(module.named_parameters())
-    params = {id(param.sharded_param): param for param in fsdp_params(units)}
+    params = {id(param.sharded_param): param for param in internals.fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
         param = params[id(parameters[name])]
-        like = unsharded_parameter(param)
-        restored = gradient.to(like.device, accumulation_dtype(param))
+        like = internals.unsharded_parameter(param)
+        restored = gradient.to(like.device, internals.accumulation_dtype(param))
         if name in saved["placements"]:
             restored = DTensor.from_local(
                 restored,
@@ -89,7 +79,7 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
                 shape=like.shape,
                 stride=like.stride(),
             )
-        set_accumulated_gradient(param, restored)
+        internals.set_accumulated_gradient(param, restored)
     for name, gradient in saved.get("shards", {}).items():
         parameter: Any = parameters[name]
         parameter.grad = with_local(parameter, gradient.to(parameter.device))
@@ -102,9 +92,9 @@ def drop_accumulated(units: Sequence[FSDPModule], parameters: Container[int]) ->
         units: The units of the module.
         parameters: The ids of the parameters' shards.
     """
-    for param in fsdp_params(units):
+    for param in internals.fsdp_params(units):
         if id(param.sharded_param) in parameters:
-            clear_accumulated_gradient(param)
+            internals.clear_accumulated_gradient(param)
 
 
 def _describe(placement: Placement) -> int | str | None:
@@ -141,7 +131,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
         return torch.zeros(())
     norm = total_norm(gradients)
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # torch's own formula, so that losses are those of one device
-    scale([_summed_shard(gradient) for gradient in gradients], factor)
+    internals.scale([_summed_shard(gradient) for gradient in gradients], factor)
     return norm
 
 
@@ -169,7 +159,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     squares = []
     for layout, shards in by_layout.items():
         # In float32, as a square overflows in float16 from a norm of 256 on, and has 3 digits in bfloat16.
-        square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms(shards)])).square()
+        square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in internals.norms(shards)])).square()
         for mesh, dimension in layout:
             dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.parallel.process_group import wait_for_all_ranks
-from dstrat_fsdp.internals import set_timeout
+from dstrat_fsdp import internals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,6 +117,6 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
         # Groups of other backends than NCCL and gloo keep the timeout that they opened with.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported", category=UserWarning)
         for dimension in range(len(shape)):
-            set_timeout(mesh.get_group(dimension), timeout)
+            internals.set_timeout(mesh.get_group(dimension), timeout)
     wait_for_all_ranks("open the device mesh")  # Gloo fails in a rank that still connects when another one closes
     return mesh

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dstrat.checkpoint.full_state import copy_full, full_tensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import reset_method
-from dstrat_fsdp.internals import allocate_meta_tensors
+from dstrat_fsdp import internals
 from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def materialize(module: Module, device: torch.device, existing_shard: Callable[[
     names = {layer: meta_names for layer in _inner_first(module) if (meta_names := _meta_names(layer))}
     owned = _owned_names(names)
     if names:
-        allocate_meta_tensors(module, device)
+        internals.allocate_meta_tensors(module, device)
     for layer, meta_names in names.items():
         _fill(layer, meta_names, owned[layer], existing_shard)
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.step_module import StepModule
+from dstrat_fsdp import internals
 from dstrat_fsdp.checks import (
     ChangesInForward,
     ParameterGuard,
@@ -20,7 +21,6 @@ from dstrat_fsdp.checks import (
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
-from dstrat_fsdp.internals import fsdp_params, unwrap
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class ShardedModule:
 
     def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.free()  # the guard takes the sharded parameters for those that the module must keep
-        self._guard = ParameterGuard(self._module, fsdp_params(self._units))
+        self._guard = ParameterGuard(self._module, internals.fsdp_params(self._units))
         # In this step only, as the sums take a pass over all parameters.
         changes = ChangesInForward(self._guard, self._units)
         try:
@@ -207,7 +207,7 @@ class ShardedModule:
         self.leave_low_precision()
         for unit in self._units:
             unit.__dict__.pop("__deepcopy__", None)
-            unwrap(unit)
+            internals.unwrap(unit)
         for guard in self._view_guards:
             guard.remove()
         self._units, self._gathered_in_training = [], []

@@ -21,9 +21,9 @@ from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_fsdp import internals
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
-from dstrat_fsdp.internals import release_mesh
 from dstrat_fsdp.parameters import gather_parameters, materialize, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.state import as_shards, load_optimizer
@@ -184,7 +184,7 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:
-            release_mesh(self._mesh)
+            internals.release_mesh(self._mesh)
             self._mesh = None
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
