@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tests.hand_loop import Net, batches, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
+from dstrat.parallel.separate_modules import SeparateModules
 from dstrat_ddp import DDPStrategy
 
 START, PERIOD = 2, 3
@@ -87,3 +88,31 @@ def test_each_optimizer_counts_its_own_steps():
         for step, drifted in enumerate(found):
             apart = step >= START and (step - START) % PERIOD != 0
             assert drifted == [apart] * len(drifted)
+
+
+class Pair(SeparateModules):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def drift_of_two_modules(cluster):
+    state = PostLocalSGDState(None, None, start_localSGD_iter=4, post_local_gradient_allreduce=False)
+    strategy = DDPStrategy(ddp_comm_hook="post_localSGD", ddp_comm_state=state, model_averaging_period=2)
+    modules = {"first": Net(), "second": Net()}
+    start(strategy, Pair(modules), parts(cluster))
+    for batch in batches(3):
+        for module in modules.values():
+            step = module.training_step
+            loss = strategy.model(lambda run, *inputs: run(*inputs), step, share(strategy, batch), 0)
+            strategy.backward(loss)
+        strategy.optimizers[0].step()
+        strategy.optimizers[0].zero_grad()
+    parameters = [parameter.detach() for parameter in strategy.module.parameters()]
+    drift = max(float((strategy.broadcast(parameter) - parameter).abs().max()) for parameter in parameters)
+    strategy.barrier()
+    strategy.teardown()
+    return drift
+
+
+def test_iterations_of_modules_that_take_turns_are_counted_for_each():
+    assert in_ranks(drift_of_two_modules) == [0, 0]

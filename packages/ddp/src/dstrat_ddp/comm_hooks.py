@@ -92,11 +92,12 @@ class CommHook:
         state = self.state
         if state is None and self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"])):
             state = _torch("powerSGD_hook.PowerSGDState")(process_group=None)  # these two have no default of their own
-        elif is_one_of_several and _is_power_sgd(state):
-            # It has what was not sent of each bucket, and a bucket has the same index in each model.
+        elif is_one_of_several and (self.is_local_sgd or _is_power_sgd(state)):
+            # Both count iterations of a model.  PowerSGD's has what was not sent of each bucket, too, and a bucket has
+            # the same index in each model.
             slots = _slots(state)
-            group = slots.pop("process_group")
-            state = _power_sgd(type(state), {**copy.deepcopy(slots), "process_group": group})
+            groups: dict[str, Any] = {name: slots.pop(name) for name in ("process_group", "subgroup") if name in slots}
+            state = _from_slots(type(state), {**copy.deepcopy(slots), **groups})
         register(state, _acceptable(hook))
 
 
@@ -138,8 +139,9 @@ def _slots(state: Any) -> dict[str, Any]:
     return {name: getattr(state, name) for name in state.__slots__}
 
 
-def _power_sgd(state_type: type, slots: dict[str, Any]) -> Any:
-    state: Any = object.__new__(state_type)  # its __init__ would log, and its __setstate__ look for the group
+def _from_slots(state_type: type, slots: dict[str, Any]) -> Any:
+    # Its __init__ would log, and __setstate__ of PowerSGD's look for the process group.
+    state: Any = object.__new__(state_type)
     for name, value in slots.items():
         setattr(state, name, value)
     return state
@@ -148,7 +150,7 @@ def _power_sgd(state_type: type, slots: dict[str, Any]) -> Any:
 def _with_power_sgd(
     hook: Hook, state_type: type, slots: dict[str, Any], wrapper: Callable[[Hook], Hook] | None
 ) -> CommHook:
-    return CommHook(hook=hook, state=_power_sgd(state_type, slots), wrapper=wrapper)
+    return CommHook(hook=hook, state=_from_slots(state_type, slots), wrapper=wrapper)
 
 
 def _acceptable(hook: Hook) -> Hook:

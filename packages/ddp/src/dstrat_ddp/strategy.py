@@ -180,12 +180,13 @@ class DDPStrategy(ParallelStrategy):
     def _configure_communication(self) -> None:
         if self._comm_hook is None:
             return
-        several = isinstance(self.module, SeparateModules)
-        self._comm_hook.register(self.model, self.root_device, is_one_of_several=several)
+        # First, as it may open the subgroup of the hook's state, which several models copy.
         if self._model_averaging_period is not None and self._averaging is None:
             self._averaging = ParameterAveraging(
                 self._model_averaging_period, self._comm_hook.state, self.processes_per_machine
             )
+        several = isinstance(self.module, SeparateModules)
+        self._comm_hook.register(self.model, self.root_device, is_one_of_several=several)
 
     # Steps: only training goes through the wrapper, whose forward waits for the other ranks
 
