@@ -181,9 +181,10 @@ def _best(trainer: Trainer) -> _SearchResult:
         return _SearchResult(error=f"ckpt_path='best', and {_nothing_in(folders)}")
     best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
     if not best or not as_path(best).exists():
+        names = sorted(path.name for path in newest.parent.glob("*.ckpt"))
         return _SearchResult(
-            error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} does not know a best one that is "
-            f"still there: give the path of one of {_list(newest.parent)}"
+            error=f"ckpt_path='best', and the newest checkpoint {str(newest)!r} names no best one that still exists: "
+            f"give the path of a checkpoint{', such as ' if names else ''}{', '.join(names[:8])}"
         )
     return _SearchResult(path=best)
 
@@ -267,11 +268,6 @@ def written_ns(path: CheckpointPath) -> int:
 
 def _nothing_in(folders: list[CheckpointPath]) -> str:
     return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}"
-
-
-def _list(folder: CheckpointPath) -> str:
-    names = sorted(path.name for path in folder.glob("*.ckpt"))
-    return ", ".join(names[:8]) or "no other"
 
 
 def check_writable(folder: CheckpointPath, io: CheckpointIO) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.training.trainer import Trainer
 
@@ -50,8 +49,10 @@ class CheckpointRestore:
     """
 
     def __init__(self, trainer: Trainer, path: str | Path) -> None:
+        from dstrat.training.checkpoint.lightning import LightningFileIO, is_lightning_file  # imports this module
+
         self._trainer, self._path = trainer, path
-        self._io = _io_for(path, trainer.strategy.checkpoint_io)
+        self._io = LightningFileIO() if is_lightning_file(path) else io_for(path, trainer.strategy.checkpoint_io)
         self._values = read_values(trainer.strategy, self._io, path)
         trainer.context.hooks.call("on_load_checkpoint", self._values)
 
@@ -162,13 +163,6 @@ class CheckpointRestore:
                 source,
                 self._trainer.current_epoch,
             )
-
-
-def _io_for(path: str | Path, run_io: CheckpointIO) -> CheckpointIO:
-    """Return the checkpoint io that reads a checkpoint, which may be a file of Lightning."""
-    from dstrat.training.checkpoint.lightning import LightningFileIO, is_lightning_file  # only such files need it
-
-    return LightningFileIO() if is_lightning_file(path) else io_for(path, run_io)
 
 
 def _describe_dropped(

@@ -77,7 +77,10 @@ class Publisher:
         logged.end_epoch()
         if not trainer.sanity_checking:
             self._write(values)
-            self._save_when_due()
+            # Not after each epoch, as epochs may be short, and a flush may upload files.
+            if monotonic() - self._last_save > SECONDS_BETWEEN_SAVES:
+                call_loggers(trainer.loggers, "save")
+                self._last_save = monotonic()
 
     def results(self, logged: LoggedValues, num_loaders: int) -> list[dict[str, float]]:
         """Return the values of an evaluation as numbers, a dict for each loader; collective."""
@@ -100,12 +103,6 @@ class Publisher:
         if values:
             row = {"epoch": self._trainer.current_epoch, **values}
             call_loggers(self._trainer.loggers, "log_metrics", row, self._trainer.global_step if step is None else step)
-
-    def _save_when_due(self) -> None:
-        """Flush the loggers at the end of an epoch, at most every :data:`SECONDS_BETWEEN_SAVES`."""
-        if monotonic() - self._last_save > SECONDS_BETWEEN_SAVES:
-            call_loggers(self._trainer.loggers, "save")
-            self._last_save = monotonic()
 
 
 # The logged values of a run, for callbacks, loggers and the progress bar

@@ -12,7 +12,7 @@ from dstrat.errors import MisuseError
 from dstrat.training.module.plain_values import AttributeDict, fields_of, is_container, to_plain, type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from types import FrameType
 
     from typing_extensions import Self
@@ -48,18 +48,14 @@ def running_calls(owner: object, frame: FrameType | None) -> list[Call]:
         owner: The object under construction.
         frame: The innermost frame of the search.
     """
-    return [_call_of(call_frame) for call_frame in _outwards(frame) if _constructs(call_frame, owner)]
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    calls = []
     while frame is not None:
-        yield frame
+        code = frame.f_code
+        # By the first argument, as the name alone is that of every constructor.
+        if code.co_name == "__init__" and code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is owner:
+            calls.append(_call_of(frame))
         frame = frame.f_back
-
-
-def _constructs(frame: FrameType, owner: object) -> bool:
-    code = frame.f_code
-    return code.co_name == "__init__" and code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is owner
+    return calls
 
 
 def _call_of(frame: FrameType) -> Call:
@@ -348,7 +344,9 @@ def _shown(owners: Iterable[HyperparametersMixin]) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for owner in owners:
         for name, value in owner.hparams_initial.items():
-            plain = to_plain(value, name, _name_of)
+            plain = to_plain(
+                value, name, lambda _, other: str(getattr(other, "__qualname__", type(other).__qualname__))
+            )
             if name in shown and shown[name] != plain:
                 raise MisuseError(
                     f"module and data module both have a hyperparameter {name!r}, {shown[name]!r} and {plain!r}, and "
@@ -356,7 +354,3 @@ def _shown(owners: Iterable[HyperparametersMixin]) -> dict[str, Any]:
                 )
             shown[name] = plain
     return shown
-
-
-def _name_of(_: str, value: Any) -> str:
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
