@@ -93,6 +93,7 @@ def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_
         if requested[name] is not None:
             _check_statement(requested[name], _argument(name))
     defaults = _BARE if barebones else _USUAL
+    # None is the default, and not False: barebones conflicts with what the user has requested only.
     values = {
         name: getattr(defaults, name) if requested[name] is None else requested[name]
         for name in FeatureDefaults.__slots__
@@ -146,7 +147,7 @@ def check_arguments(trainer: Trainer) -> None:
 
 def check_fast_dev_run(value: Any) -> None:
     """Raise a RequestError unless a value is a bool or a number of batches."""
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or value < 0:  # True is an int, 1
         raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
@@ -177,6 +178,7 @@ def check_preemption(trainer: Trainer) -> None:
     seconds = trainer.preemption_deadline
     cluster = trainer.strategy.parts.cluster_environment
     if seconds is None:
+        # Without a checkpoint the job would start from scratch each time.
         if cluster is not None and cluster.requeue_signal is not None:
             name = signal.Signals(cluster.requeue_signal).name
             raise ConflictError(

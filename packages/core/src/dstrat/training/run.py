@@ -119,6 +119,7 @@ def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
     module.attach(trainer)
     if sources.datamodule is not None:
         sources.datamodule.attach(trainer)
+    # None lets the strategy call Tensor.backward itself: one Python call less per batch.
     trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     _set_logging_module(trainer.callbacks, module)
@@ -145,6 +146,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     if strategy.local_rank == 0:  # downloads happen once per machine, before any rank reads the files
         sources.prepare_data()
     strategy.barrier("prepare_data")
+    # A restarted job writes to the loggers' folders of the attempt before; values after the save point are removed.
     join_attempt(trainer)
     trainer.context.log_dir = agree_on_folders(trainer.loggers, strategy)
     rewind_loggers(trainer)
@@ -169,7 +171,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     log_hyperparameters(trainer)
     if restoration is not None:
         restoration.finish()
-    if trainer.is_fitting:
+    if trainer.is_fitting:  # after the checkpoint, whose state that of a running job replaces
         strategy.join_training(LiveTraining(trainer))
 
 

@@ -225,9 +225,9 @@ class RunState:
     @property
     def failed_attempts(self) -> list[FailedAttempt]:
         """The attempts of this job, or of the last one, that ended with a failed rank; with ``max_restarts``."""
-        if self.context.attempt is not None:
+        if self.context.attempt is not None:  # in a rank; the launcher is in the process that started it
             return list(self.context.attempt.failed)
-        return list(getattr(self.strategy.launcher, "failed_attempts", ()))
+        return list(getattr(self.strategy.launcher, "failed_attempts", ()))  # a user's launcher may not have it
 
     @property
     def restart_count(self) -> int:
@@ -290,6 +290,7 @@ class RunState:
     @property
     def state(self) -> TrainerState:
         """Status, method and stage, by Lightning's names."""
+        # The context of a new Trainer has the stage "fit" before any call.
         fn = None if self.status is TrainerStatus.INITIALIZING else TrainerFn(self.stage)
         return TrainerState(status=self.status, fn=fn, stage=self._running_stage() if self.is_running else None)
 
@@ -465,7 +466,7 @@ class RunState:
         Raises:
             MisuseError: The last fit ran in other processes, with which its optimizers have ended.
         """
-        # The strategy drops its own in teardown.
+        # The strategy forgets its own in teardown.
         return self.strategy.optimizers or list(self._after_fit.optimizers)
 
     @property
@@ -526,7 +527,7 @@ class RunState:
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """The first ``ProgressBar``; None without one."""
-        from dstrat.training.callbacks.progress_bar import ProgressBar
+        from dstrat.training.callbacks.progress_bar import ProgressBar  # only a Trainer with a bar has imported it
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 

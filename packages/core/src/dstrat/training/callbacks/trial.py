@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.train_module import TrainModule
 
+# Settings that change the computation; not limits and intervals, which a trial sets by itself.
 _SHARED_SETTINGS = (
     "accumulate_grad_batches",
     "benchmark",
@@ -108,7 +109,7 @@ def restored_random_state(loaders: Any) -> Iterator[None]:
         for loader, states in generators:
             set_generator_states(loader, states)
             if getattr(loader, "_iterator", None) is not None:  # persistent workers, whose seed was drawn in the block
-                loader._iterator = None  # noqa: SLF001 - torch has no public name
+                loader._iterator = None  # noqa: SLF001 - DataLoader's (torch 2.9 to 2.13); there is no public way
 
 
 def copy_module(module: TrainModule, caller: str) -> TrainModule:

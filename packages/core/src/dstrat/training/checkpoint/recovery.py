@@ -82,6 +82,7 @@ def record_checkpoint(trainer: Trainer, path: str | Path) -> None:
 
 
 def _record(trainer: Trainer, checkpoint: str | None) -> None:
+    # Folders and bookmarks of now: values that are logged after this are repeated by the next attempt.
     folders = [logger.log_dir for logger in trainer.loggers]
     record_save_point(
         SavePoint(

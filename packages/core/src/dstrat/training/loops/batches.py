@@ -78,6 +78,7 @@ class TrainingData:
                 distribute=trainer.use_distributed_sampler,
                 keeps_order=self.keeps_order,
             )
+            # The limit is of each rank's batches, so it is applied after the division.
             limit = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
             self.num_batches = self._round_to_items(limit)
 
@@ -173,6 +174,7 @@ class TrainingData:
         else:  # before the loader draws the order of this epoch
             self.beginning, done, position = Beginning.of(self.loader), 0, None
         copies_ahead_to = device_to_copy_ahead_to(trainer, module)
+        # Whether the loader is a batch ahead of training, so that its own state is not that of the current batch.
         is_read_ahead = copies_ahead_to is not None or num_remaining is None or not length_is_certain(self.loader)
         loader = self._read_from(self.beginning, done, position, is_over=is_over, is_read_ahead=is_read_ahead)
         move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
@@ -188,6 +190,7 @@ class TrainingData:
 
     def _read_from(self, beginning: Beginning, done: int, position: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
         """Return an iterable of the remaining batches of an epoch."""
+        # Without a saved position, as after a change of the world size, the batches that are done are read again.
         self._stateful = None
         if is_stateful(self.loader) and (position is not None or not done):
             self._stateful = StatefulLoader(

@@ -101,6 +101,7 @@ def _check(trainer: Trainer, module: TrainModule, compiled: CompiledSteps) -> No
             f"{rule}, without clipping, and gradient_clip_val={trainer.gradient_clip_val!r}: leave it out, or choose "
             "another strategy"
         )
+    # The strategy compiles its own number of batches into a call, which the Trainer's cannot change.
     if compiled.batches != compiled.optimizer_steps * trainer.accumulate_grad_batches:
         raise ConflictError(
             f"{rule}, of {compiled.batches} batches and {compiled.optimizer_steps} optimizer steps, which does not go "

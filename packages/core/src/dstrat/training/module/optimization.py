@@ -171,7 +171,7 @@ class OptimizationMethods:
         Args:
             enabled: False makes the context do nothing.
         """
-        self._manual("no_backward_sync")
+        self._manual("no_backward_sync")  # in automatic optimization the loop decides it
         return self.trainer.strategy.no_backward_sync() if enabled else nullcontext()
 
     def toggle_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> None:

@@ -99,7 +99,7 @@ class TrainModule(
 
     def attach(self, trainer: Trainer | None) -> None:
         """Set the Trainer of this module and its submodules, which keep it after the run."""
-        for module in self.modules():
+        for module in self.modules():  # nested ones log too
             if isinstance(module, TrainModule):
                 module._trainer = trainer  # noqa: SLF001 - of the same class
 
