@@ -119,6 +119,16 @@ def test_best_and_last_are_those_of_the_callback(fit, make_line, loader, tmp_pat
     assert read_checkpoint(best)["epoch"] == 0
 
 
+def test_a_best_checkpoint_that_is_gone_is_answered_with_those_that_exist(fit, tmp_path):
+    def callback():
+        return ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", mode="max", save_last=True)
+
+    shutil.rmtree(fit(2, callback()).checkpoint_callback.best_model_path)
+    message = r"names no best one that still exists: give the path of a checkpoint, such as last.ckpt$"
+    with pytest.raises(CheckpointError, match=message):
+        fit(3, callback(), ckpt_path="best")
+
+
 @pytest.mark.parametrize(("stage", "processes"), [("validate", 1), ("test", 1), ("predict", 1), ("test", 2)])
 def test_evaluation_without_a_module_uses_the_best_checkpoint(
     fit, make_line, line_class, loader, averaging, tmp_path, caplog, stage, processes
