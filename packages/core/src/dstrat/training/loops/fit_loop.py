@@ -16,7 +16,8 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
-from dstrat.training.loops.optimization import AutomaticOptimization, ManualOptimization
+from dstrat.training.loops.manual_optimization import ManualOptimization
+from dstrat.training.loops.optimization import AutomaticOptimization
 from dstrat.training.loops.position import Position, ResumeState, rank_state
 from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
 from dstrat.training.loops.steps import count_arguments

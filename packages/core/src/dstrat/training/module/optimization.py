@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat.training.loops.optimization import ManualOptimization, ManualOptimizer
+    from dstrat.training.loops.manual_optimization import ManualOptimization, ManualOptimizer
     from dstrat.training.trainer import Trainer
 
 
@@ -94,7 +94,7 @@ class OptimizationMethods:
     def optimizers(self) -> Any:
         """Return the optimizer, or the list of several.
 
-        In manual optimization each is a :class:`~dstrat.training.loops.optimization.ManualOptimizer`.
+        In manual optimization each is a :class:`~dstrat.training.loops.manual_optimization.ManualOptimizer`.
         """
         optimizers = self.trainer.fit_loop.optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
