@@ -150,7 +150,7 @@ class Steps:
         limit, algorithm = self._settings.gradient_clip_val, self._settings.gradient_clip_algorithm
 
         def prepare() -> None:
-            if clips and limit:  # without clipping, the precision unscales within its step
+            if clips and limit is not None:  # without clipping, the precision unscales within its step
                 self._strategy.unscale_gradients(optimizer)
                 self._strategy.clip_gradients(optimizer, limit, algorithm)
 
@@ -187,6 +187,8 @@ class Settings:
             )
         check_count(self.accumulate_grad_batches, "accumulate_grad_batches", 1)
         check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
+        # Strategies compare it with None, as a Trainer's, which sets 0 to None too.
+        object.__setattr__(self, "gradient_clip_val", self.gradient_clip_val or None)
 
     @property
     def is_fitting(self) -> bool:

@@ -112,7 +112,7 @@ def exchange_epoch(summary: LocalSummary, strategy: Strategy) -> ReducedValues:
     complete = [rank for rank in range(strategy.world_size) if had_data[rank]]
     if len({digests[rank] for rank in complete}) > 1:
         _raise_mismatch(summary, complete, strategy)
-    # A rank without data lacks names, and has logged others perhaps: the names are those of a rank with data.
+    # A rank without data may lack names, so that they are those of a rank with data.
     source = max(complete or range(strategy.world_size), key=lambda rank: (digests[rank] > 0, counts[rank]))
     if len(set(digests)) > 1:
         summary = _completed(summary, source, strategy)
