@@ -37,11 +37,15 @@ def test_each_gradient_and_all_together_have_a_norm(module, order, expected):
     )
 
 
-def test_without_gradients_there_are_no_norms_and_a_norm_is_of_a_positive_order(module):
+def test_without_gradients_there_are_no_norms(module):
     assert grad_norm(nn.Linear(1, 1), 2) == {}
     assert "grad_2.0_norm.1.weight" in grad_norm(module, 2, group_separator=".")
-    with pytest.raises(RequestError, match=r"grad_norm\(norm_type=0\) must be positive, or 'inf'"):
-        grad_norm(module, 0)
+
+
+@pytest.mark.parametrize("order", [0, -1, math.nan, "two", None])
+def test_the_order_of_a_norm_is_a_positive_number(module, order):
+    with pytest.raises(RequestError, match=rf"grad_norm\(norm_type={order!r}\): give a number above 0, or 'inf'"):
+        grad_norm(module, order)
 
 
 def test_a_module_logs_the_norms_before_each_step(quiet_trainer, line_class, loader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,14 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         group_separator: Separator between ``grad_2.0_norm`` and the parameter's name.
 
     Raises:
-        RequestError: The p is not positive.
+        RequestError: The p is not a positive number.
     """
-    order = float(norm_type)
-    if order <= 0:
-        raise RequestError(f"grad_norm(norm_type={norm_type!r}) must be positive, or 'inf' for the largest value")
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:  # NaN too
+        raise RequestError(f"grad_norm(norm_type={norm_type!r}): give a number above 0, or 'inf' for the largest value")
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     norms = {
         f"grad_{order}_norm{group_separator}{name}": _full_tensor(torch.linalg.vector_norm(gradient.detach(), order))
