@@ -196,7 +196,7 @@ def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
         ([end(1, code=-11, stack="Fatal")], "rank 1 of 4 was killed by SIGSEGV\n\nFatal"),
         ([end(1, code=-signal.SIGBUS)], "rank 1 of 4 was killed by SIGBUS (perhaps because /dev/shm is full)"),
         ([end(1, code=-40)], "rank 1 of 4 was killed by signal 40"),
-        ([end(1, code=None)], "rank 1 of 4 ended, and its launcher does not know how"),
+        ([end(1, code=None)], "rank 1 of 4 ended, and its exit code is not known"),
     ],
 )
 def test_message_names_the_rank_and_what_happened_to_it(ends, message):

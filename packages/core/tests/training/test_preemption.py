@@ -89,7 +89,7 @@ def test_save_that_may_take_too_long_is_reported(training):
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate()
     assert re.search(r"Terminated: saving took \d+\.\d s the last time, and -?\d\.\d s remain of preemption_deadl", err)
-    assert "SIGUSR1: rank 0, 1 of 2 did not stop within 4 s, and is ended: a checkpoint that was to be" in err
+    assert "SIGUSR1: ranks 0, 1 of 2 did not stop within 4 s, and are ended: a checkpoint that was to be" in err
 
 
 def test_second_sigusr1_has_no_effect_while_the_run_ends():

@@ -24,7 +24,7 @@ _CPU = Component(
     alias="cpu",
     target="dstrat.builtin.accelerators.cpu:CPUAccelerator",
     summary="the processor; devices are processes",
-    auto=10,
+    auto=10,  # lower than that of any GPU, which is preferred where there is one
     device_type="cpu",
     process_group_backend="gloo",
     supports_torch_distributed=True,
@@ -85,7 +85,7 @@ _PORTABLE_CHECKPOINT = Component(
     alias="portable",
     target="dstrat.checkpoint.portable.checkpoint_io:PortableCheckpointIO",
     summary="a directory that any strategy on any number of ranks can load, written by all ranks",
-    auto=20,
+    auto=20,  # preferred to one file: any strategy on any number of ranks can load it
 )
 
 

@@ -238,7 +238,7 @@ class Strategy(ABC):
                 if getattr(parts, field.name) is None:
                     raise MisuseError(
                         f"{type(self).__name__}({field.name}={value!r}) needs an instance here: only Trainer and "
-                        "dstrat.build construct parts from an alias or a class"
+                        "dstrat.build construct components from an alias or a class"
                     )
             elif value is not None:
                 from_constructor[field.name] = value

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from dstrat.interfaces.cluster import this_machine
-from dstrat.launch.failures import kind_of, text_of
+from dstrat.launch.failures import kind_of, list_ranks, text_of
 from dstrat.launch.progress import has_ended
 from dstrat.launch.rank import this_rank
 
@@ -64,9 +64,8 @@ def name_ended_ranks(error: BaseException) -> None:
     # This rank is about to end, on which torchrun sends SIGTERM to the others.
     continue_stopped(nearby.values())
     if kind == "lost" and (ended := _wait_for_end_of_any(nearby, _ENDING_SECONDS)):
-        numbers = ", ".join(str(rank) for rank in ended[:_NUM_NAMED])
-        verb = "ranks {} of {} have" if len(ended) > 1 else "rank {} of {} has"
-        _note(error, f"{verb.format(numbers, len(processes))} ended already")
+        verb = "have" if len(ended) > 1 else "has"
+        _note(error, f"{list_ranks(ended[:_NUM_NAMED])} of {len(processes)} {verb} ended already")
     elif len(machines) > 1:
         for note in _describe_remote_failures(processes):
             _note(error, note)

@@ -306,7 +306,7 @@ def hang_error(
     blocking = [rank for rank in running if rank in idle and not waits(running[rank])]
     hung = blocking or [rank for rank in running if rank in idle] or list(running)
     peers = [rank for rank in running if rank not in hung]
-    peers_note = f", and {_ranks(peers)} waited" if peers else ""
+    peers_note = f", and {list_ranks(peers)} waited" if peers else ""
     stacks = [f"Stack of rank {rank}:\n\n{running[rank] or _NO_STACK}" for rank in (*hung, *peers)]
     script_note = ""
     if hung[0] in before_launch:
@@ -316,7 +316,7 @@ def hang_error(
             "it by itself: choose start_method='spawn' or 'forkserver' there."
         )
     message = (
-        f"{_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}.{script_note} "
+        f"{list_ranks(hung)} of {world_size} hung: no progress for {max(idle.values()):g} s{peers_note}.{script_note} "
         "If this is normal, pass timeout=timedelta(minutes=...) to the strategy."
     )
     return RankFailedError(
@@ -326,7 +326,8 @@ def hang_error(
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return the name of ranks in messages: ``"rank 1"``, ``"ranks 0, 2"``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -359,7 +360,7 @@ def _describe_end(end: RankEnd) -> str:
         return f"failed: {end.failure.headline}"
     code = end.exit_code
     if code is None:
-        return "ended, and its launcher does not know how"
+        return "ended, and its exit code is not known"
     if code < 0:
         return f"was killed by {_signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
     if not end.was_set_up:
@@ -371,7 +372,7 @@ def _running_ranks(primary: RankEnd, running: Mapping[int, str]) -> str:
     """Return the ranks that may have broken the connection, where no rank failed by itself."""
     if primary.failure_order < 2 or not running:
         return ""
-    return f"\n({_ranks([*running])} {'were' if len(running) > 1 else 'was'} still running)"
+    return f"\n({list_ranks([*running])} {'were' if len(running) > 1 else 'was'} still running)"
 
 
 def _signal_name(number: int) -> str:

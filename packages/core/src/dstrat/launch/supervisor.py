@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.errors import LaunchError, RankFailedError
-from dstrat.launch.failures import RankEnd, failure_error, hang_error, read_failure, waits
+from dstrat.launch.failures import RankEnd, failure_error, hang_error, list_ranks, read_failure, waits
 from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
 from dstrat.launch.progress import RankWatch, descendants_of
 from dstrat.launch.rank import STACK_SIGNAL, signal_file, stack_file
@@ -218,10 +218,10 @@ class Supervisor:
                 (self.folder / STOP_FILE).write_text(str(int(self.stop_signal)))
 
     def _report_late_ranks(self, number: signal.Signals) -> None:
-        late = ", ".join(str(process.rank) for process in self._running())
+        late = [process.rank for process in self._running()]
         _show(
-            f"{number.name}: rank {late} of {self.world_size} did not stop within {self.stop_grace:g} s, and is ended: "
-            "a checkpoint that was to be saved is not complete"
+            f"{number.name}: {list_ranks(late)} of {self.world_size} did not stop within {self.stop_grace:g} s, and "
+            f"{'are' if len(late) > 1 else 'is'} ended: a checkpoint that was to be saved is not complete"
         )
 
     def _report_external_signals(self) -> None:
@@ -229,10 +229,9 @@ class Supervisor:
         files = {process.rank: signal_file(self.folder, process.pid) for process in self.processes}
         signals = {rank: signal.Signals(int(file.read_text())) for rank, file in files.items() if file.exists()}
         if signals:
-            ranks = f"rank{'s' if len(signals) > 1 else ''} {', '.join(map(str, signals))} of {self.world_size}"
             _show(
-                f"{next(iter(signals.values())).name}: {ranks} received it from outside of this job, and all ranks "
-                "have stopped after the same step"
+                f"{next(iter(signals.values())).name}: {list_ranks([*signals])} of {self.world_size} received it from "
+                "outside of this job, and all ranks have stopped after the same step"
             )
 
     def _pause(self) -> None:

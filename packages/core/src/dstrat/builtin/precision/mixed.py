@@ -90,7 +90,7 @@ class MixedPrecision(Precision):
         return loss
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
-        self.unscale_gradients(optimizer)
+        self.unscale_gradients(optimizer)  # for callers that only clip, such as a hand-written loop
         super().clip_gradients(optimizer, clip_val, algorithm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,6 +105,7 @@ class MixedPrecision(Precision):
         self._loss_scale = self._new_loss_scale()  # after an error the old one may be between unscale and step
 
     def _new_loss_scale(self) -> LossScale | None:
+        # A copy, as the user's scaler is where each run begins.
         return LossScale(copy.deepcopy(self._scaler)) if self.flag == "16-mixed" else None
 
     def _module_device(self) -> str:
@@ -139,13 +140,14 @@ class LossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss (a scalar) times the scale."""
         self._adapt()
-        if self._scaler is None:
+        if self._scaler is None:  # made now, as the device of the training is not known before
             self._scaler = torch.amp.GradScaler(loss.device.type)
             self.load_state_dict(self._loaded_state)
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the scale in the gradients of an optimizer, once between two steps."""
+        # GradScaler raises at a second time, and for an optimizer without gradients.
         if self._scaler is None or id(optimizer) in self._unscaled or not _has_gradients(optimizer):
             return
         self._scaler.unscale_(optimizer)
@@ -166,7 +168,7 @@ class LossScale:
                 "the gradients come from a loss that precision '16-mixed' has not scaled: "
                 "compute them with the strategy's backward instead of loss.backward()"
             )
-        steps: list[None] = []
+        steps: list[None] = []  # one if it has stepped, which GradScaler does not return
         hook = optimizer.register_step_post_hook(lambda *_: steps.append(None))
         try:
             self._scaler.step(optimizer, **kwargs)

@@ -56,15 +56,16 @@ class TruePrecision(Precision):
 
     def connect(self, module: Module) -> Module:
         if self._converts:
+            # Unlike module.to(dtype), these leave complex tensors as they are.
             convert = {torch.float64: module.double, torch.float16: module.half, torch.bfloat16: module.bfloat16}
-            convert[self.param_dtype]()  # unlike module.to(dtype), these leave complex tensors as they are
+            convert[self.param_dtype]()
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return default_dtype(self.param_dtype) if self._converts else nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self.tensor_init_context()
+        return self.tensor_init_context()  # for tensors that a step makes, such as masks and noise
 
     def convert_input(self, batch: Any) -> Any:
         return apply_to_tensors(batch, self._converted) if self._converts else batch
