@@ -46,13 +46,15 @@ def name_ended_ranks(error: BaseException) -> None:
     if (
         this_rank() is not None
         or not isinstance(error, Exception)
-        or "dstrat.parallel.process_group" not in sys.modules  # one process, which has no peers
+        or "dstrat.parallel.process_group" not in sys.modules  # one process; hence no import at the top of this module
     ):
         return
+    from dstrat.parallel.process_group import store_address
+
     kind = kind_of(error)
     processes = _read_processes()
     if processes is None:  # the store is gone; an own error says enough without it
-        if kind != "error" and (address := _store_address()) is not None:
+        if kind != "error" and (address := store_address()) is not None:
             _note(error, f"rank 0 at {address} does not respond: it has ended, or its machine is not reachable")
         return
     machines = {machine for _, machine in processes.values()}
@@ -93,21 +95,17 @@ def _write_report(error: Exception) -> None:
     _call_for(_ENDING_SECONDS, partial(write_failure_report, text))
 
 
-def _store_address() -> str | None:
-    from dstrat.parallel.process_group import store_address
-
-    return store_address()
-
-
 def _describe_remote_failures(processes: Mapping[int, tuple[int, str]]) -> list[str]:
     """Return which ranks of other machines have failed by themselves; if none, which of them are silent."""
+    from dstrat.parallel.process_group import read_failure_reports
+
     size = len(processes)
     hosts = {rank: machine.partition(" ")[0] for rank, (_, machine) in processes.items()}
     remote = [rank for rank, (_, machine) in processes.items() if machine != this_machine()]
     deadline = time.monotonic() + _REPORT_SECONDS
     pause = max(_PAUSE, 3e-4 * size)  # limits the requests to the store, three of each rank, to 10,000 in a second
     while True:
-        reports = _read_reports()
+        reports = _call_for(_ENDING_SECONDS, read_failure_reports)
         if reports is None:
             return [f"rank 0 of {size} on {hosts[0]!r} does not respond: it has ended, or its machine is not reachable"]
         failed = [rank for rank in remote if reports.get(rank)]
@@ -124,13 +122,6 @@ def _describe_remote_failures(processes: Mapping[int, tuple[int, str]]) -> list[
             for rank in silent
         ]
     )[:_NUM_NAMED]
-
-
-def _read_reports() -> dict[int, str] | None:
-    """Return the reports of ranks, from the store; None where it does not respond."""
-    from dstrat.parallel.process_group import read_failure_reports
-
-    return _call_for(_ENDING_SECONDS, read_failure_reports)
 
 
 def _call_for(seconds: float, function: Callable[[], T]) -> T | None:

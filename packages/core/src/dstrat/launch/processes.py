@@ -45,7 +45,11 @@ class RankProcess:
 def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
     """Start a rank that runs the user's script once more."""
     arguments = [script.kind, script.target, *script.argv]
-    return _start_interpreter(job, local_rank, script.flags, arguments, directory=_first_directory())
+    # Where this interpreter was started: a script that has changed its directory will do so again.
+    directory = multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]  # not in typeshed
+    if directory and not Path(directory).is_dir():  # removed since
+        directory = None
+    return _start_interpreter(job, local_rank, script.flags, arguments, directory)
 
 
 def start_spawned(job: Job, local_rank: int) -> RankProcess:
@@ -165,9 +169,3 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _first_directory() -> str | None:
-    """Return the directory in which the interpreter was started: a script that has changed it will do so again."""
-    directory = multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]  # not in typeshed
-    return directory if directory and Path(directory).is_dir() else None

@@ -280,13 +280,14 @@ class Recovery:
             points = [point for point in self._ledger if point.launch == launch]
             ordered = sorted(points, key=lambda point: point.step)  # stable: of as many steps the latest is last
             newest[launch] = next(
-                (point for point in reversed(ordered) if self._is_usable(point)),
+                (
+                    point
+                    for point in reversed(ordered)
+                    if point.checkpoint is not None and self.recovers_checkpoint(point.checkpoint, point.step)
+                ),
                 points[0],  # the beginning of the fit
             )
         return tuple(newest.values())
-
-    def _is_usable(self, point: SavePoint) -> bool:
-        return point.checkpoint is not None and self.recovers_checkpoint(point.checkpoint, point.step)
 
 
 def path_exists(path: str, step: int) -> bool:  # noqa: ARG001 - the signature of Recovery.recovers_checkpoint

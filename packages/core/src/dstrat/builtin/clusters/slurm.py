@@ -171,15 +171,13 @@ class SLURMEnvironment(ExternalEnvironment):
             return host
         # The machine on which srun was started: of a batch script the job's first node, of salloc perhaps a login node.
         address = self.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-        if address and self.environ.get("ENVIRONMENT") == "BATCH" and self._starts_on_first_node(host):
+        is_batch_script = self.environ.get("ENVIRONMENT") == "BATCH"
+        if address and is_batch_script and first_host(self.variables.text("SLURM_JOB_NODELIST")) == host:
             return address
         raise ClusterError(
             f"SLURM names {host!r} as the machine of rank 0, and this machine finds no address of that name: "
             "set MASTER_ADDR to the machine's address"
         )
-
-    def _starts_on_first_node(self, host: str) -> bool:
-        return first_host(self.variables.text("SLURM_JOB_NODELIST")) == host
 
 
 def _is_shell(environ: Mapping[str, str]) -> bool:
