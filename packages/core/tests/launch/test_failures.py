@@ -105,6 +105,13 @@ def test_exception_that_cannot_be_shown_is_written_all_the_same(tmp_path):
     assert failure.headline.endswith("MuteError: (its __str__ raised ValueError)")
 
 
+def test_failure_that_cannot_be_written_is_printed(tmp_path, capsys):
+    """As where the disk is full, which may be what the failure is about."""
+    (tmp_path / "job").touch()  # no folder
+    write_failure(tmp_path / "job", ValueError("boom"))
+    assert capsys.readouterr().err == "ValueError: boom\n"
+
+
 def test_failure_is_read_back_as_it_was_written(tmp_path):
     assert read_failure(tmp_path, os.getpid()) is None
     try:

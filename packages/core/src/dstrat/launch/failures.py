@@ -139,7 +139,7 @@ def write_failure(folder: Path, error: BaseException) -> None:
         # Errors may quote file names that are no UTF-8, as lone surrogates.
         unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
-    except FileNotFoundError:  # the folder was removed; the supervisor reports that
+    except OSError:  # the folder was removed, which the supervisor reports, or the disk is full
         sys.stderr.write(f"{failure.traceback}\n")
 
 

@@ -45,7 +45,7 @@ class RankProcess:
 def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
     """Start a rank that runs the user's script once more."""
     arguments = [script.kind, script.target, *script.argv]
-    # Where this interpreter was started: a script that has changed its directory will do so again.
+    # Where this process imported multiprocessing: a script that has changed its directory since will do so again.
     directory = multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]  # not in typeshed
     if directory and not Path(directory).is_dir():  # removed since
         directory = None

@@ -121,7 +121,7 @@ def write_function(folder: Path, call: partial[Any]) -> None:
         Exception: Any error of the pickling.
     """
     write_payload(folder / _FUNCTION_FILE, (call.func, call.args, call.keywords))
-    main = spawn.get_preparation_data("rank")
+    main = spawn.get_preparation_data("rank")  # undocumented, as prepare is below; the same in Python 3.10 to 3.13
     main.pop("authkey")  # secret, and needed only for connections of multiprocessing
     (folder / _MAIN_FILE).write_text(json.dumps(main))  # apart from the pickle, which may need the script imported
 
