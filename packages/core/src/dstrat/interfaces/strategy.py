@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from dstrat.errors import CheckpointError, MisuseError
@@ -232,7 +231,7 @@ class Strategy(ABC):
             MisuseError: ``parts`` has no instance for it.
         """
         from_constructor = {}
-        for field in dataclasses.fields(Parts):
+        for field in fields(Parts):
             value = getattr(self.given_parts, field.name)
             if isinstance(value, str | type):
                 if getattr(parts, field.name) is None:
@@ -242,7 +241,7 @@ class Strategy(ABC):
                     )
             elif value is not None:
                 from_constructor[field.name] = value
-        self.parts = dataclasses.replace(parts, **from_constructor)
+        self.parts = replace(parts, **from_constructor)
 
     @property
     def accelerator(self) -> Accelerator:

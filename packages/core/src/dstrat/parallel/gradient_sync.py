@@ -49,8 +49,8 @@ class GradientSyncStrategy(ParallelStrategy):
         last backward pass of an optimizer step.
 
         Args:
-            gradients: One for each trainable parameter, in the order of the module, of the same shapes in every
-                process; zeros if this process has none.  With a loss scale they are scaled.
+            gradients: One for each trainable parameter, in the order of the module, on its device and in its dtype, of
+                the same shapes in every process; zeros if this process has none.  With a loss scale they are scaled.
         """
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -301,7 +301,7 @@ def _select_interface(cluster: ClusterEnvironment) -> None:
         for _, interface in socket.if_nameindex():
             if _interface_address(probe, interface) == used:
                 _log.info("Gloo uses the interface %s, by which this machine reaches rank 0 at %s", interface, main)
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
+                os.environ["GLOO_SOCKET_IFNAME"] = interface  # stays, for groups that are opened later
                 return
 
 
@@ -389,7 +389,7 @@ def check_same_catalog(catalog: Catalog, store: dist.Store, rank: int, world_siz
     if rank == 0:
         store.set(_LINES, lines)
         store.set(_DIGEST, digest)
-        store.wait([f"{_DIGEST} read by all"])
+        store.wait([f"{_DIGEST} read by all"])  # it may serve the store, which is gone when it fails
         return
     # A digest first: in a job of a thousand ranks, rank 0 would send megabytes to say that nothing differs.
     is_same = store.get(_DIGEST).decode() == digest
