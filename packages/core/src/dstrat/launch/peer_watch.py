@@ -105,7 +105,7 @@ class PeerWatch(threading.Thread):
         self._limit, self._longest, self._rank, self._size = limit, longest, rank, size
         self._is_observer = rank < _NUM_OBSERVERS or local_rank < _NUM_LOCAL_OBSERVERS
         self._timer = IdleTimer(limit)
-        self._main = threading.get_ident()
+        self._main = threading.get_ident()  # the thread that trains constructs the watch
         self._closed = threading.Event()
         self._has_beaten = False
         self._last_beat = time.monotonic()
@@ -291,11 +291,12 @@ class PeerWatch(threading.Thread):
         else:
             # Let another rank report first: it may need this rank's store, and its end makes the launcher end all.
             time.sleep(MARGIN)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun shows what is in it as the cause
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(TimeoutError(message))
-        continue_stopped(stopped)
+        continue_stopped(stopped)  # a stopped process does not take torchrun's SIGTERM
+        # Not sys.exit, which ends this thread only; so workers are ended, and output is written, by hand.
         for pid in descendants_of([os.getpid()]):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
