@@ -22,10 +22,11 @@ T = TypeVar("T")
 class SingleDeviceStrategy(Strategy):
     """Training on one device, without any communication.
 
-    The other arguments of the constructor are components, see :class:`~dstrat.interfaces.strategy.Parts`.
-
     Args:
         device: The device; None takes the first that the accelerator offers.
+        accelerator: The hardware.
+        checkpoint_io: How checkpoints reach storage.
+        precision_plugin: The precision: dtypes, casts, loss scaling.
     """
 
     def __init__(

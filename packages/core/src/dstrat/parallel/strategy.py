@@ -65,7 +65,8 @@ class ParallelStrategy(Strategy):
                 return self.model.no_sync()
 
     The first five arguments of the constructor, by position or by name, are components, see
-    :class:`~dstrat.interfaces.strategy.Parts`.
+    :class:`~dstrat.interfaces.strategy.Parts`.  A class that users name documents them itself, for the help of command
+    lines.
 
     Args:
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
