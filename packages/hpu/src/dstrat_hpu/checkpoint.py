@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.batch import apply_to_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch import Tensor
 
 
 class HPUCheckpointIO(TorchCheckpointIO):
@@ -18,8 +18,4 @@ class HPUCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         # torch names the device in the file, and can read such a tensor only where that device is.
-        super().save_checkpoint(apply_to_tensors(checkpoint, _on_host), path)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.cpu()
+        super().save_checkpoint(apply_to_tensors(checkpoint, torch.Tensor.cpu), path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrat.plugins.component import Component, hookimpl
 
 _VENDOR = "habana-torch-plugin"
-# It is in the vendor's images; no index has it, and anybody may take its name.
+# It is in the vendor's images; on an index, a package of that name would be a stranger's.
 _FROM_VENDOR = ("--no-index", "--find-links=FOLDER_OF_GAUDIS_SOFTWARE")
 _ACCELERATORS = ("hpu",)
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")

@@ -79,7 +79,7 @@ def _remove_defaults() -> None:
             del os.environ[name]
     if os.environ.get("ID") == os.environ.get("RANK"):
         os.environ.pop("ID", None)
-    # A launcher that names the module of the local rank says no more than the default does.
+    # A launcher that sets the module of the local rank sets what the default is, too.
     is_default = os.environ.get(MODULE_ID) == _module_of_rank(os.environ)
     if is_default and not importlib.import_module(f"{_PLUGIN}.hpu").is_initialized():
         os.environ.pop(MODULE_ID, None)
@@ -183,7 +183,7 @@ def _find_module(index: int, by_launcher: str | None) -> str | None:
     modules = visible_modules()
     if index >= len(modules):
         raise DeviceError(f"hpu {index} is not there: choose among devices {list(range(len(modules)))}")
-    # Of fewer than all modules nobody knows the numbers: the driver gives any that is free.
+    # Of fewer than all modules the numbers are unknown: the driver gives any that is free.
     is_known = VISIBLE_MODULES in os.environ or len(modules) >= _MACHINE
     if by_launcher is not None:
         if is_known and index != 0 and by_launcher != str(modules[index]):
@@ -220,7 +220,7 @@ def _initialize(devices: Any, index: int, module: str | None, by_launcher: str |
 
 
 def _check_gradients() -> None:
-    """Raise unless autograd knows the device: it learns of devices at its first backward pass, and never again."""
+    """Raise DeviceError unless autograd has a thread for the device; it makes all in its first backward pass."""
     with torch.inference_mode(False), torch.enable_grad():
         value = torch.ones(1, device="hpu", requires_grad=True)
         try:
