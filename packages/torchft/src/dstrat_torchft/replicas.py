@@ -109,7 +109,7 @@ class Replicas:
         self._refused_since = math.inf
         self._quorum: Future[None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dstrat_quorum")
-        # All ranks hear of it: one that raised alone would leave the others waiting.
+        # Rank 0's answer on all ranks: one that raised alone would leave the others waiting.
         if not share(_accepts_connections(options.lighthouse)):
             self._executor.shutdown()
             raise LaunchError(
@@ -249,7 +249,7 @@ class Replicas:
         limit = options.quorum_timeout.total_seconds()
         self._refused_since = min(self._refused_since, time.monotonic())
         is_too_long = time.monotonic() - self._refused_since > limit
-        if present < options.min_replica_size:  # the lighthouse itself may want fewer
+        if present < options.min_replica_size:  # the lighthouse's own --min_replicas may be lower
             if is_too_long:
                 raise PeerError(
                     f"replica group {options.group} has waited for min_replica_size={options.min_replica_size} groups "

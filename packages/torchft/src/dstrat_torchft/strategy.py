@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 class TorchFTStrategy(ParallelStrategy):
     """Data parallelism over replica groups, by torchft: a group that dies costs a pause, and joins again.
 
-    Each job is one replica group, of one or several ranks.  A lighthouse knows which groups are alive.  In each step
+    Each job is one replica group, of one or several ranks.  A lighthouse lists the groups that are alive.  In each step
     gradients are averaged over the groups that are there, and all ranks of a group vote whether it is taken.  A step
     that is refused, because a group has died in it, is repeated with the gradients that are there; no batch of a living
     group is lost.  A group that joins gets weights, optimizer state, schedulers, counters and the position in the data
@@ -310,7 +310,7 @@ class GradientBuckets:
         pieces = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         if any(piece.is_sparse for piece in pieces):
             raise MisuseError("replica groups average dense gradients, and an embedding has sparse=True: leave it out")
-        # A parameter may have a gradient in another rank or group only: the mean of these tells.
+        # A parameter may have a gradient in another rank or group only: then the mean of its flags is above 0.
         flags = torch.tensor([float(each.grad is not None) for each in parameters], dtype=pieces[0].dtype)
         return torch.cat([*(piece.reshape(-1) for piece in pieces), flags.to(pieces[0].device)])
 

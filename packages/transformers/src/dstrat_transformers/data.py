@@ -42,7 +42,7 @@ class SplitIterableDataset(ShardedIterableDataset):
 
     def divided(self, *, rank: int, num_replicas: int, batch_size: int | None, pads: bool) -> Self:
         divided = super().divided(rank=rank, num_replicas=num_replicas, batch_size=batch_size, pads=pads)
-        if pads:  # in training; in evaluations the base class counts each example once
+        if pads:  # in training; in an evaluation each process reads the whole stream, and keeps its batches
             from datasets.distributed import split_dataset_by_node
 
             divided._split = split_dataset_by_node(self.dataset, rank, num_replicas)  # noqa: SLF001 - of the same class

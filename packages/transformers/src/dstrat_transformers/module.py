@@ -182,9 +182,8 @@ class HFModule(TrainModule):
             return loss
         # Strategies average gradients over ranks: the factor makes that the mean over all labels.
         count = labels.to(loss.dtype)
-        mean = strategy.reduce(count.clone(), reduce_op="mean").clamp(
-            min=1 / strategy.world_size
-        )  # no rank has any: 0 / 0
+        # At least one label of all ranks, or a batch without any would divide 0 by 0.
+        mean = strategy.reduce(count.clone(), reduce_op="mean").clamp(min=1 / strategy.world_size)
         weighted: Tensor = loss * (count / mean)
         return weighted
 
