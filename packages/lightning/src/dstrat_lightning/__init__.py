@@ -1,6 +1,6 @@
 """LightningModules in dstrat's Trainer, and dstrat's strategies in Lightning's.
 
-Importing it brings in neither torch nor Lightning.  Lightning's own Trainer knows ``strategy="dstrat_ddp"`` and the
+Importing it brings in neither torch nor Lightning.  Lightning's own Trainer takes ``strategy="dstrat_ddp"`` and the
 others as soon as Lightning is imported, before or after.
 """
 

@@ -70,7 +70,7 @@ def lightning_callback(callback: Any) -> Any:
 
 
 class LightningCallback(Callback):
-    """Calls the hooks that a callback of Lightning overrides, with a Trainer that looks like Lightning's.
+    """Callback that calls the hooks which one of Lightning overrides, with a Trainer under Lightning's names.
 
     Args:
         callback: Of Lightning.
@@ -115,7 +115,7 @@ class LightningCallback(Callback):
 
 
 class PredictionWriterCallback(LightningCallback):
-    """Collects predictions with their indices for a ``BasePredictionWriter``, as Lightning's prediction loop does."""
+    """Callback that collects predictions and indices for a ``BasePredictionWriter``, as Lightning's loop does."""
 
     reads_batch_indices = True
 

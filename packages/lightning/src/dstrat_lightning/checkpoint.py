@@ -74,7 +74,7 @@ def load_from_checkpoint(cls: type[T], path: str | Path, *, strict: bool = True,
 def to_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what Lightning has in a file, with ours in an entry of its own."""
     shared = {key: checkpoint[key] for key in SHARED_KEYS if key in checkpoint}
-    # Lightning migrates files of older versions: the loaded one needs none, and without one the format is that of 2.6.
+    # Lightning migrates files of older versions, and this one is as 2.5 and 2.6 write it.
     loaded = next(filter(None, map(sys.modules.get, ("lightning", "pytorch_lightning"))), None)
     version = str(getattr(loaded, "__version__", "2.6.0"))
     converted: dict[str, Any] = {**shared, "pytorch-lightning_version": version}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, TypeVar
 
+from dstrat_lightning.internals import take_hyperparameters
+
 T = TypeVar("T")
 
 
@@ -16,14 +18,14 @@ def convert(instance: Any, bridge: type[T]) -> T:
 
     Args:
         instance: An object of a subclass of one of Lightning's base classes.
-        bridge: A subclass of our base class; its ``take_over`` is called when the object has the new class.
+        bridge: A subclass of our base class.
     """
     converted: Any = instance
     if not isinstance(instance, bridge):
         user_class: Any = type(instance)
         bridging: Any = bridge
         converted.__class__ = converted_class(user_class, bridging)
-        converted.take_over()
+        take_hyperparameters(converted)
     return converted  # type: ignore[no-any-return]  # of the bridge now
 
 

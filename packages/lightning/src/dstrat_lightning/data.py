@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat import DataModule
 from dstrat_lightning.conversion import convert
-from dstrat_lightning.internals import take_hyperparameters
 from dstrat_lightning.trainer_view import TrainerView
 
 if TYPE_CHECKING:
@@ -19,12 +18,8 @@ def adapt_data(datamodule: Any) -> DataModule:
 
 
 class DataBridge(DataModule):
-    """What a LightningDataModule has in another way than a DataModule."""
-
-    def take_over(self) -> None:
-        """Take the hyperparameters that Lightning has saved."""
-        take_hyperparameters(self)
+    """DataModule whose ``trainer`` has the names of Lightning's."""
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Take the Trainer, as Lightning's programs know it."""
+        """Take the Trainer, under the names of Lightning's."""
         self.trainer = None if trainer is None else TrainerView(trainer)  # type: ignore[assignment]  # stands for it

@@ -46,7 +46,7 @@ class ModuleAttributes:
 
     @property
     def example_input_array(self) -> Any:
-        """What ``forward`` takes."""
+        """An argument of ``forward``, or several."""
         return self._example_input_array
 
     @example_input_array.setter

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dstrat import TrainModule, seed_everything
 from dstrat_lightning.conversion import convert, is_of_lightning
-from dstrat_lightning.internals import ModuleAttributes, take_hyperparameters
+from dstrat_lightning.internals import ModuleAttributes
 from dstrat_lightning.trainer_view import TrainerView
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def reset_seed() -> None:
 def without_idle_monitors(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``configure_optimizers`` that names no monitor for schedulers which take no value.
 
-    Lightning ignores it there, and a TrainModule is told of its mistake.
+    Lightning ignores it there, and of a TrainModule it is an error.
     """
 
     @wraps(configure_optimizers)
@@ -65,18 +65,14 @@ def _scheduler_dicts(returned: Any) -> list[dict[str, Any]]:
 
 
 class ModuleBridge(ModuleAttributes, TrainModule):
-    """What a LightningModule has in another way than a TrainModule."""
+    """TrainModule with the attributes and arguments of a LightningModule where these differ."""
 
     wrappers: ClassVar = {"configure_optimizers": without_idle_monitors}
     configure_sharded_model = None  # Lightning still defines the old hook, which would count as the user's
 
-    def take_over(self) -> None:
-        """Take the hyperparameters that Lightning has saved."""
-        take_hyperparameters(self)
-
     def attach(self, trainer: Trainer | None) -> None:
         """Take the Trainer, and let Lightning's random numbers and its messages be as on such a rank."""
-        adapt_module(self)  # also what configure_model has made
+        adapt_module(self)  # LightningModules that configure_model has made within this one
         if trainer is not None and not trainer.is_running:
             from lightning_utilities.core.rank_zero import rank_zero_only  # comes with Lightning, which the user has
 
@@ -87,7 +83,7 @@ class ModuleBridge(ModuleAttributes, TrainModule):
 
     @property
     def trainer(self) -> Any:
-        """The Trainer as Lightning's programs know it."""
+        """The Trainer, under the names of Lightning's."""
         return TrainerView(super().trainer)
 
     @trainer.setter

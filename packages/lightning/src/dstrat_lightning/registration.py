@@ -39,7 +39,7 @@ def register_strategies(strategies: Any) -> None:
         strategies: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``.
     """
     package = strategies.__name__.rpartition(".")[0]
-    # The table of install hints, not the catalog: using an alias that is not installed says what to install.
+    # The table of install hints, not the catalog: the error for an alias that is not installed has the command.
     for alias in KNOWN["strategy"]:
         description = f"{alias} of dstrat"
         strategies.StrategyRegistry.register(
@@ -54,7 +54,7 @@ def _make_strategy(package: str, alias: str) -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as Python does, and registers the strategies when it has been imported.
+    """Finder of one module, which registers the strategies when it has been imported.
 
     Args:
         name: Of the module.
@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module by another loader, and registers the strategies.
+    """Loader that loads a module by another one, and then registers the strategies.
 
     Args:
         loader: The other one.

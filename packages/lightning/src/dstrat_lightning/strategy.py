@@ -24,11 +24,11 @@ class LightningProcesses(ExternalEnvironment):
     """The processes that a Lightning Trainer has started.
 
     Args:
-        strategy: Of Lightning, which knows rank and size.
+        strategy: Of Lightning, with rank and world size.
     """
 
     names = RankNames(world_size="WORLD_SIZE", global_rank="RANK", local_rank="LOCAL_RANK")
-    hint = "start the program as Lightning says"
+    hint = "start the program as Lightning's documentation describes"
 
     def __init__(self, strategy: Any) -> None:
         cluster = strategy.cluster_environment
@@ -56,7 +56,7 @@ class LightningProcesses(ExternalEnvironment):
 
 
 class FitSettings:
-    """What a strategy of dstrat asks the caller of its ``setup``.
+    """Settings of a fit, as ``setup`` of a strategy of dstrat reads them.
 
     Args:
         trainer: Lightning's.
@@ -89,7 +89,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
     base: Any = import_module(f"{package}.strategies").DDPStrategy
 
     class DstratStrategy(base):  # type: ignore[misc]  # found at run time
-        """Runs a strategy of dstrat in the processes of a Lightning Trainer.
+        """Strategy of Lightning's that runs one of dstrat in the processes of Lightning's Trainer.
 
         Lightning starts the processes, casts, clips, loops and writes its files; dstrat's strategy opens communication,
         wraps or shards the module, synchronizes gradients, and gathers and loads states.
@@ -172,10 +172,10 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
                 return self.inner.predict_step(*args, **kwargs)
 
         def pre_backward(self, closure_loss: Any) -> None:
-            """Leave the preparation of DistributedDataParallel to dstrat."""
+            """Do nothing: Lightning would prepare its own DistributedDataParallel."""
 
         def post_backward(self, closure_loss: Any) -> None:
-            """Likewise."""
+            """Do nothing, as :meth:`pre_backward`."""
 
         def block_backward_sync(self) -> Any:
             return self.inner.no_backward_sync()

@@ -19,7 +19,7 @@ _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "li
 
 
 class TrainerView:
-    """What a LightningModule or a Lightning callback sees as its Trainer.
+    """Trainer of a LightningModule or a Lightning callback.
 
     Attributes that both Trainers have are those of dstrat's, also when they are set; the properties here are those that
     differ.  What dstrat's Trainer does not have is an AttributeError that names it.
@@ -55,7 +55,7 @@ class TrainerView:
     def __reduce__(self) -> tuple[type[TrainerView], tuple[Trainer]]:
         return TrainerView, (self._trainer,)
 
-    # Infinite where Lightning says so
+    # Infinite numbers instead of None
 
     @property
     def num_training_batches(self) -> float:
@@ -69,7 +69,7 @@ class TrainerView:
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """The same in the sanity check."""
+        """Number of batches of each validation loader in the sanity check."""
         return _numbers(self._trainer.num_sanity_val_batches)
 
     @property
@@ -84,7 +84,7 @@ class TrainerView:
 
     @property
     def val_check_interval(self) -> Any:
-        """When to validate within an epoch; 1.0 is at its end."""
+        """Interval of validations within an epoch; 1.0 is at its end."""
         interval = self._trainer.val_check_interval
         return 1.0 if interval is None else interval
 
@@ -97,7 +97,7 @@ class TrainerView:
 
     @property
     def default_root_dir(self) -> str:
-        """Where logs and checkpoints go by default."""
+        """The default folder of logs and checkpoints."""
         return str(self._trainer.default_root_dir)
 
     @property
@@ -129,7 +129,7 @@ class TrainerView:
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that knows a best checkpoint."""
+        """The first callback that has a best checkpoint."""
         return lightning_callback(self._trainer.checkpoint_callback)
 
     @property
@@ -146,17 +146,17 @@ class TrainerView:
 
     @property
     def val_dataloaders(self) -> Any:
-        """What this process validates."""
+        """The validation loader of this process, a list if there are several."""
         return _one_or_all(self._trainer.val_dataloaders)
 
     @property
     def test_dataloaders(self) -> Any:
-        """What this process tests."""
+        """The test loader of this process, a list if there are several."""
         return _one_or_all(self._trainer.test_dataloaders)
 
     @property
     def predict_dataloaders(self) -> Any:
-        """What this process predicts."""
+        """The prediction loader of this process, a list if there are several."""
         return _one_or_all(self._trainer.predict_dataloaders)
 
     @property

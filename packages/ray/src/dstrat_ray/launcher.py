@@ -356,7 +356,8 @@ def _run_ranks(ranks: Sequence[_Rank], tasks: Sequence[RankTask], call: Any) -> 
             outcome = _outcome(reference, task)
             ray.kill(rank.actor)  # so that peers that wait for it fail at once
             if outcome.exit_code != 0:
-                end = time.monotonic() + (_GRACE if _is_primary(outcome) else _GRACE_FOR_PRIMARY)
+                is_primary = outcome.failure is None or outcome.failure.kind == "error"
+                end = time.monotonic() + (_GRACE if is_primary else _GRACE_FOR_PRIMARY)
                 deadline = end if deadline is None else min(end, deadline)
             yield outcome
 
@@ -390,10 +391,6 @@ def _outcome(reference: Any, task: RankTask) -> RankOutcome:
             time_ns=time.time_ns(),
         )
         return RankOutcome(rank=task.rank, exit_code=None, failure=failure, time_ns=failure.time_ns)
-
-
-def _is_primary(outcome: RankOutcome) -> bool:
-    return outcome.failure is None or outcome.failure.kind == "error"
 
 
 def _remove_folders(node_ids: set[str], task: RankTask, options: Mapping[str, Any]) -> None:
