@@ -44,12 +44,12 @@ class Ranks:
     """
 
     def __init__(self, node_rank: int, *, hierarchical: bool, timeout: timedelta) -> None:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, node_rank)
-        machines = [[rank for rank, node in enumerate(everyone) if node == one] for one in sorted(set(everyone))]
+        node_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(node_ranks, node_rank)
+        machines = [[rank for rank, node in enumerate(node_ranks) if node == one] for one in sorted(set(node_ranks))]
         self._machine: dist.ProcessGroup | None = None
         self._machine_size, self._first = 1, 0
-        if hierarchical and len(machines) < len(everyone):
+        if hierarchical and len(machines) < len(node_ranks):
             if len({len(ranks) for ranks in machines}) > 1:
                 sizes = ", ".join(str(len(ranks)) for ranks in machines)
                 raise RequestError(
@@ -61,7 +61,7 @@ class Ranks:
             self._machine_size, self._first = len(ranks), ranks[0]
             members = [ranks[0] for ranks in machines]
         else:
-            members = [*range(len(everyone))]
+            members = [*range(len(node_ranks))]
         # By all ranks, also by those that are not in it, as torch requires.
         group = dist.new_group(members, timeout=timeout)
         wait_for_all_ranks("open the groups of an algorithm")
@@ -117,7 +117,7 @@ class Exchange:
             PeerError: Other ranks did not take part.
         """
         seconds = self._timeout.total_seconds() + _SECONDS_AFTER_TIMEOUT
-        done, _ = wait([self.done], timeout=seconds)  # not result(timeout), whose error may be the exchange's own
+        done, _ = wait([self.done], timeout=seconds)  # not result(timeout), whose TimeoutError may be the exchange's
         if not done:
             raise PeerError(
                 f"timed out waiting for the exchange of the other ranks, after {seconds:g} s", timed_out=True

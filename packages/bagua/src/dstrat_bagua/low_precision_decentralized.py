@@ -1,4 +1,4 @@
-"""Low-precision decentralized SGD: compressed changes of weights, exchanged with two neighbours in a ring."""
+"""Low-precision decentralized SGD: compressed changes of weights, exchanged with two neighbors in a ring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Copies:
-    """Weights of a bucket as both neighbours know them: those of this rank, and those of the neighbours.
+    """Weights of a bucket as of the last exchange: those of this rank, and those of its two neighbors.
 
     Args:
         bucket: The bucket, with equal weights on all ranks.
@@ -33,11 +33,11 @@ class _Copies:
 
 
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    r"""Average of weights with the two neighbours in a ring, of which compressed changes are sent.
+    r"""Average of weights with the two neighbors in a ring, of which compressed changes are sent.
 
     After each optimizer step, with the new weights :math:`x`, and :math:`w, l, r` the weights of this rank and of its
     previous and following one as of the last exchange, a rank sends :math:`d = Q(x + l/3 + r/3 - 5w/3)` to both
-    neighbours, eight bits per value, and all add it to their copies: :math:`w \leftarrow w + d`, and the same for
+    neighbors, eight bits per value, and all add it to their copies: :math:`w \leftarrow w + d`, and the same for
     :math:`l` and :math:`r`; then :math:`x = w`.  Tang et al., Communication Compression for Decentralized Training,
     https://arxiv.org/abs/1803.06443.
 
@@ -82,13 +82,13 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     def _exchange(self, values: Tensor, copies: _Copies) -> None:
         change = values + copies.previous / 3 + copies.following / 3 - copies.local * 5 / 3
         sent = compress(change[None])
-        from_previous, from_following = self._send_to_neighbours(sent)
+        from_previous, from_following = self._send_to_neighbors(sent)
         copies.previous += decompress(from_previous, values.dtype)[0]
         copies.following += decompress(from_following, values.dtype)[0]
-        copies.local += decompress(sent, values.dtype)[0]  # rounded, as the neighbours get it
-        values.copy_(copies.local)  # what the neighbours have of this rank, or the copies would drift apart
+        copies.local += decompress(sent, values.dtype)[0]  # rounded, as the neighbors get it
+        values.copy_(copies.local)  # what the neighbors have of this rank, or the copies would drift apart
 
-    def _send_to_neighbours(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+    def _send_to_neighbors(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the previous and the following rank have sent."""
         ranks = self._ranks
         previous, following = (ranks.members[(ranks.rank + shift) % ranks.size] for shift in (-1, 1))

@@ -364,17 +364,14 @@ class BaguaStrategy(ParallelStrategy):
     def rank_state(self) -> dict[str, Any]:
         if self._replica is None or not self._differs:
             return {}
+        gradients = {name: one.grad for name, one in self.module.named_parameters() if one.grad is not None}
         return {
             "weights": {name: parameter.detach() for name, parameter in self._replica.parameters.items()},
             "optimizers": [named_state(optimizer, self.module) for optimizer in self.optimizers],
-            "gradients": self._pending_gradients(),
+            # Only within an accumulation: after a step .grad has what the next zero_grad clears.
+            "gradients": gradients if self._has_gradients else {},
             "algorithm": self.algorithm.rank_state(),
         }
-
-    def _pending_gradients(self) -> dict[str, Tensor]:
-        if not self._has_gradients:
-            return {}
-        return {name: one.grad for name, one in self.module.named_parameters() if one.grad is not None}
 
     @torch.no_grad()
     def load_rank_state(self, state: Mapping[str, Any]) -> None:

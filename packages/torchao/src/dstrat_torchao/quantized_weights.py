@@ -66,7 +66,11 @@ class QuantizedWeightsPrecision(PrecisionOverBase):
             MisuseError: A frozen layer has no values yet, or other values than on another rank.
         """
         module = super().connect(module)
-        layers = {name: layer for name, layer in linear_layers(module).items() if self._converts(layer, name)}
+        layers = {
+            name: layer
+            for name, layer in linear_layers(module).items()
+            if not layer.weight.requires_grad and (self._is_selected is None or self._is_selected(layer, name))
+        }
         # In a second run: layers stay quantized, as their exact values are gone.
         already = any(isinstance(layer, QuantizedLinear) for layer in module.modules())
         if not layers and not already:
@@ -94,9 +98,6 @@ class QuantizedWeightsPrecision(PrecisionOverBase):
         self._layers = {}
         super().teardown()
 
-    def _converts(self, layer: nn.Linear, name: str) -> bool:
-        return not layer.weight.requires_grad and (self._is_selected is None or self._is_selected(layer, name))
-
     def _replacements(self, layers: Mapping[str, nn.Linear]) -> dict[str, QuantizedLinear]:
         quantize, made = _FORMATS[self.flag], dict[int, QuantizedLinear]()
         for name, layer in layers.items():
@@ -115,7 +116,7 @@ class QuantizedWeightsPrecision(PrecisionOverBase):
 class QuantizedLinear(nn.Module):
     """A linear layer with a frozen weight in few bits, which is neither a parameter nor a buffer.
 
-    So strategies leave it alone: its inner tensors are integers and scales that nobody can average, shard or cast.
+    So strategies leave it alone: its inner tensors are integers and scales, not to be averaged, sharded or cast.
 
     Args:
         layer: The layer whose weight is rounded.
@@ -171,13 +172,10 @@ class QuantizedLinear(nn.Module):
             self.weight = self.weight.to(device)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # in torch
 
-    def _rounded_values(self) -> Tensor:
-        weight = self.weight  # torchao's types have different names for it
-        values: Tensor = weight.dequantize() if hasattr(weight, "qdata") else weight.get_original_weight()
-        return values.to(weight.dtype)
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self._rounded_values()  # the first, as in nn.Linear
+        weight = self.weight  # torchao's types have different names for their rounded values
+        values = weight.dequantize() if hasattr(weight, "qdata") else weight.get_original_weight()
+        destination[f"{prefix}weight"] = values.to(weight.dtype)  # before the bias, as in nn.Linear
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -185,7 +183,7 @@ class QuantizedLinear(nn.Module):
         value = state_dict.get(name)
         missing, unexpected, errors = args[2:]  # lists of torch, which its load_state_dict reports
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if name in unexpected:  # for torch, which knows no parameter of that name here
+        if name in unexpected:  # there is no parameter of that name
             unexpected.remove(name)
         if value is None:
             missing.append(name)
@@ -233,7 +231,7 @@ def _check_values(layers: Mapping[str, nn.Linear], flag: str) -> None:
             )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    # Sums in float64 tell different values apart, and are small enough to exchange.
+    # Sums in float64 differ where values do, and are small enough to exchange.
     sums = {name: layer.weight.sum(dtype=torch.float64).item() for name, layer in layers.items()}
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, sums)

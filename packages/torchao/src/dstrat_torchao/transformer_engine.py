@@ -29,7 +29,7 @@ class TransformerEnginePrecision(Precision):
     """Products of the engine's layers in 8-bit floats, with parameters and everything else in 16 bits.
 
     It needs the library transformer-engine and a GPU of capability 8.9 or newer.  Written for the library's documented
-    interface, and not yet run: nobody has tested it on such hardware.
+    interface, and not yet run on such hardware.
 
     Args:
         weights_dtype: Dtype of the parameters.
