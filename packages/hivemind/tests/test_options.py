@@ -146,7 +146,7 @@ class Manual(Net):
             {},
             {"loader": DataLoader(Endless(), batch_size=None)},
             MisuseError,
-            "says how many samples it has.*pass HivemindStrategy batch_size=n",
+            "has a length, the number of samples.*pass HivemindStrategy batch_size=n",
         ),
         (lambda: Manual(optimizers=2), {}, {}, MisuseError, "returned 2 optimizers, and a collaboration has one"),
         (Net, {"initial_peers": ADDRESS}, {}, LaunchError, "none of initial_peers .* answered"),

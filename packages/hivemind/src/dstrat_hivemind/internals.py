@@ -12,7 +12,7 @@ import sys
 import warnings
 from functools import partial
 from multiprocessing.context import ForkProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hivemind
 import torch
@@ -21,15 +21,10 @@ from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
 __all__ = ["CollaborativeOptimizer", "P2PDaemonError", "PeerDHT", "known_options"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_GOODBYE = 2.0  # seconds for the message to the others
+_WITHDRAWAL = 2.0  # seconds for the message to the other peers
 _END = 1.0  # seconds for a killed process
 
 _logger = logging.getLogger(__name__)
@@ -84,6 +79,7 @@ class _StateAverager(_ForkedAverager, TrainingStateAverager):  # type: ignore[mi
     """Averages parameters with peers."""
 
     def _init_components(self, param_groups: Any, optimizer: Any, scheduler: Any, initialize_optimizer: Any) -> Any:  # noqa: ARG002 - hivemind's
+        # hivemind's own initialization takes a step with zero gradients: see initialize_state.
         components = super()._init_components(param_groups, optimizer, scheduler, initialize_optimizer=False)
         initialize_state(components[0])
         return components
@@ -213,16 +209,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
     def restore_epoch(self, epoch: int) -> None:
         """Go on from an epoch of the collaboration, with the parameters that the module has now."""
         self.state_averager.local_epoch = epoch
-        if self.offload_optimizer:
+        if self.offload_optimizer:  # it steps copies of the parameters, which the checkpoint has not changed
+            offloaded = [parameter for group in self.opt.param_groups for parameter in group["params"]]
             with torch.no_grad():
-                for parameter, offloaded in zip(self.state_averager.main_parameters, self._optimized(), strict=True):
-                    offloaded.copy_(parameter)
-        with self.tracker.pause_updates():
+                for parameter, copy in zip(self.state_averager.main_parameters, offloaded, strict=True):
+                    copy.copy_(parameter)
+        with self.tracker.pause_updates():  # its thread would report the old epoch to the others
             self.tracker.update_epoch(epoch)
-
-    def _optimized(self) -> Iterator[Tensor]:
-        for group in self.opt.param_groups:
-            yield from group["params"]
 
     # The end
 
@@ -233,7 +226,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
             at_once: Whether rounds that have begun are abandoned; peers of them go on after their timeout.
         """
         with contextlib.suppress(Exception):  # the DHT may be what has failed
-            self._say_goodbye()
+            self._withdraw_progress()
         if not at_once:
             with contextlib.suppress(Exception):
                 self._end_rounds()
@@ -255,9 +248,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
             else:
                 self._tag_along_with_zero_weight(scheduled)
 
-    def _say_goodbye(self) -> None:
+    def _withdraw_progress(self) -> None:
         """Withdraw the progress of this peer, for which the others would wait, and wait until the DHT has it."""
-        self.tracker.shutdown(_GOODBYE)
+        self.tracker.shutdown(_WITHDRAWAL)
         # The answer also means that the DHT has read all earlier messages, whose senders are about to end.
         self.dht.store(
             self.tracker.training_progress_key,
@@ -265,7 +258,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
             value=None,
             expiration_time=hivemind.get_dht_time() + self.tracker.metadata_expiration,
             return_future=True,
-        ).result(_GOODBYE)
+        ).result(_WITHDRAWAL)
 
 
 def known_options() -> list[str]:
@@ -294,7 +287,7 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
         {name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups
     ]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group.update({name: value * 0 for name, value in rate.items()})
+        group.update({name: value * 0 for name, value in rate.items()})  # of its type: a rate may be a tensor
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     type(optimizer).step(optimizer)  # an instance attribute may be a scheduler's wrapper, which counts steps

@@ -28,7 +28,10 @@ class CollaborationMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if not isinstance(trainer.strategy, HivemindStrategy):
-            raise MisuseError(f"CollaborationMonitor needs HivemindStrategy, not {type(trainer.strategy).__name__}")
+            raise MisuseError(
+                "CollaborationMonitor logs values of HivemindStrategy, and the strategy is "
+                f"{type(trainer.strategy).__name__}: leave the callback out, or choose HivemindStrategy"
+            )
 
     @override
     def on_train_batch_end(

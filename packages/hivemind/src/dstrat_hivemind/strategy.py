@@ -164,6 +164,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         if self._dht is None:
             return []
         addresses = [str(address) for address in self._dht.get_visible_maddrs()]
+        # The loopback is of use where there is nothing else: all peers are on this machine then.
         return [address for address in addresses if "/ip4/127." not in address] or addresses
 
     # The life cycle
@@ -184,6 +185,7 @@ class HivemindStrategy(SingleDeviceStrategy):
             )
         [optimizer], configs = self.optimizers, self.lr_schedulers
         scheduler = configs[0].scheduler if configs else None
+        # hivemind makes an offloaded or delayed optimizer itself, of copies of the parameters on the CPU.
         if self._recreates_optimizer:
             wrapped: Any = type(optimizer)
             schedule: Any = self._scheduler_fn
@@ -203,9 +205,10 @@ class HivemindStrategy(SingleDeviceStrategy):
         self.optimizers = [self._peer]
         if (created := self._peer.state_averager.scheduler) is not None:
             config = configs[0] if configs else SchedulerConfig(scheduler=created)
+            # hivemind steps the scheduler, and the Trainer must not.
             config.scheduler = CollaborationScheduler(created, self._peer)
             self.lr_schedulers = [config]
-        if self._initial_peers:
+        if self._initial_peers:  # the peers train already, with other parameters than the first ones
             self._peer.load_state_from_peers()
 
     def _start_dht(self) -> PeerDHT:
@@ -216,16 +219,15 @@ class HivemindStrategy(SingleDeviceStrategy):
             )
             dht.wait_until_ready(_START)
         except (P2PDaemonError, RuntimeError, ValueError, TimeoutError) as error:
-            raise self._explained(error) from error
-        return dht
-
-    def _explained(self, error: Exception) -> LaunchError:
-        if self._initial_peers:
-            return LaunchError(
+            if not self._initial_peers:
+                raise LaunchError(
+                    f"hivemind's DHT did not start ({error}): check host_maddrs={self._host_maddrs!r}"
+                ) from error
+            raise LaunchError(
                 f"none of initial_peers {', '.join(self._initial_peers)} answered ({error}): check that a peer of "
                 f"{self.run_id!r} runs at one of these addresses and can be reached; the first peer prints them"
-            )
-        return LaunchError(f"hivemind's DHT did not start ({error}): check host_maddrs={self._host_maddrs!r}")
+            ) from error
+        return dht
 
     def _check_optimization(self, trainer: TrainerLike) -> None:
         if len(self.optimizers) != 1:
@@ -235,7 +237,10 @@ class HivemindStrategy(SingleDeviceStrategy):
             )
         [optimizer] = self.optimizers
         if isinstance(optimizer, LBFGS):
-            raise MisuseError("LBFGS computes the loss several times in a step, which peers cannot do together")
+            raise MisuseError(
+                "LBFGS computes the loss several times in a step, and peers average gradients once: "
+                "use another optimizer"
+            )
         frozen = sum(not p.requires_grad for group in optimizer.param_groups for p in group["params"])
         if frozen:
             raise MisuseError(
@@ -298,7 +303,7 @@ class HivemindStrategy(SingleDeviceStrategy):
         size = size_of(batch)
         if size is None:
             raise MisuseError(
-                f"no tensor in the batch (a {type(batch).__name__}) says how many samples it has, by which peers "
+                f"no tensor in the batch (a {type(batch).__name__}) has a length, the number of samples by which peers "
                 "weight their gradients: pass HivemindStrategy batch_size=n"
             )
         if size > (self.target_batch_size or size):
@@ -321,7 +326,7 @@ class HivemindStrategy(SingleDeviceStrategy):
     ) -> Any:
         """Run the closure, and add its gradients to those of the collaboration, which steps when it has enough."""
         output = closure()
-        samples, self._samples = self._samples, 0
+        samples, self._samples = self._samples, 0  # of all batches that were accumulated for this call
         optimizer.step(batch_size=samples, **kwargs)
         return output
 
