@@ -139,9 +139,12 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         if self.device_mesh.shape().get(FSDP, 1) > 1:
             for parameter in self.module.parameters():
                 self._shard(parameter)
-            blocks = [layer for layer in self.module.modules() if self._is_block(layer)]
+            policy = self.auto_wrap_policy
+            is_block: Any = policy if callable(policy) else lambda layer: isinstance(layer, policy)
             # As torch_xla's FSDPv2 does with the modules that it wraps.
-            self._hooks = [layer.register_forward_hook(self._divide_output) for layer in blocks]
+            self._hooks = [
+                layer.register_forward_hook(self._divide_output) for layer in self.module.modules() if is_block(layer)
+            ]
         self.mark_step()
 
     def _shard(self, parameter: Tensor) -> None:
@@ -154,10 +157,6 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         divided = max(range(len(shape)), key=lambda dim: (shape[dim] % size == 0, shape[dim]))
         spec = tuple(FSDP if dim == divided else None for dim in range(len(shape)))
         _spmd().mark_sharding(parameter, self.device_mesh, spec)
-
-    def _is_block(self, layer: Module) -> bool:
-        policy = self.auto_wrap_policy
-        return bool(policy(layer)) if callable(policy) else isinstance(layer, policy)
 
     def _divide_output(self, layer: Module, inputs: Any, output: Any) -> None:
         """Shard a layer's output, and make its gradients be reduced before those of the previous layer are computed."""
