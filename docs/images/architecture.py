@@ -34,7 +34,7 @@ PLUGINS = (
     "dstrat-horovod",
     "dstrat-xla",
     "... and others",
-    "or one of yours",
+    "or your own",
 )
 
 
@@ -100,15 +100,15 @@ def draw(colors: dict[str, str]) -> str:
     drawing.box(20, 16, 600, 84)
     drawing.text(36, 42, "your program", style="bold")
     drawing.text(36, 66, 'Trainer(strategy="fsdp", devices=2).fit(module, data)', style="code", size=14)
-    drawing.text(36, 88, "or OwnLoop around a loop of yours, or dstrat fit --config run.yaml", size=13, color="quiet")
+    drawing.text(36, 88, "or OwnLoop with your own loop, or dstrat fit --config run.yaml", size=13, color="quiet")
 
     drawing.box(20, 122, 350, 282, fill="page", dashed=True)
     drawing.arrow((195, 100), (195, 152))
     drawing.text(228, 143, "dstrat, the core", style="bold", color="accent")
     for top, name, first, second in (
         (152, "catalog", "finds installed packages", "by their entry point dstrat.v1"),
-        (238, "plan", "chooses strategy, accelerator, precision,", "each with a reason, before anything runs"),
-        (324, "launcher", "starts one process per rank, watches them,", "ends all of them when one fails"),
+        (238, "plan", "selects strategy, accelerator, precision,", "each with a reason, before anything runs"),
+        (324, "launcher", "starts and supervises one process per rank,", "terminates all of them when one fails"),
     ):
         drawing.box(36, top, 318, 66)
         drawing.text(48, top + 21, name, style="bold")
@@ -141,7 +141,7 @@ def draw(colors: dict[str, str]) -> str:
 
     drawing.box(20, 574, 600, 50)
     drawing.text(36, 604, "checkpoint", style="bold")
-    drawing.text(142, 604, "one folder, loaded by any strategy on any number of ranks", size=14, color="quiet")
+    drawing.text(142, 604, "one folder, loaded by any strategy on any world size", size=14, color="quiet")
     return drawing.svg("A program, dstrat's core, the packages of strategies, and the ranks of a job")
 
 

@@ -1,4 +1,4 @@
-"""The text: the source code of Python's own standard library, which is on every machine."""
+"""Training text: the source code of Python's standard library, which exists on every machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dstrat import DataModule
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 VALIDATION_SHARE = 20
-"""One file of so many is kept for validation."""
+"""One of this many files is used for validation."""
 LARGER_IN_VALIDATION = 4
-"""So many batches of the training are one of the validation, which keeps no activations and so takes less time."""
+"""Training batches per validation batch: a validation stores no activations, so larger batches fit."""
 
 
 class Windows(Dataset[Tensor]):
-    """Consecutive pieces of a text, each with the byte that follows it.
+    """Consecutive windows of a text, each with the byte that follows it.
 
     Args:
         text: One byte per element.
-        context: Bytes in a piece; items have one more, because each byte is predicted from those before it.
+        context: Bytes in a window; items have one more, because each byte is predicted from the bytes before it.
     """
 
     def __init__(self, text: Tensor, context: int) -> None:
@@ -40,13 +40,13 @@ class Windows(Dataset[Tensor]):
 
 
 class StandardLibrary(DataModule):
-    """The library's files in the order of their names, divided into training and validation by name.
+    """The library's files in the order of their names, split into training and validation by name.
 
     The same Python gives the same text on every machine and in every process.
 
     Args:
-        context: Bytes that the network looks back on.
-        batch_size: Windows in a batch of the training, over all processes.
+        context: Context length of the network in bytes.
+        batch_size: Windows in a training batch, over all processes.
     """
 
     def __init__(self, *, context: int, batch_size: int) -> None:
@@ -67,12 +67,12 @@ class StandardLibrary(DataModule):
         return DataLoader(self.training, batch_size=self._share(), shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Return the validation windows, spread over all files."""
+        """Return the validation windows in a fixed random order, so that a few batches cover all files."""
         spread = torch.randperm(len(self.validation), generator=torch.Generator().manual_seed(0))
         return DataLoader(self.validation, batch_size=LARGER_IN_VALIDATION * self._share(), sampler=spread.tolist())
 
     def _share(self) -> int:
-        """Return how many windows of a batch this process reads; those that share a layer read the same ones."""
+        """Return the number of windows per batch of this process; tensor parallel ranks read the same ones."""
         return self.batch_size // self.trainer.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
 
 

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: the network, its training step and how it writes text."""
+"""A small byte-level GPT: network, training step and text generation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Shape:
 
     Attributes:
         layers: Number of blocks.
-        width: Length of the vector that stands for one byte.
-        heads: Attention heads of a block; ``width`` is a multiple of them.
-        context: Most bytes that the network looks back on.
+        width: Embedding size.
+        heads: Attention heads per block; ``width`` must be a multiple of it.
+        context: Context length in bytes.
     """
 
     layers: int = 4
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix what is at the positions of x, of shape (batch, length, width)."""
+        """Return the attention output for x of shape (batch, length, width)."""
         batch, length, width = x.shape
         q, k, v = self.inputs(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then two linear maps at each position, both added to what came in."""
+    """Transformer block: attention and an MLP, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -81,19 +81,19 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x of the same shape, with what this layer adds."""
+        """Return the output of the block, with the shape of x."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
 
 
 class GPT(TrainModule):
-    """Predicts the next byte of a text from those before it.
+    """Byte-level language model.
 
     Args:
         shape: Size of the network.
-        learning_rate: The highest one, after the warm-up.
-        steps: Optimizer steps of the training, over which the learning rate falls.
-        warmup: Steps in which it rises first.
+        learning_rate: Highest learning rate, after the warm-up.
+        steps: Optimizer steps of the training, over which the learning rate decays.
+        warmup: Steps of linear warm-up.
     """
 
     def __init__(self, shape: Shape, *, learning_rate: float, steps: int, warmup: int = 30) -> None:
@@ -103,10 +103,10 @@ class GPT(TrainModule):
         self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
-        """Let every block add nothing, and the network predict all bytes alike, before the first step."""
+    def _initialize(self) -> None:
+        """Initialize each block to the identity, and the output to equal probabilities of all bytes."""
         for name, weight in self.named_parameters():
             if name.endswith(("attention.output.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(weight)
@@ -114,7 +114,7 @@ class GPT(TrainModule):
                 nn.init.normal_(weight, std=self.shape.width**-0.5)
 
     def configure_model(self) -> None:
-        """Split each block's wide layers over the ranks that share a batch, where the strategy has such ranks."""
+        """Apply tensor parallelism to the MLP of each block, if the strategy has a tensor parallel mesh."""
         mesh = device_mesh_of(self)
         if mesh is None or "tensor_parallel" not in (mesh.mesh_dim_names or ()):
             return
@@ -142,7 +142,7 @@ class GPT(TrainModule):
         self.log("val_loss", self.loss(batch), prog_bar=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW; the learning rate rises to its highest value and falls again along a cosine."""
+        """Return AdamW with a linear warm-up and a cosine decay of the learning rate."""
         optimizer: Optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True
         )
@@ -157,13 +157,13 @@ class GPT(TrainModule):
 
     @torch.no_grad()
     def write(self, start: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """Go on with a text.
+        """Continue a text.
 
         Args:
-            start: What to go on with; not empty.
-            length: How many bytes to add.
-            temperature: Below 1 likely bytes become likelier.
-            seed: The same seed writes the same text.
+            start: The text to continue; not empty.
+            length: Number of bytes to generate.
+            temperature: Values below 1 favor likely bytes.
+            seed: The same seed gives the same text.
         """
         self.eval()
         random = torch.Generator().manual_seed(seed)
@@ -176,7 +176,7 @@ class GPT(TrainModule):
 
 
 def device_mesh_of(module: TrainModule) -> DeviceMesh | None:
-    """Return the mesh that the strategy shards over; None where it has none, and outside of a run."""
+    """Return the device mesh of the strategy; None without one, and outside a run."""
     try:
         return module.device_mesh
     except MisuseError:

@@ -1,6 +1,6 @@
-"""What the run tells about itself while it goes on and at its end: its speed and the curve of its loss."""
+"""Callbacks that report the training speed and draw the loss curve."""
 
-# ruff: noqa: ARG002 - a hook is given more than it needs
+# ruff: noqa: ARG002 - hooks do not use all of their arguments
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 class TokensPerSecond(Callback):
-    """Logs how many bytes of text the whole job reads in a second of training.
+    """Logs the bytes of text per second that the whole job trains on.
 
     Args:
-        tokens_per_step: Bytes of a batch of all processes together.
-        steps: Number of steps over which it is measured.
+        tokens_per_step: Bytes per batch, over all processes.
+        steps: Number of steps per measurement.
     """
 
     def __init__(self, tokens_per_step: int, steps: int = 10) -> None:
         self._tokens_per_step, self._steps = tokens_per_step, steps
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         self._begin()
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Begin again: the time of validation does not count."""
+        """Restart the measurement: validation time is not included."""
         self._begin()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch, and log the speed when there are enough of them."""
+        """Count the batch, and log the speed after every ``steps`` batches."""
         self._count += 1
         if self._count == self._steps:
             seconds = time.perf_counter() - self._start
@@ -51,30 +51,30 @@ class TokensPerSecond(Callback):
 
 
 class LossCurve(Callback):
-    """Draws the losses as a picture when the training ends.
+    """Draws the loss curve at the end of training.
 
     Args:
-        path: The picture to write.
+        path: Image file to write.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._training: list[Tensor] = []  # tensors, so that the device is not waited for in every step
+        self._training: list[Tensor] = []  # tensors: a float would synchronize with the device in every step
         self._validation: list[tuple[int, float]] = []
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss of the batch."""
+        """Store the loss of the batch."""
         self._training.append(outputs["loss"])
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep the loss over the validation data."""
+        """Store the validation loss."""
         if not trainer.sanity_checking:
             self._validation.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Draw the curve, once for the job."""
+        """Draw the curve on global rank 0."""
         if not trainer.is_global_zero:
             return
         try:

@@ -1,6 +1,6 @@
-"""A training loop written by hand, on any strategy: ``python examples/own_loop/train.py --strategy ddp --devices 2``.
+"""A custom training loop with any strategy: ``python examples/own_loop/train.py --strategy ddp --devices 2``.
 
-Run it again with more ``--epochs``, also with another strategy or other devices: it goes on from the checkpoint.
+Run it again with more ``--epochs`` to resume from the checkpoint, also with another strategy or other devices.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from dstrat import OwnLoop
 
 BATCH = 32
-"""Samples of an optimizer step, over all processes."""
+"""Samples per optimizer step, over all processes."""
 
 
 class Net(nn.Module):
-    """Says in which of ten parts of a spiral a point is; any module will do."""
+    """Classifies points by the ten parts of a spiral; any module can be used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def spiral(samples: int, seed: int) -> TensorDataset:
-    """Return points on a noisy spiral, each with the part that it is in."""
+    """Return points on a noisy spiral, each with the index of its part."""
     generator = torch.Generator().manual_seed(seed)
     part = torch.randint(10, (samples,), generator=generator)
     turn = (part + torch.rand(samples, generator=generator)) / 10
@@ -65,38 +65,38 @@ def train(loop: OwnLoop, epochs: int, folder: Path) -> None:
             loss = loop.compute(net.loss, points, parts)
             loop.backward(loss)
             loop.step()
-        right = share_of_right(loop, net, held_out)
-        state["curve"].append(right)
+        value = accuracy(loop, net, held_out)
+        state["curve"].append(value)
         if strategy.is_global_zero:
-            print(f"epoch {loader.epoch}, step {loop.steps_done}: {right:.1%} right")
+            print(f"epoch {loader.epoch}, step {loop.steps_done}: accuracy {value:.1%}")
         loop.save_checkpoint(folder / f"epoch-{loader.epoch:04}", state)
 
 
-def share_of_right(loop: OwnLoop, net: Net, loader: Any) -> float:
-    """Return for how many of the points of all processes the answer is right, from 0 to 1."""
-    right = torch.zeros(2, device=loop.strategy.root_device)
+def accuracy(loop: OwnLoop, net: Net, loader: Any) -> float:
+    """Return the accuracy over the points of all processes, from 0 to 1."""
+    counts = torch.zeros(2, device=loop.strategy.root_device)  # correct predictions, points
     with loop.evaluation():
         for points, parts in loader:
-            answers = loop.compute(net, points).argmax(1)
-            right += torch.stack(((answers == parts).sum(), torch.tensor(len(parts), device=right.device)))
-    right = loop.strategy.reduce(right, reduce_op="sum")
-    return float(right[0] / right[1])
+            correct = loop.compute(net, points).argmax(1) == parts
+            counts += torch.stack((correct.sum(), torch.tensor(len(parts), device=counts.device)))
+    counts = loop.strategy.reduce(counts, reduce_op="sum")
+    return float(counts[0] / counts[1])
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the checkpoint of the last epoch, None where there is none yet."""
+    """Return the checkpoint of the last epoch; None if there is none yet."""
     return max(folder.glob("epoch-*"), default=None)
 
 
 def main() -> None:
-    """Read the command line, and launch."""
-    parser = argparse.ArgumentParser(description="Train a small network on a spiral, with a loop written by hand.")
+    """Read the command line, and launch the training."""
+    parser = argparse.ArgumentParser(description="Train a small network on a spiral, with a custom training loop.")
     parser.add_argument("--strategy", default="auto", help="alias of a strategy; `dstrat strategies` lists them")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, auto ...")
-    parser.add_argument("--devices", default="auto", help="how many devices, or which: 2, 0,1, auto")
+    parser.add_argument("--devices", default="auto", help="number or indices of the devices: 2, or 0,1, or auto")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed ...")
-    parser.add_argument("--epochs", type=int, default=10, help="in all, with those of the checkpoint")
-    parser.add_argument("--folder", type=Path, default=Path("runs/own_loop"), help="of the checkpoints")
+    parser.add_argument("--epochs", type=int, default=10, help="total number of epochs, with those of the checkpoint")
+    parser.add_argument("--folder", type=Path, default=Path("runs/own_loop"), help="folder of the checkpoints")
     options = parser.parse_args()
     torch.manual_seed(0)
     strategy = dstrat.build(

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 END = "<|end|>"
-"""The token between two files."""
+"""Separator token between two files."""
 
 
 def texts(kilobytes: int) -> list[str]:
-    """Return source files of the standard library, in alphabetical order, up to a size in all."""
+    """Return source files of the standard library, in alphabetical order, up to a total size."""
     found: list[str] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         if sum(map(len, found)) > 1024 * kilobytes:
@@ -29,19 +29,19 @@ def texts(kilobytes: int) -> list[str]:
 
 
 def train_tokenizer(documents: list[str], vocabulary: int) -> Any:
-    """Return a tokenizer of bytes and their pairs; the same texts give the same one in each process."""
+    """Return a byte-level BPE tokenizer; the same texts give the same tokenizer in each process."""
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(documents, vocab_size=vocabulary, special_tokens=[END], show_progress=False)
-    return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token=END, pad_token=END)  # noqa: SLF001 - transformers wants the inner one
+    return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token=END, pad_token=END)  # noqa: SLF001 - transformers needs the inner tokenizer
 
 
 class Windows(Dataset[dict[str, "Tensor"]]):
-    """Texts one after the other, cut into windows of equal length.
+    """Concatenated texts, cut into windows of equal length.
 
     Args:
         documents: The texts.
-        tokenizer: Makes tokens of them.
-        length: Tokens of a window.
+        tokenizer: Tokenizer for the texts.
+        length: Tokens per window.
     """
 
     def __init__(self, documents: list[str], tokenizer: Any, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Train a Llama of transformers on the source code of Python's standard library, with any strategy.
+"""Train a Llama model on the source code of Python's standard library, with any strategy.
 
 For example::
 
@@ -9,9 +9,9 @@ For example::
     python examples/transformers/train.py --strategy model_parallel --devices 2
     python examples/transformers/train.py --strategy fsdp --devices 2 --own-loop
 
-The model has 20 million parameters; with ``--small`` it has 100,000, which a laptop trains in seconds.  At the end
-``<out>/model`` is a folder for ``AutoModelForCausalLM.from_pretrained``, whichever strategy has trained it.  On two
-processes all strategies have the same losses; one device shuffles the data in another order, and has others.
+The model has 20 million parameters, or 100,000 with ``--small``, which trains in seconds on a laptop.  With every
+strategy, the result in ``<out>/model`` can be loaded by ``AutoModelForCausalLM.from_pretrained``.  On two processes all
+strategies have the same losses; one device shuffles the data in another order, so its losses differ.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SIZES: dict[bool, dict[str, int]] = {
 VOCABULARY = {False: 8192, True: 512}
 KILOBYTES = {False: 4096, True: 256}
 HELD_OUT = 64
-"""Windows that the model is validated with, and not trained."""
+"""Number of windows for validation only."""
 
 
 def main() -> None:
-    """Train, and write the model."""
+    """Train, and save the model."""
     options = read_options()
     dstrat.seed_everything(options.seed, verbose=False)
     documents = texts(KILOBYTES[options.small])
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespace, vocabulary: int) -> None:
-    """Train the same in a loop of one's own, in each process of the job."""
+    """Train the same model in a custom loop, in each process of the job."""
     module = make_module(options, vocabulary)
     with loop.strategy.model_sharded_context():
         module.prepare(loop.strategy)
@@ -100,7 +100,7 @@ def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespa
 
 
 def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
-    """Return the module; its model is made in each process, sharded where the strategy can."""
+    """Return the module; each process creates its model, sharded if the strategy supports it."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         max_position_embeddings=options.length,
@@ -122,14 +122,14 @@ def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
 
 
 def divided(batch_size: int, readers: int) -> int:
-    """Return the batch size of each of the processes that read different data."""
+    """Return the batch size per process, for the number of processes that read different data."""
     if batch_size % readers:
         raise SystemExit(f"--batch-size {batch_size} cannot be divided between {readers} processes")
     return batch_size // readers
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description="Train a Llama on the source code of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -137,16 +137,16 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--strategy", default="auto", help="alias of a strategy; `dstrat strategies` lists them")
     add("--accelerator", default="auto", help="cpu, gpu, auto ...")
-    add("--devices", default="auto", help="how many devices, or which: 2, 0,1, auto")
+    add("--devices", default="auto", help="number or indices of the devices: 2, or 0,1, or auto")
     add("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed ...")
     add("--small", action="store_true", help="100,000 parameters instead of 20 million")
-    add("--own-loop", action="store_true", help="a loop written by hand instead of the Trainer")
+    add("--own-loop", action="store_true", help="use a custom training loop instead of the Trainer")
     add("--steps", type=int, default=400, help="optimizer steps")
-    add("--batch-size", type=int, default=8, help="windows of text in a step, over all processes")
-    add("--length", type=int, default=128, help="tokens of a window")
-    add("--learning-rate", type=float, default=1e-3, help="the highest one")
-    add("--gradient-checkpointing", action="store_true", help="compute activations again in the backward pass")
-    add("--seed", type=int, default=0, help="of weights and order of the data")
+    add("--batch-size", type=int, default=8, help="text windows per step, over all processes")
+    add("--length", type=int, default=128, help="tokens per window")
+    add("--learning-rate", type=float, default=1e-3, help="highest learning rate, after the warm-up")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--seed", type=int, default=0, help="random seed of the weights and of the data order")
     add("--out", type=Path, default=Path("runs/transformers"), help="folder for logs, checkpoints and the model")
     return parser.parse_args()
 
