@@ -1,4 +1,4 @@
-"""Limits on the number of batches of a loader."""
+"""Limits on the number of batches of a loader, and checks of counts."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ def check_limit(limit: Any, name: str) -> None:
     fraction = isinstance(limit, float) and 0.0 <= limit <= 1.0
     if limit is not None and not counts and not fraction:
         raise RequestError(f"{name}={limit!r} must be a number of batches (int) or a fraction from 0.0 to 1.0 (float)")
+
+
+def check_count(value: Any, name: str, least: int) -> None:
+    """Raise a RequestError unless a value is an int of at least ``least``; a bool is not."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise RequestError(f"{name}={value!r} must be an int of at least {least}")

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers: results of ``configure_optimizers`` in one form."""
+"""Optimizers and schedulers: results of ``configure_optimizers`` in one form, and a check of clipping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.errors import MisuseError
+from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -181,3 +181,12 @@ def _is_optimizer(value: Any) -> bool:
     from torch.optim import Optimizer
 
     return isinstance(value, Optimizer)
+
+
+def check_clipping(value: Any, algorithm: Any) -> None:
+    """Raise a RequestError unless a value and an algorithm can clip gradients; None and 0 clip nothing."""
+    if algorithm not in ("norm", "value"):
+        raise RequestError(f"gradient_clip_algorithm={algorithm!r} must be 'norm' or 'value'")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and (not number or not value >= 0):  # "not >=" is True for NaN too
+        raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None or 0 to clip nothing")

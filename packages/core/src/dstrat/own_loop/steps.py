@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from dstrat.data.limits import check_count
 from dstrat.errors import MisuseError
-from dstrat.interfaces.optimizers import Optimization, read_optimizers
+from dstrat.interfaces.optimizers import Optimization, check_clipping, read_optimizers
 from dstrat.parallel.separate_modules import SeparateModules
-from dstrat.training.arguments import check_clipping, check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from dstrat.data.limits import check_limit
+from dstrat.data.limits import check_count, check_limit
 from dstrat.errors import ConflictError, RequestError
+from dstrat.interfaces.optimizers import check_clipping
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.known import known_adapter, pip_command
 
@@ -151,12 +152,6 @@ def check_fast_dev_run(value: Any) -> None:
         raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
-def check_count(value: Any, name: str, least: int) -> None:
-    """Raise a RequestError unless a value is an int of at least ``least``; a bool is not."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name}={value!r} must be an int of at least {least}")
-
-
 def _check_statement(value: Any, name: str) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name}={value!r} must be True or False")
@@ -216,15 +211,6 @@ def _check_interval(value: Any, epochs: Any) -> None:
             f"val_check_interval={value!r} is a fraction of an epoch, and check_val_every_n_epoch=None counts batches "
             "across epochs: give a number of batches"
         )
-
-
-def check_clipping(value: Any, algorithm: Any) -> None:
-    """Raise a RequestError unless a value and an algorithm can clip gradients; None and 0 clip nothing."""
-    if algorithm not in ("norm", "value"):
-        raise RequestError(f"gradient_clip_algorithm={algorithm!r} must be 'norm' or 'value'")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and (not number or not value >= 0):  # "not >=" is True for NaN too
-        raise RequestError(f"gradient_clip_val={value!r} must be a positive number, or None or 0 to clip nothing")
 
 
 def _check_overfitting(trainer: Trainer) -> None:

@@ -10,13 +10,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dstrat.checkpoint.paths import as_path, local_folder
+from dstrat.data.limits import check_count
 from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import (
     check_arguments,
-    check_count,
     check_fast_dev_run,
     check_preemption,
     resolve_features,
