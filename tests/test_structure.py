@@ -200,6 +200,32 @@ def test_private_names_of_a_dependency_are_in_one_file(trees, adapter, least):
     assert {name: names for name, names in touched.items() if names} == {}
 
 
+STANDARD_ARGUMENTS = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "timeout", "start_method"),
+}
+
+
+def undocumented(cls):
+    """Return the standard arguments of a class's constructor that its docstring does not describe."""
+    constructors = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    names = {arg.arg for node in constructors for arg in (*node.args.args, *node.args.kwonlyargs)}
+    described = set(re.findall(r"^ *(\w+): ", ast.get_docstring(cls) or "", re.MULTILINE))
+    return (names & STANDARD_ARGUMENTS) - described
+
+
+def test_strategies_describe_the_standard_arguments_for_the_help_of_commands(trees):
+    classes = {
+        node.name: undocumented(node)
+        for name, tree in trees.items()
+        if not name.startswith(("dstrat.interfaces", "dstrat.parallel"))  # bases of authors: a class of users has them
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Strategy") and not node.name.startswith("_")
+    }
+    assert len(classes) > 20
+    assert {name: missing for name, missing in classes.items() if missing} == {}
+
+
 def identifiers(tree):
     """Give the names that a module defines: functions, classes, arguments, variables, attributes."""
     for node in ast.walk(tree):

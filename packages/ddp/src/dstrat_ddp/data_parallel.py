@@ -39,9 +39,10 @@ class DataParallelStrategy(Strategy):
     meant for notebooks and for code that must not run in several processes.  Changes that a step makes to the module
     are lost, and CPU devices count as one.
 
-    Arguments that are not described here are those of :class:`~dstrat.interfaces.strategy.Strategy`.
-
     Args:
+        accelerator: The hardware.
+        checkpoint_io: The format of checkpoints.
+        precision_plugin: The dtypes.
         parallel_devices: The devices; the first one keeps the parameters.
     """
 

@@ -51,9 +51,15 @@ class DDPStrategy(ParallelStrategy):
             def configure_ddp(self):
                 self.model = MyCustomDistributedDataParallel(self.model, device_ids=self.device_ids)
 
-    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
-
     Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
+        precision_plugin: The dtypes.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a rank waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_state: State of the communication hook.
         ddp_comm_hook: Hook that averages the gradients, or a name such as ``"fp16_compress"``, ``"bf16_compress"``,
             ``"powerSGD"`` or ``"post_localSGD"``.

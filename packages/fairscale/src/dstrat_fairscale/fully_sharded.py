@@ -46,9 +46,14 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     Layers may wrap themselves in ``configure_model`` with FairScale's ``wrap`` and ``auto_wrap``.
 
-    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
-
     Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a rank waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         precision_plugin: The precision; parameters are gathered in the dtype that it computes in.
         cpu_offload: Whether shards and the optimizer's step are on the CPU.
         flatten_parameters: Whether the parameters of a wrapped layer are one tensor.

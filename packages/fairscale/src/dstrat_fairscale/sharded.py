@@ -49,9 +49,15 @@ class DDPShardedStrategy(ParallelStrategy):
     Each rank keeps all parameters, and the gradients and optimizer state of its share of them.  FairScale is no longer
     developed: FSDPStrategy shards the parameters too.
 
-    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
-
     Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
+        precision_plugin: The dtypes.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a rank waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         find_unused_parameters: False; parameters that no rank uses in a step need no search.
         **kwargs: Passed to ShardedDataParallel, such as ``reduce_fp16`` and ``broadcast_buffers``.
 

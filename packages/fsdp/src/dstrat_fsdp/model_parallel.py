@@ -46,9 +46,14 @@ class ModelParallelStrategy(ShardedStrategy):
     It may also shard its blocks over ``device_mesh["data_parallel"]``; all other parameters are sharded as by
     FSDPStrategy.
 
-    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
-
     Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a rank waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         data_parallel_size: Number of groups that read different batches; "auto" follows from the other size.
         tensor_parallel_size: Number of ranks of a group; "auto" follows from the other size, or is the number of
             devices of a machine if both are "auto".

@@ -59,9 +59,14 @@ class FSDPStrategy(ShardedStrategy):
     Layers may be made in ``configure_model``, where their parameters take no memory until they are sharded; the module
     may also call ``fully_shard`` on parts of itself there, with ``device_mesh``.
 
-    Arguments that are not described here are those of :class:`~dstrat.parallel.strategy.ParallelStrategy`.
-
     Args:
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a rank waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         precision_plugin: The precision; parameters are gathered in the dtype that it computes in.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         mixed_precision: Torch's policy of dtypes, with or without a ``precision``: batches are cast to its dtype, too.
