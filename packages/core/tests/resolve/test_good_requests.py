@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from dstrat.interfaces.accelerator import Accelerator
 from dstrat.plugins.catalog import Catalog
 from dstrat.plugins.component import Component
 from dstrat.resolve import Request, make_plan
@@ -268,6 +269,23 @@ def test_a_strategy_without_processes_has_one_device_unless_it_says_more(core_ca
             environ={},
             interactive=False,
         )
+
+
+def test_an_accelerator_without_a_record_gets_no_strategy_for_other_hardware(parts):
+    class Own(Accelerator):
+        is_available = staticmethod(lambda: True)
+        auto_device_count = staticmethod(lambda: 1)
+        parse_devices = staticmethod(lambda devices: [0])
+        get_parallel_devices = staticmethod(lambda indices: [torch.device("cpu")])
+
+    others = {plugin.distribution for plugin in Catalog({}).plugins} - {"dstrat"}
+    catalog = Catalog({"DSTRAT_DISABLE_PLUGINS": ",".join(others)})
+    for_chips = Component(
+        kind="strategy", alias="chip", target=parts["pair"], summary="", auto=900, accelerators=("x",)
+    )
+    catalog.register(Component(kind="strategy", alias="on_chip", target=parts["pair"], summary="", **facts))
+    plan = make_plan(Request(accelerator=Own(), devices=1), catalog=catalog, environ={}, interactive=False)
+    assert plan.strategy == "single_device"
 
 
 def test_a_plugin_that_offers_the_names_of_defaults_changes_nothing_for_others(site, monkeypatch):

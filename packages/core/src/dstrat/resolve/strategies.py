@@ -193,6 +193,9 @@ def _automatic(catalog: Catalog, constraints: Constraints) -> Selection[Strategy
         if _is_candidate(facts, constraints):
             candidates.append((offer, incompatibility(facts, constraints)))
     fitting = [offer for offer, reason in candidates if reason is None]
+    if not constraints.accelerator.names:
+        # Whether a strategy for some accelerators runs on one without a record is not known: it is the last resort.
+        fitting.sort(key=lambda offer: bool(offer.component.accelerators))
     if fitting:
         # If none can be imported, the error is that of the best.
         selection = next(usable(fitting, catalog), None) or select_offer(fitting[0], catalog)
