@@ -280,9 +280,7 @@ def test_an_accelerator_without_a_record_gets_no_strategy_for_other_hardware(par
 
     others = {plugin.distribution for plugin in Catalog({}).plugins} - {"dstrat"}
     catalog = Catalog({"DSTRAT_DISABLE_PLUGINS": ",".join(others)})
-    for_chips = Component(
-        kind="strategy", alias="chip", target=parts["pair"], summary="", auto=900, accelerators=("x",)
-    )
+    facts = {"auto": 900, "accelerators": ("chip",)}
     catalog.register(Component(kind="strategy", alias="on_chip", target=parts["pair"], summary="", **facts))
     plan = make_plan(Request(accelerator=Own(), devices=1), catalog=catalog, environ={}, interactive=False)
     assert plan.strategy == "single_device"
