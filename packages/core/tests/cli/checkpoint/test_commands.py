@@ -372,3 +372,10 @@ def test_all_of_them_take_urls(invoke, model, tmp_path):
     file = as_path(url) / "a" / "state.json"
     file.write_bytes(file.read_bytes().replace(b"ddp", b"dpd"))
     assert "state.json has wrong bytes" in invoke("verify", f"{url}/a")[1]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_path_that_the_system_refuses_is_an_invalid_value(command):
+    done = run(command, "x" * 300)
+    assert done.returncode == 2
+    assert f"Invalid value for 'PATH': {'x' * 300!r} cannot be used: file name too long" in done.stderr

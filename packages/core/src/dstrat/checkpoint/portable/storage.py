@@ -204,7 +204,8 @@ def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
         return "neither does its folder"
     names = sorted(other.name for other in path.parent.iterdir() if other.suffix == path.suffix)
-    return f"its folder holds {', '.join(names[:5]) if names else f'no other {path.suffix} file'}"
+    similar = f"{path.suffix} file" if path.suffix else "name without a suffix"
+    return f"its folder holds {', '.join(names[:5]) or f'no other {similar}'}"
 
 
 class RemoteStorage:

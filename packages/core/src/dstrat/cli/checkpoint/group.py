@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,7 +62,13 @@ class CheckpointPathType(click.ParamType):  # type: ignore[type-arg]  # older on
 
     @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CheckpointPath:
-        return as_path(value)
+        path = as_path(value)
+        if isinstance(path, Path):
+            try:
+                path.exists()
+            except OSError as error:  # no access to a folder above it, or a name that is too long
+                self.fail(f"{str(path)!r} cannot be used: {str(error.strerror).lower()}", param, ctx)
+        return path
 
 
 CHECKPOINT_PATH = CheckpointPathType()
