@@ -111,7 +111,7 @@ def test_announced_end_of_a_job_saves_and_queues_it_again(cluster, tmp_path, exp
     assert int(fields["Restarts"]) == 1 or announced_by == "time limit"  # which each attempt may reach
     assert int(fields["Restarts"]) >= 1
     assert "the job is queued again, and resumes from its checkpoint" in printed
-    assert "resume='auto': training goes on from" in printed
+    assert "resume='auto': training resumes from" in printed
     assert 0 < checks.read_identities(tmp_path / "job", attempt=1)[0]["begin"] < 12
     checks.check_losses(tmp_path / "job", expected)
     checks.check_samples(tmp_path / "job")

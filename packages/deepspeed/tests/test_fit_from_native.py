@@ -107,4 +107,4 @@ def test_a_fit_goes_on_where_the_script_was(ranks, tmp_path):
         for name in ("native", "universal"):
             said = found[f"{name} as it is"]
             assert "written by another program, as checkpoint io 'deepspeed' from dstrat-deepspeed" in said
-            assert said.endswith(f"'dstrat checkpoint convert {tmp_path / name} NEW', and go on from NEW")
+            assert said.endswith(f"'dstrat checkpoint convert {tmp_path / name} NEW', and resume from NEW")

@@ -215,7 +215,7 @@ def test_optimizer_state_in_files_that_needs_more_locked_memory_is_an_error(litt
 def test_deepspeeds_own_checkpoint_of_files_is_not_read_which_is_said(tmp_path):
     (tmp_path / "offloaded_tensors").mkdir()
     (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match=r"as NVMe had them .*go on from the portable checkpoint beside it"):
+    with pytest.raises(CheckpointError, match=r"as NVMe had them .*resume from the portable checkpoint beside it"):
         find_files(tmp_path)
 
 

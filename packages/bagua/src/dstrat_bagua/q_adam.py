@@ -27,7 +27,7 @@ class QAdamOptimizer(Optimizer):
 
     In the first ``warmup_steps`` steps it is Adam.  After these its bias-corrected second moment :math:`\hat v` stays,
     and the step is :math:`\theta \leftarrow \theta - lr \cdot \hat m_t / (\sqrt{\hat v} + \epsilon)` (Tang et al.,
-    1-bit Adam, https://arxiv.org/abs/2102.02888).  Bagua goes on with the bias correction of a second moment that no
+    1-bit Adam, https://arxiv.org/abs/2102.02888).  Bagua continues with the bias correction of a second moment that no
     longer changes, so that its steps grow; here both are frozen.
 
     Args:

@@ -356,7 +356,7 @@ class BaguaStrategy(ParallelStrategy):
         self._loads_rank_state = state["algorithm"] == type(self.algorithm).__name__
         if not self._loads_rank_state and self.is_global_zero:
             _logger.warning(
-                "the checkpoint was saved with %s, and %s goes on from the average of the weights of its ranks",
+                "the checkpoint was saved with %s, and %s resumes from the average of the weights of its ranks",
                 state["algorithm"],
                 type(self.algorithm).__name__,
             )

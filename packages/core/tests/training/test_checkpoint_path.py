@@ -56,7 +56,7 @@ def test_auto_starts_anew_and_then_goes_on_from_the_newest(fit, tmp_path, caplog
     assert message.startswith("resume='auto': training starts anew, as there is no complete checkpoint in ")
     saved = trainer.checkpoint_callback.best_model_path
     trainer, (message,) = run(3)
-    assert message == f"resume='auto': training goes on from {saved}"
+    assert message == f"resume='auto': training resumes from {saved}"
     assert (trainer.current_epoch, trainer.global_step) == (3, 18)
 
 
@@ -187,7 +187,7 @@ def test_the_log_says_which_checkpoint_best_and_last_are(fit, make_line, loader,
     fit(2, ModelCheckpoint(tmp_path, "{epoch}"), ckpt_path="last")
     path = tmp_path / "epoch=0.ckpt"
     assert f"ckpt_path='best': predict uses the weights of {path} (val_loss = " in caplog.text
-    assert f"ckpt_path='last': training goes on from {path}" in caplog.text
+    assert f"ckpt_path='last': training resumes from {path}" in caplog.text
 
 
 def test_what_is_not_there_is_an_error_that_says_where_it_was_looked_for(fit, tmp_path):

@@ -137,8 +137,8 @@ def test_from_the_end_of_an_epoch_it_goes_on_exactly(converted, go_on, caplog, c
     assert torch.equal(weights, by_hand(cls()))
     (line,) = [record.getMessage() for record in caplog.records if "comes from" in record.getMessage()]
     assert line.endswith(
-        "comes from PyTorch Lightning 2.6.6: weights, optimizers, schedulers and counters go on; random numbers start "
-        "anew, and the data goes on at the beginning of epoch 2"
+        "comes from PyTorch Lightning 2.6.6: weights, optimizers, schedulers and counters resume; random numbers start "
+        "anew, and the data resumes at the beginning of epoch 2"
     )
 
 

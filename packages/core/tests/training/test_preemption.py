@@ -79,7 +79,7 @@ def test_checkpoint_is_saved_after_a_slow_step(training, tmp_path, devices, numb
         r"Terminated after step \d+: saved .*on_exception.ckpt\n.* s remain of preemption_deadline=60", err
     )
     out, err = training(devices).communicate()
-    assert re.search("resume='auto': training goes on from .*on_exception.ckpt", err)
+    assert re.search("resume='auto': training resumes from .*on_exception.ckpt", err)
     assert f"ended after {24 // devices}" in out
 
 

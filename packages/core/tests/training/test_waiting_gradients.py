@@ -156,7 +156,7 @@ def check_lines(found, name, line=None):
 
 LEFT_OUT = "was saved between the batches of one optimizer step, which are left out, as their gradients cannot be taken"
 NOT_CLEARED = "has gradients that the module had not cleared, which are left out, as they cannot be taken"
-MOVED = "random numbers and running means start anew, and the data goes on at the same part of the epoch"
+MOVED = "random numbers and running means start anew, and the data resumes at the same part of the epoch"
 
 
 def test_a_strategy_that_shards_and_saves_none_says_so_while_it_saves(saved):

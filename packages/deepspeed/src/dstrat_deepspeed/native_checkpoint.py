@@ -214,7 +214,7 @@ def find_files(path: Path) -> NativeFiles | None:
     if "offloaded_tensors" in names:
         raise CheckpointError(
             f"{str(folder)!r} has weights and optimizer state as NVMe had them (offloaded_tensors), which DeepSpeed "
-            "alone can read: go on from the portable checkpoint beside it, or save without offload_optimizer to 'nvme'"
+            "alone can read: resume from the portable checkpoint beside it, or save without offload_optimizer to 'nvme'"
         )
     numbers = [rank for rank, _, _ in states]
     if sorted(numbers) != list(range(len(numbers))):

@@ -46,7 +46,7 @@ class _Group:
 
 @dataclass(kw_only=True)
 class ReplicaGroups:
-    """The replica groups of a script on this machine; one that fails is started again, while the others go on.
+    """The replica groups of a script on this machine; one that fails is started again, while the others continue.
 
     Args:
         command: Command of a group, which is a job of dstrat.
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="seconds without a sign of life after which a group counts as dead, and the others go on (default: 5)",
+        help="seconds without a sign of life after which a group counts as dead, and the others continue (default: 5)",
     )
     parser.add_argument("script", help="the program of a group")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")

@@ -266,8 +266,8 @@ class TorchFTStrategy(ParallelStrategy):
         # After one step, schedulers, counters and data follow with this batch; several they cannot skip.
         if behind > 1 and self._training is not None:
             raise PeerError(
-                f"replica group {self.options.group} is {behind} steps behind the others, which went on without it as "
-                "it was slow or cut off: start it again, and it joins them; Trainer(max_restarts=...) does so by itself"
+                f"replica group {self.options.group} is {behind} steps behind the others, which continued without it, "
+                "as it was slow or cut off: start it again, and it joins them; Trainer(max_restarts=...) does so"
             )
         self.load_module_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

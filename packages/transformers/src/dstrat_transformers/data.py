@@ -20,7 +20,7 @@ class SplitIterableDataset(ShardedIterableDataset):
 
     ``DataLoader(SplitIterableDataset(stream), batch_size=8)`` reads in each process its part of the stream only, by
     ``split_dataset_by_node``: whole files where their number can be divided by that of the processes, otherwise every
-    n-th example.  In a StatefulDataLoader of torchdata a resumed run goes on at the stream's own position; in torch's
+    n-th example.  In a StatefulDataLoader of torchdata a resumed run continues at the stream's own position; in torch's
     DataLoader it reads the examples of the epoch again and drops them.
 
     In evaluations each process reads the whole stream, and keeps its batches.  A map-style ``Dataset`` needs none of

@@ -46,4 +46,4 @@ def check_not_foreign(path: str | Path) -> None:
 
 def how_to_convert(path: str | Path) -> str:
     """Return the advice to convert a checkpoint of another program."""
-    return f"convert it by 'dstrat checkpoint convert {path} NEW', and go on from NEW"
+    return f"convert it by 'dstrat checkpoint convert {path} NEW', and resume from NEW"

@@ -242,5 +242,5 @@ def check_same_number(kind: str, current: list[Any], saved: list[Any], path: str
     if len(current) != len(saved):
         raise CheckpointError(
             f"checkpoint {str(path)!r} has {len(saved)} {kind}, and this training has {len(current)}: it needs "
-            "as many to go on"
+            "as many to resume"
         )

@@ -98,7 +98,7 @@ class RunningTraining(Protocol):
         """
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state of another job, before the first batch; the training goes on at its batch."""
+        """Load a state of another job, before the first batch; training resumes at its batch."""
 
 
 # Compiled training steps: forward and backward passes and optimizer steps in one call

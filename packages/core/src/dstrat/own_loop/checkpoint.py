@@ -137,7 +137,7 @@ def _restore_ranks(
     elif strategy.is_global_zero:
         _log.warning(
             "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
-            "numbers start anew, and the data goes on at the same part of the epoch",
+            "numbers start anew, and the data resumes at the same part of the epoch",
             path,
             checkpoint["world_size"],
             strategy.world_size,

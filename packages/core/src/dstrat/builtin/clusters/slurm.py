@@ -32,7 +32,7 @@ class SLURMEnvironment(ExternalEnvironment):
 
     With ``auto_requeue`` a job that reaches its time limit continues in the next one: SLURM announces the limit by a
     signal (``#SBATCH --signal=USR1@90``), ``Trainer(preemption_deadline=90)`` saves a checkpoint, rank 0 calls
-    ``scontrol requeue``, and ``fit(resume="auto")`` goes on from the checkpoint.
+    ``scontrol requeue``, and ``fit(resume="auto")`` resumes from the checkpoint.
 
     Args:
         environ: The environment variables; ``os.environ`` by default.

@@ -159,7 +159,7 @@ class Checkpoints(StrategyTests):
             largest = max(abs(one - two) for one, two in zip(values, moved_values, strict=True))
             if largest > self.tolerance * 10:
                 fail(
-                    f"a training that {origin} on {saved_by} began and {target} on {loaded_by} went on with ends with "
+                    f"a run that {origin} began on {saved_by} and {target} resumed on {loaded_by} ends with "
                     f"other weights than one on one device: {name} differs by {largest:.1e}",
                     expected="the same to the precision of sums in another order: a checkpoint has the whole state, "
                     "under the names of the user's module.",

@@ -120,11 +120,11 @@ def _search(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
 def _description(trainer: Trainer, requested: CheckpointRequest, path: str) -> str:
     """Return the log message about the result of a search."""
     if requested is Search.NEWEST:
-        return f"resume='auto': training goes on from {path}"
+        return f"resume='auto': training resumes from {path}"
     is_best = requested in ("best", Search.BEST_OF_LAST_FIT)
     which = _rank_of_best(trainer, path) if is_best else ""
     if requested is not Search.BEST_OF_LAST_FIT:
-        does = "training goes on from" if trainer.is_fitting else f"{trainer.stage} uses the weights of"
+        does = "training resumes from" if trainer.is_fitting else f"{trainer.stage} uses the weights of"
         return f"ckpt_path={requested!r}: {does} {path}{which}"
     return (
         f"{trainer.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "

@@ -137,7 +137,7 @@ class CheckpointRestore:
         if trainer.is_global_zero:
             _log.warning(
                 "%s was saved by %s: weights, optimizer and counters are the same; random numbers and running means "
-                "start anew, and the data goes on at the %s%s",
+                "start anew, and the data resumes at the %s%s",
                 self._path,
                 how,
                 f"beginning of epoch {trainer.current_epoch}" if rank_state is None else "same part of the epoch",
@@ -157,8 +157,8 @@ class CheckpointRestore:
     def _log_conversion(self, source: str) -> None:
         if self._trainer.is_global_zero:
             _log.warning(
-                "%s comes from %s: weights, optimizers, schedulers and counters go on; random numbers start anew, and "
-                "the data goes on at the beginning of epoch %d",
+                "%s comes from %s: weights, optimizers, schedulers and counters resume; random numbers start anew, and "
+                "the data resumes at the beginning of epoch %d",
                 self._path,
                 source,
                 self._trainer.current_epoch,

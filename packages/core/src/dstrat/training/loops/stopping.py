@@ -122,7 +122,7 @@ def _outlive_late_preemption() -> None:
 
 
 def _log_late_preemption(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal module's signature
-    _log.warning("SIGUSR1 came after the end of the run: there is nothing to save, and the program goes on")
+    _log.warning("SIGUSR1 came after the end of the run: there is nothing to save, and the program continues")
 
 
 def _act_on(number: int) -> None:
