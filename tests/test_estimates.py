@@ -53,7 +53,7 @@ def largest_in_training(cluster, alias, num_blocks):
     strategy = strategy_of(alias)
     strategy.receive(parts(cluster))
     strategy.setup_environment()
-    train_a_small_block()  # loads the code of the kernels, which takes 40 to 110 MiB, depending on the processor
+    train_a_small_block()  # loads modules and kernels: up to 100 MiB, which differ between machines
     before = resident("VmRSS")
     with strategy.model_sharded_context():
         module = Wide(num_blocks)

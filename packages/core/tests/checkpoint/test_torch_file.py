@@ -128,9 +128,12 @@ def test_a_missing_folder_is_said_to_be_so(tmp_path):
     )
 
 
-def test_a_folder_without_checkpoints_is_said_to_be_so(tmp_path):
-    message = refusal(TorchCheckpointIO().load_checkpoint, tmp_path / "b.ckpt")
-    assert "does not exist, and its folder holds no other .ckpt file" in message
+@pytest.mark.parametrize(
+    ("name", "missing"), [("b.ckpt", "no other .ckpt file"), ("b", "no other name without a suffix")]
+)
+def test_a_folder_without_checkpoints_is_said_to_be_so(tmp_path, name, missing):
+    message = refusal(TorchCheckpointIO().load_checkpoint, tmp_path / name)
+    assert f"does not exist, and its folder holds {missing}: " in message
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):

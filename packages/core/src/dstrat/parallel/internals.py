@@ -39,7 +39,7 @@ def abort_groups() -> None:
 
 
 def uses_nccl(backends: str) -> bool:
-    """Return whether NCCL is among the backends of a group, such as ``"cpu:gloo,cuda:nccl"`` for FSDP's offload."""
+    """Return whether NCCL is among the backends of a group, such as ``"cpu:gloo,cuda:nccl"``."""
     return any(pair.rpartition(":")[2] == "nccl" for pair in backends.split(","))
 
 

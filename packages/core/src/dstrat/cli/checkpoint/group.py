@@ -65,7 +65,9 @@ class CheckpointPathType(click.ParamType):  # type: ignore[type-arg]  # older on
         path = as_path(value)
         if isinstance(path, Path):
             try:
-                path.exists()
+                path.stat()  # not exists(), which hides these errors since Python 3.14
+            except (FileNotFoundError, NotADirectoryError):  # the command says so, or writes there
+                pass
             except OSError as error:  # no access to a folder above it, or a name that is too long
                 self.fail(f"{str(path)!r} cannot be used: {str(error.strerror).lower()}", param, ctx)
         return path
