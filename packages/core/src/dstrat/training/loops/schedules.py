@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dstrat.data.limits import limit_of
 from dstrat.errors import MisuseError
 from dstrat.training.arguments import read_duration
@@ -12,7 +14,7 @@ from dstrat.training.hooks import hook_of
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.training.trainer import Trainer
@@ -59,19 +61,28 @@ class SchedulerSteps:
                 continue
             if config.monitor is None:
                 self._step_one(config.scheduler, None)
-            elif (value := _monitored_value(config, self._trainer.callback_metrics)) is not None:
+            elif (value := self._monitored_value(config, config.monitor)) is not None:
                 self._step_one(config.scheduler, value)
 
+    def _monitored_value(self, config: SchedulerConfig, name: str) -> Any | None:
+        """Return the value that a scheduler monitors, the same on all ranks; None if it was not logged; collective.
 
-def _monitored_value(config: SchedulerConfig, metrics: Mapping[str, Any]) -> Any | None:
-    assert config.monitor is not None  # noqa: S101 - checked by the caller
-    if config.monitor not in metrics and config.strict:
-        raise MisuseError(
-            f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged; "
-            f"logged were: {', '.join(sorted(metrics)) or 'no values'}; log it, or change 'monitor' in "
-            "configure_optimizers"
-        )
-    return metrics.get(config.monitor)
+        Raises:
+            MisuseError: It was not logged, and the scheduler is strict.
+        """
+        metrics, strategy = self._trainer.callback_metrics, self._trainer.strategy
+        value = metrics.get(name)
+        if strategy.world_size > 1:
+            # Of rank 0: values that are not reduced differ between ranks, and all must have the same learning rates.
+            score = strategy.broadcast(None if value is None or not strategy.is_global_zero else float(value))
+            value = None if score is None else torch.tensor(score, dtype=torch.float64)
+        if value is None and config.strict:
+            raise MisuseError(
+                f"the scheduler {type(config.scheduler).__name__} monitors {name!r}, which was not logged; "
+                f"logged were: {', '.join(sorted(metrics)) or 'no values'}; log it, or change 'monitor' in "
+                "configure_optimizers"
+            )
+        return value
 
 
 # Validation during a fit
