@@ -281,6 +281,20 @@ class ColossalAIStrategy(ParallelStrategy):
             return context
         return nullcontext()
 
+    def scale_gradients(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply the accumulated gradients; Gemini and LowLevelZero keep theirs until the step.
+
+        Raises:
+            ConflictError: The plugin is one of these.
+        """
+        if self.plugin in ("gemini", "low_level_zero"):
+            raise ConflictError(
+                f"an optimizer step has fewer batches than it was begun with, and the plugin {self.plugin!r} cannot "
+                "scale the gradients that it has accumulated: let accumulate_grad_batches divide the number of "
+                "batches, return a loss for each, and resume from a checkpoint between two steps"
+            )
+        super().scale_gradients(optimizer, factor)
+
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the gradients; Gemini and LowLevelZero do so in their step."""
         if self.plugin == "torch_ddp":

@@ -165,6 +165,17 @@ class Engine:
 
     # Updates
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients, after the last backward pass of a step."""
+        self._reduce_pending()
+        internals.scale_gradients(self.engine.optimizer, self._trained, factor)
+
+    def _reduce_pending(self) -> None:
+        """Reduce gradients that the last backward pass would have reduced: the last batch had no loss."""
+        if self._expects_more and self.engine.zero_optimization_stage() in (1, 2):
+            self.engine.allreduce_gradients()
+        self._expects_more = False
+
     def clip(self, clip_val: float) -> None:
         """Clip gradients by their global norm: sharded ones in the next step, others now."""
         if self._is_sharded:
@@ -185,10 +196,7 @@ class Engine:
         engine = self.engine
         release_unused(self._in_files)
         self._unused.before_step()
-        if self._expects_more and engine.zero_optimization_stage() in (1, 2):
-            # The last backward pass reduces gradients, and none was made: the last batch had no loss.
-            engine.allreduce_gradients()
-        self._expects_more = False
+        self._reduce_pending()
         with naming_new_parameters(self._steps), self.without_empty_groups():
             engine.step()
         self._has_gradients = False

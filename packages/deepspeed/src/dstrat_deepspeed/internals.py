@@ -420,6 +420,23 @@ def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
     return {**present, "batches": optimizer.micro_step_id} if present else {}
 
 
+def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the reduced gradients of any stage, before the step that unscales and clips them."""
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):  # stages 0 and 1 with gradients of 32 bits
+        gradients = list(optimizer.fp32_groups_gradients_flat)
+    elif hasattr(optimizer, "averaged_gradients"):  # stages 1 to 3
+        partitions = getattr(optimizer, "single_partition_of_fp32_groups", None)
+        partitions = optimizer.fp32_partitioned_groups_flat if partitions is None else partitions
+        gradients = [partition.grad for partition in partitions if partition.grad is not None]  # offloaded ones
+        gradients += [one for group in optimizer.averaged_gradients.values() for one in group or () if one is not None]
+        norms = getattr(optimizer, "norm_for_param_grads", {})  # of offloaded gradients, computed in backward passes
+        norms.update({number: norm * factor for number, norm in norms.items()})
+    else:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
 def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Restore the result of :func:`accumulated_gradients`, of the same stage and number of ranks."""
     if not saved:

@@ -333,6 +333,9 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         finally:
             engine.set_boundary(is_boundary=True)
 
+    def scale_gradients(self, optimizer: Optimizer, factor: float) -> None:  # noqa: ARG002 - there is one
+        self._active_engine.scale_gradients(factor)
+
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
         """Set the norm by which the engine clips in its next step, where it has the norm of all ranks' gradients."""
         check_clipping(algorithm)

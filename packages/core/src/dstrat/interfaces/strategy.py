@@ -576,6 +576,21 @@ class Strategy(ABC):
         """
         return nullcontext()
 
+    def scale_gradients(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply the accumulated gradients of an optimizer's parameters, before hooks and clipping read them.
+
+        It follows the last backward pass of an optimizer step, if the gradients are of fewer batches than expected, and
+        is called with the same factor in every process.
+
+        Args:
+            optimizer: The optimizer.
+            factor: A positive number.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Undo a loss scale in the gradients, before hooks and clipping read them."""
         self.precision_plugin.unscale_gradients(optimizer)

@@ -117,8 +117,10 @@ class CheckpointRestore:
         load_rank_buffers(trainer.strategy, rank_state.get("buffers", {}))  # absent in older checkpoints
         if takes_state:
             trainer.strategy.load_rank_state(rank_state["strategy"])
-        if dropped and trainer.is_global_zero:
-            _log.warning("%s %s", self._path, dropped)
+        if dropped:
+            trainer.fit_loop.group_weight = 0
+            if trainer.is_global_zero:
+                _log.warning("%s %s", self._path, dropped)
 
     def _reshard(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the state that another number of ranks had, as far as it is independent of their number."""
@@ -129,7 +131,10 @@ class CheckpointRestore:
         if ranks:
             trainer.fit_loop.load_rank_state(reshard_rank_states(ranks))
         how = f"{saved_by} processes and is continued by {trainer.world_size}"
-        self._log_summary(how, first, _describe_dropped(checkpoint, first))
+        dropped = _describe_dropped(checkpoint, first)
+        if dropped:
+            trainer.fit_loop.group_weight = 0
+        self._log_summary(how, first, dropped)
 
     def _log_summary(self, how: str, rank_state: Mapping[str, Any] | None, dropped: str) -> None:
         """Log which state is restored, and which is not."""
@@ -240,6 +245,7 @@ class LiveTraining:
         loop.load_state_dict(state["loops"])
         if state["order"]["beginning"] is not None:  # None before the first epoch
             of_this_process = dict.fromkeys(("random", "device_random", "logged", "place", "gradients"))
+            loop.group_weight = 0  # without gradients
             loop.load_rank_state({**of_this_process, **state["order"]})
 
 

@@ -45,12 +45,11 @@ class CompiledOptimization:
         self._loop, self._steps = trainer.fit_loop, compiled.optimizer_steps
         self._accumulate = trainer.accumulate_grad_batches
 
-    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - within the call
+    def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:  # noqa: ARG002 - within the call
         """Train on the batches of one call; return the result of ``training_step``, with the loss divided as elsewhere.
 
         Args:
             arguments: The arguments of ``training_step``.
-            group_size: Always 1.
             applies: Always True.
         """
         outputs = self._training_step(*arguments)

@@ -120,8 +120,7 @@ class FitLoop(Position):
         self._validation = validation
         self.data.open(self._sources, self.epoch)
         if self.scales_position:  # only now, as the length of this rank's loader is known
-            self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
-            self.scales_position = False
+            self._scale_position()
         self.data.check_position(self.batches_done)
         if isinstance(self._optimization, CompiledOptimization):
             self._optimization.check_position(trainer)
@@ -146,6 +145,14 @@ class FitLoop(Position):
                 self._run_epoch()
                 self._stops = self._stops or self._decide()
         trainer.context.hooks.call("on_train_end")
+
+    def _scale_position(self) -> None:
+        """Convert the counters of batches of another number of ranks, which had other shares of the data."""
+        self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
+        if self._continuation is not None and self.data.length and self._saved_length:
+            self._continuation.batch_ratio = self.data.length / self._saved_length
+            self.group_weight *= self._continuation.batch_ratio
+        self.scales_position = False
 
     def _run_epoch(self) -> None:
         trainer, hooks = self._trainer, self._trainer.context.hooks
@@ -223,9 +230,12 @@ class FitLoop(Position):
             beginning, position = self._continuation.beginning, self._continuation.position
         if beginning is None or not self.batches_done:
             self.batches_done = self.in_group = 0
+        if not self.in_group:
+            self.group_weight = 0
         self._continuation = None
+        self.group_divisor = self.group_divisor or self._accumulate  # 0 in checkpoints that lack it
         if isinstance(self._optimization, AutomaticOptimization):
-            if self.in_group:
+            if self.group_weight:
                 self._optimization.go_on_accumulating()
             else:
                 # Discards gradients of the last epoch, which on_train_batch_start may have ended within a group.
@@ -250,16 +260,17 @@ class FitLoop(Position):
         self._profiler_step = trainer.profiler.step if trainer.profiler else None
 
     def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
+        if not self.in_group:
+            self.group_divisor = 1 if self._accumulate == 1 else self._group_size()
         in_group = self.in_group + 1
-        applies = in_group == self._accumulate or is_last
-        group_size = 1 if self._accumulate == 1 else self._group_size(batch_idx)
+        applies = in_group >= self._accumulate or is_last  # more, if a resumed run accumulates fewer
         self.steps_before = self.global_step
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         outputs = None
         if batch is None:
             self._skip_batch(applies=applies)
         else:
-            outputs = self._optimize(arguments, group_size=group_size, applies=applies)
+            outputs = self._optimize(arguments, applies=applies)
         self.in_group = 0 if applies else in_group
         self.batches_seen += self._batches_per_item
         self.batches_done += self._batches_per_item
@@ -311,13 +322,15 @@ class FitLoop(Position):
             self._profiler_step()
         self.phase = "done"
 
-    def _group_size(self, batch_idx: int) -> int:
-        """Return the number of batches that accumulate into one step; the last group of an epoch may be smaller."""
-        accumulate = self._accumulate
+    def _group_size(self) -> int:
+        """Return the number of batches that are expected to accumulate into the step that begins with this one.
+
+        The last group of an epoch may be smaller.  Where fewer batches have a gradient than expected, as in the last
+        group of a loader without a length, the gradients are scaled before the step.
+        """
         if self.data.num_batches is None:
-            return accumulate
-        start = batch_idx - batch_idx % accumulate
-        return min(accumulate, self.data.num_batches - start)
+            return self._accumulate
+        return min(self._accumulate, self.data.num_batches - self.batches_done)
 
     # Validation and stopping
 

@@ -52,12 +52,11 @@ class ManualOptimization:
         if trainer.is_global_zero:
             _warn_of_intervals(trainer.strategy.lr_schedulers, module)
 
-    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
+    def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
         """Train on a batch; return the result of ``training_step``.
 
         Args:
             arguments: The arguments of ``training_step``.
-            group_size: Always 1.
             applies: Always True.
         """
         outputs = self._training_step(*arguments)

@@ -128,7 +128,8 @@ class AutomaticOptimization:
         self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
         # State of the current batch, in attributes, so that one closure serves all batches.
         self._arguments: tuple[Any, ...] = ()
-        self._group_size = 1
+        self._divisor = 1
+        self._weight: float = 1
         self._applies = True
         self._clears = True  # False while gradients accumulate
         self._outputs: Any = None
@@ -161,15 +162,16 @@ class AutomaticOptimization:
         """Keep the current gradients, such as those of a checkpoint, for the next optimizer step."""
         self._clears = False
 
-    def run(self, arguments: tuple[Any, ...], *, group_size: int, applies: bool) -> Any:
-        """Train on a batch; return the result of ``training_step``, with the loss divided by ``group_size``.
+    def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:
+        """Train on a batch; return the result of ``training_step``, with the loss divided by the group's divisor.
 
         Args:
             arguments: The arguments of ``training_step``.
-            group_size: Number of batches whose gradients make up one optimizer step.
             applies: Whether the optimizer steps after this batch, the last one of its group.
         """
-        self._arguments, self._group_size, self._applies = arguments, group_size, applies
+        loop = self._loop
+        self._arguments, self._applies = arguments, applies
+        self._divisor, self._weight = loop.group_divisor, loop.group_weight + 1
         try:
             # A strategy that accumulates by itself counts the batches in its optimizer's step.
             if applies or self._strategy.accumulates_gradients:
@@ -180,8 +182,10 @@ class AutomaticOptimization:
                 with self._strategy.no_backward_sync():
                     self._closure()
             self._clears = False
+            loop.group_weight = self._weight
         except _SkipBatch:
             self._warn_of_no_loss()
+            self._weight -= 1
             if applies and not self._clears:  # earlier batches of the group have gradients
                 self._optimizer_step(self._prepare_step)
         except RuntimeError as error:
@@ -194,13 +198,16 @@ class AutomaticOptimization:
         self.is_in_backward = False
         if applies:
             self._clears = True
-            self._loop.global_step += 1
+            loop.group_weight = 0
+            loop.global_step += 1
         return outputs
 
     def skip_batch(self, *, applies: bool) -> None:
         """Skip a batch; if it is the last of its group, step with the gradients of the group's other batches."""
         if applies and not self._clears:
+            self._divisor, self._weight = self._loop.group_divisor, self._loop.group_weight
             self._optimizer_step(self._prepare_step)
+            self._loop.group_weight = 0
             self._loop.global_step += 1
             self._clears = True
 
@@ -215,8 +222,8 @@ class AutomaticOptimization:
                 "cannot be combined with accumulate_grad_batches: leave that out"
             )
         self._outputs = self._training_step(*self._arguments)
-        if self._group_size > 1:  # divided once, for hooks too: a lazy backend compiles each operation
-            self._outputs = with_divided_loss(self._outputs, self._group_size)
+        if self._divisor > 1:  # divided once, for hooks too: a lazy backend compiles each operation
+            self._outputs = with_divided_loss(self._outputs, self._divisor)
         loss = self._loss(self._outputs)
         for hook in self._before_backward:
             hook(loss)
@@ -224,7 +231,7 @@ class AutomaticOptimization:
         self._backward(loss)
         for hook in self._after_backward:
             hook()
-        if self._applies and self._prepares:
+        if self._applies and (self._prepares or self._weight != self._divisor):
             self._prepare_step()
         return loss
 
@@ -252,6 +259,8 @@ class AutomaticOptimization:
 
     def _prepare_step(self) -> None:
         trainer = self._trainer
+        if self._weight != self._divisor:  # the step is the mean of the batches that are in it
+            self._strategy.scale_gradients(self._optimizer, self._divisor / self._weight)
         if self._unscale is not None:
             self._unscale(self._optimizer)
         for hook in self._before_optimizer_step:
@@ -264,17 +273,17 @@ class AutomaticOptimization:
             )
 
 
-def with_divided_loss(outputs: Any, group_size: int) -> Any:
+def with_divided_loss(outputs: Any, divisor: int) -> Any:
     """Return the result of ``training_step`` with its loss, if there is one, divided.
 
     Args:
         outputs: The result.
-        group_size: Number of batches whose gradients make up one optimizer step.
+        divisor: Number of batches that are expected to accumulate into one optimizer step.
     """
     if isinstance(outputs, Tensor):
-        return outputs / group_size
+        return outputs / divisor
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-        return {**outputs, "loss": outputs["loss"] / group_size}
+        return {**outputs, "loss": outputs["loss"] / divisor}
     return outputs
 
 

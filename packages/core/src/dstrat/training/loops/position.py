@@ -37,6 +37,8 @@ _SAVED = (
     "batches_seen",
     "batches_done",
     "in_group",
+    "group_weight",
+    "group_divisor",
     "steps_before",
     "is_last_batch",
     "phase",
@@ -54,7 +56,9 @@ class Position:
         is_last_batch: Whether it is the last one of the epoch.
         batches_seen: Number of batches trained on in all epochs.
         batches_done: Number of batches trained on in this epoch.
-        in_group: Number of batches whose gradients are accumulated.
+        in_group: Number of batches since the last optimizer step, also of those without gradients.
+        group_weight: Number of batches of which the accumulated gradients are.
+        group_divisor: Number of batches expected in the current group, by which each loss of it is divided.
         steps_before: Number of optimizer steps before the current batch.
         phase: Progress after the current batch.
         is_in_batch: Whether the current batch is in progress, and not yet among ``batches_done``.
@@ -70,6 +74,8 @@ class Position:
         self.batches_seen = 0
         self.batches_done = 0
         self.in_group = 0
+        self.group_weight: float = 0
+        self.group_divisor = 1
         self.steps_before = 0
         self.phase: Phase = "done"
         self.is_in_batch = False
@@ -85,8 +91,10 @@ class Position:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters."""
+        # Absent in older checkpoints, which divided by the number of batches that the interval asks for.
+        of_group = {"group_weight": state["in_group"], "group_divisor": 0}
         for name in _SAVED:
-            setattr(self, name, state[name])
+            setattr(self, name, state[name] if name in state else of_group[name])
         self.epoch = self.epochs_done  # it is not saved: a checkpoint at the end of an epoch resumes with the next
 
 
@@ -203,10 +211,13 @@ class ResumeState:
     Attributes:
         beginning: The random state at the beginning of the epoch; None if the state is from before the first epoch.
         position: Position of a stateful loader; None for others.
+        batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
+            that saved.
     """
 
     def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer, self._state = trainer, state
+        self.batch_ratio = 1.0
         saved = state["beginning"]
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
         self.position = state.get("place")  # absent in older checkpoints
@@ -241,7 +252,11 @@ class ResumeState:
             for name, parameter in strategy.module.named_parameters():
                 gradient = gradients.get(name)
                 parameter.grad = None if gradient is None else _decode_gradient(gradient).to(parameter.device)
-        elif self._trainer.is_global_zero:
+                if parameter.grad is not None and self.batch_ratio != 1:
+                    parameter.grad *= self.batch_ratio  # a sum over batches
+            return
+        self._trainer.fit_loop.group_weight = 0
+        if self._trainer.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
                 "the strategy shards gradients"
