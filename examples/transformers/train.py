@@ -2,7 +2,7 @@
 
 For example::
 
-    pip install dstrat-transformers dstrat-ddp dstrat-fsdp dstrat-deepspeed transformers
+    pip install ./packages/core ./packages/transformers ./packages/ddp ./packages/fsdp ./packages/deepspeed transformers
     python examples/transformers/train.py --strategy ddp --devices 2
     python examples/transformers/train.py --strategy fsdp --devices 2
     python examples/transformers/train.py --strategy deepspeed_stage_3 --devices 2

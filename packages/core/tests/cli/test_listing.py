@@ -16,7 +16,7 @@ def test_strategies_are_listed_by_owner_each_on_one_line(site, dstrat):
         "b-family 2.1",
         f"  zig, zag    {'a long description ' * 9}".rstrip(),
     ]
-    assert hints.startswith("not installed (pip install ...):\n  dstrat-bagua ")
+    assert hints.startswith("not installed (for example: pip install dstrat-bagua):\n  dstrat-bagua ")
     assert "\n  dstrat-fairscale   ddp_fully_sharded, ddp_sharded\n" in hints
     assert "\x1b" not in listing.stdout
 
@@ -65,7 +65,9 @@ def test_a_misspelled_command_is_answered_with_the_nearest_one(dstrat):
 
 def test_nothing_installed_is_said(dstrat):
     listing = dstrat("accelerators")
-    assert listing.stdout.startswith("no accelerators are installed\n\nnot installed (pip install ...):\n  dstrat-hpu ")
+    assert listing.stdout.startswith(
+        "no accelerators are installed\n\nnot installed (for example: pip install dstrat-hpu):\n  dstrat-hpu "
+    )
     assert listing.returncode == 0
 
 

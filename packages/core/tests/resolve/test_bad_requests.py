@@ -23,6 +23,7 @@ from dstrat.errors import (
 )
 from dstrat.plugins.catalog import Catalog
 from dstrat.plugins.component import Component
+from dstrat.plugins.known import pip_command
 from dstrat.resolve import Request, make_plan
 
 TORCHRUN = {
@@ -401,14 +402,14 @@ def test_a_notebook_is_told_what_works_there(strategy, catalog):
 def test_several_devices_without_a_strategy_for_them_name_what_to_install(core_catalog):
     message = (
         "2 devices need a strategy that runs one process per device, and none is installed: "
-        "pip install dstrat-ddp, or ask for devices=1"
+        f"{pip_command('dstrat-ddp')}, or ask for devices=1"
     )
     with pytest.raises(ConflictError, match=re.escape(message)):
         make_plan(Request(accelerator="cpu", devices=2), catalog=core_catalog, environ={}, interactive=False)
 
 
 def test_several_processes_without_a_strategy_for_them_name_what_to_install(core_catalog):
-    message = "2 processes need a strategy that runs one process per device, and none is installed: pip install dstrat-"
+    message = "2 processes need a strategy that runs one process per device, and none is installed: pip install "
     with pytest.raises(ConflictError, match=re.escape(message)):
         make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ=TORCHRUN, interactive=False)
 

@@ -16,7 +16,7 @@ import click
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import KINDS, NO_BACKEND
-from dstrat.plugins.known import KNOWN, known_distribution, quoted
+from dstrat.plugins.known import KNOWN, known_distribution, pip_command, quoted
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import normalized
 
@@ -60,7 +60,7 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
     if is_folded:
         hints = {requirement: base_aliases(names) for requirement, names in hints.items()}
     if hints:
-        click.echo("\nnot installed (pip install ...):")
+        click.echo(f"\nnot installed (for example: {pip_command(next(iter(hints)))}):")
         print_table([(f"  {requirement}", ", ".join(aliases)) for requirement, aliases in hints.items()])
 
 

@@ -5,7 +5,13 @@ This is the only module of the core that names strategy families.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -204,6 +210,8 @@ KNOWN_ADAPTERS: Mapping[str, str] = {
 }
 """Requirement for ``pip install`` that converts objects of a library, by the library's package."""
 
+_DISTRIBUTIONS = frozenset({*KNOWN_ADAPTERS.values(), *(name for table in KNOWN.values() for name in table.values())})
+
 FOR_SEVERAL_DEVICES = "ddp"
 """Alias of the strategy that is suggested for several devices or processes."""
 
@@ -229,11 +237,70 @@ def known_distribution(requirement: str) -> str:
     return requirement.partition("[")[0]
 
 
+# The command that installs a requirement
+
+
+_NAME_AND_EXTRAS = re.compile(r"(dstrat-[a-z]+)(\[[^]]*\])?")
+
+
 def pip_command(*requirements: str, upgrade: bool = False, options: Iterable[str] = ()) -> str:
     """Return the command that installs the requirements, quoted for a shell."""
-    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *options, *map(quoted, requirements)])
+    sources = (quoted(_source(requirement)) for requirement in requirements)
+    return " ".join(["pip install", *(["--upgrade"] if upgrade else []), *options, *sources])
 
 
 def quoted(requirement: str) -> str:
     """Return the requirement, quoted for a shell if needed."""
-    return f'"{requirement}"' if set(requirement) & set("[]<>=!~; ") else requirement
+    return f'"{requirement}"' if set(requirement) & set("[]<>=!~; &()'#*?") else requirement
+
+
+def _source(requirement: str) -> str:
+    """Return what pip installs a requirement from: a package of ours comes from where the core was installed from.
+
+    The index may not have it, or another version.  It is the folder, or wheel, beside that of the core.
+    """
+    match = _NAME_AND_EXTRAS.match(requirement)
+    origin = _origin_of_core()
+    if match is None or match[1] not in _DISTRIBUTIONS or "url" not in origin:
+        return requirement
+    name, extras = match[1], match[2] or ""
+    url = urlsplit(origin["url"])
+    folder_name = name.removeprefix("dstrat-")
+    if core := origin.get("subdirectory"):  # of a repository or an archive
+        folder = PurePosixPath(core).with_name(folder_name)
+        named = f"{name}{extras} @ " if extras else ""  # which pip refuses for git+file, and needs for extras only
+        return f"{named}{_repository(origin)}#subdirectory={folder}"
+    if url.scheme != "file":
+        return requirement
+    beside = Path(unquote(url.path)).parent
+    if "dir_info" not in origin:
+        wheels = beside.glob(f"{name.replace('-', '_')}-*.whl")
+        newest = max(wheels, key=lambda wheel: wheel.stat().st_mtime, default=None)
+        return requirement if newest is None else f"{_short(newest)}{extras}"
+    folder = beside / folder_name
+    return f"{_short(folder)}{extras}" if (folder / "pyproject.toml").is_file() else requirement
+
+
+def _origin_of_core() -> Mapping[str, Any]:
+    """Return what ``direct_url.json`` of the core records (PEP 610); empty where it comes from an index."""
+    try:
+        recorded = json.loads(distribution("dstrat").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return {}
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def _repository(origin: Mapping[str, Any]) -> str:
+    """Return the URL of the repository at the revision that the core was asked for with, as pip takes it."""
+    if "vcs_info" not in origin:
+        return str(origin["url"])
+    revision = origin["vcs_info"].get("requested_revision")
+    return f"{origin['vcs_info']['vcs']}+{origin['url']}{f'@{revision}' if revision else ''}"
+
+
+def _short(path: Path) -> str:
+    """Return the path from the working directory if it is below it, and the absolute one otherwise."""
+    try:
+        return os.path.join(".", path.relative_to(Path.cwd()))  # noqa: PTH118 - a Path drops the dot, which pip needs
+    except (OSError, ValueError):  # the working directory may have been removed
+        return str(path)

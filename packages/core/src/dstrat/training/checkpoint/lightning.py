@@ -15,6 +15,7 @@ from dstrat.checkpoint.torch_file import StandInCheckpointIO, without_stand_ins
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.state_dict import listed
+from dstrat.plugins.known import pip_command
 from dstrat.training.checkpoint.restore import training_entries
 from dstrat.training.checkpoint.save import CHECKPOINT_VERSION
 
@@ -49,7 +50,7 @@ class LightningFileIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:  # noqa: ARG002 - the interface's
         raise CheckpointError(
             f"{str(path)!r} is not written: files that Lightning loads are written with Trainer(plugins='lightning'), "
-            "which needs dstrat-lightning: pip install dstrat-lightning"
+            f"which needs dstrat-lightning: {pip_command('dstrat-lightning')}"
         )
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
