@@ -240,7 +240,7 @@ def known_distribution(requirement: str) -> str:
 # The command that installs a requirement
 
 
-_NAME_AND_EXTRAS = re.compile(r"(dstrat-[a-z]+)(\[[^]]*\])?")
+_NAME_AND_EXTRAS = re.compile(r"(dstrat-[a-z]+)(?![\w.-])(\[[^]]*\])?")
 
 
 def pip_command(*requirements: str, upgrade: bool = False, options: Iterable[str] = ()) -> str:
