@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - the file is what an older Python
 ROOT = Path(__file__).resolve().parent
 NOX = "nox>=2025.5.1,<2027"
 PIP = "pip>=25.1"  # several times as fast as the one that Python 3.10 or 3.11 brings
+SECONDS_BETWEEN_LINES = 5.0  # of progress
 MAKING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # of each environment: the session waits for it
 
 
@@ -64,6 +66,7 @@ def environment(
         if not ((programs / "python").exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
             make_environment(folder, *steps, pip=pip, after_first=after_first)
             if first_import:
+                print(f"{folder.relative_to(ROOT)}: compiling what programs import first", flush=True)
                 subprocess.run([programs / "python", "-c", f"import {first_import}"], cwd=folder, check=True)
             stamp.write_text(wanted, encoding="utf-8")  # last, so that an interrupted environment is made again
     return programs
@@ -73,7 +76,8 @@ def make_environment(
     folder: Path, *steps: tuple[str, ...], pip: Path | None = None, after_first: Path | None = None
 ) -> None:
     """Make an environment in place of what is in the folder, or end with a message that says what is missing."""
-    print("making the environment", folder.relative_to(ROOT), flush=True)
+    name, began = folder.relative_to(ROOT), time.monotonic()
+    print("making the environment", name, flush=True)
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         sys.exit(
             f"{sys.executable} cannot make environments: its modules venv and ensurepip are not installed. "
@@ -82,18 +86,47 @@ def make_environment(
     venv = [sys.executable, "-I", "-m", "venv", "--clear", *(["--without-pip"] if pip else [])]
     if subprocess.run([*venv, folder], check=False).returncode != 0:
         sys.exit(f"{sys.executable} could not make an environment in {folder}: see the lines above")
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
     filled_by = [pip, "--python", folder] if pip else [folder / "bin" / "python", "-m", "pip"]
-    install = [*filled_by, "install", "--disable-pip-version-check", "--no-compile", *quiet]
+    install = [*filled_by, "install", "--disable-pip-version-check", "--no-compile", "--progress-bar=off"]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would take it for there
     for number, step in enumerate(steps):
         if number == 1 and after_first is not None:
             subprocess.run([folder / "bin" / "python", after_first], check=True)
-        if subprocess.run([*install, *step], cwd=ROOT, env=environ, check=False).returncode != 0:
+        with subprocess.Popen([*install, *step], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            show_progress(process, folder, began)
+        if process.returncode != 0:
             sys.exit(
                 f"pip could not fill the environment {folder}: see the lines above. It needs a package index: check "
                 "the network, or name a mirror to pip (PIP_INDEX_URL=https://...)"
             )
+    print(f"{name}: {distributions_in(folder)} distributions after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def show_progress(pip: "subprocess.Popen[str]", folder: Path, began: float) -> None:
+    """Wait for pip, and print what it does, now and then: it has hundreds of lines itself, or none for minutes."""
+    latest = ["starting pip"]
+
+    def read() -> None:
+        for line in pip.stdout or ():
+            verb, _, rest = line.strip().partition(" ")
+            if verb == "Installing" and ":" in rest:  # "collected packages: ..."
+                expected = distributions_in(folder) + rest.count(",") + 1
+                latest.append(f"installing {{}} of {expected} distributions")
+            elif verb in {"Collecting", "Downloading", "Building"}:
+                latest.append(f"{verb.lower()} {rest.partition(' (from ')[0]}")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while reader.is_alive():
+        reader.join(SECONDS_BETWEEN_LINES)
+        if reader.is_alive():
+            text = latest[-1].replace("{}", str(distributions_in(folder)))
+            print(f"{folder.relative_to(ROOT)}: {time.monotonic() - began:.0f} s, {text}", flush=True)
+
+
+def distributions_in(folder: Path) -> int:
+    """Return the number of distributions that are installed in an environment."""
+    return sum(1 for _ in folder.glob("lib/python*/site-packages/*.dist-info"))
 
 
 if __name__ == "__main__":
@@ -152,9 +185,28 @@ MOVED_TO = ("core", "ddp", "fsdp", "hpu", "ipu")  # in the same environment: str
 CORE_ON_OLDER_TORCH = ("interfaces", "parallel")  # of the core's tests, those that use most of torch
 
 
+def demo_environment() -> Path:
+    """Return the programs of the environment that has what the demo trains, draws and logs with."""
+    packages = [ROOT / "packages" / name for name in ("core", "ddp", "fsdp")]
+    editable = [f"--editable={package.relative_to(ROOT)}" for package in packages]
+    return environment(
+        "demo",
+        ("editables", "hatchling>=1.26,<2"),
+        ("--no-build-isolation", "--constraint=constraints.txt", *editable, *dependency_group("demo")),
+        pip=bootstrap() / "pip",
+        inputs=(CONSTRAINTS, *(package / "pyproject.toml" for package in packages)),
+        first_import=f"{COMPILED}, matplotlib.pyplot, tensorboard",
+    )
+
+
+def dependency_group(name: str) -> tuple[str, ...]:
+    """Return the requirements of a group in pyproject.toml."""
+    return tuple(nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name))
+
+
 def workspace(name: str = "shared", *more: str, constraints: Path | None = CONSTRAINTS) -> Path:
     """Return the programs of the environment that has all packages, installed editable, and the tools."""
-    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+    tools = dependency_group("dev")
     editable = editable_packages()
     constrained = [constraints] if constraints else []
     inputs = (*constrained, *(package / "pyproject.toml" for package in PACKAGES))
@@ -170,7 +222,7 @@ def editable_packages() -> list[str]:
 
 def neighbours_environment() -> Path:
     """Return the programs of the environment that has what users install beside dstrat."""
-    requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "neighbours")
+    requirements = dependency_group("neighbours")
     tested = [package for package in PACKAGES if package.name in ("core", "ddp", "deepspeed", "fsdp", *ADAPTERS)]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
@@ -183,7 +235,7 @@ def neighbours_environment() -> Path:
 
 def third_party_environment() -> Path:
     """Return the programs of the environment that has the libraries of other strategies, but those that are built."""
-    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "third-party")
+    tools = dependency_group("third-party")
     families = [ROOT / "packages" / name for name in THIRD_PARTY]
     installed = [*(ROOT / "packages" / name for name in MOVED_TO), *families]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in installed]
@@ -200,7 +252,7 @@ def third_party_environment() -> Path:
 
 def xla_environment() -> Path:
     """Return the programs of the environment that has torch_xla, and the older torch that it needs."""
-    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+    tools = dependency_group("dev")
     inputs = tuple(package / "pyproject.toml" for package in PACKAGES)
     editable = editable_packages()
     return environment(
@@ -551,13 +603,13 @@ def print_release(files: list[Path], *, is_uploaded: bool) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small GPT with the ddp strategy on two processes; arguments after -- go to the program."""
     program = str(ROOT / "examples" / "gpt" / "train.py")
-    run(session, workspace(), "python", program, "--strategy", "ddp", "--devices", "2", *session.posargs)
+    run(session, demo_environment(), "python", program, "--strategy", "ddp", "--devices", "2", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the guides as a site in .nox/site; whatever is not as it should be is an error."""
-    requirements = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "docs")
+    requirements = dependency_group("docs")
     programs = environment("docs", requirements, pip=bootstrap() / "pip", inputs=(ROOT / "pyproject.toml",))
     run(session, programs, "mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
 
