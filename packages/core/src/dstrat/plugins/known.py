@@ -277,8 +277,8 @@ def _source(requirement: str) -> str:
         wheels = beside.glob(f"{name.replace('-', '_')}-*.whl")
         newest = max(wheels, key=lambda wheel: wheel.stat().st_mtime, default=None)
         return requirement if newest is None else f"{_short(newest)}{extras}"
-    folder = beside / folder_name
-    return f"{_short(folder)}{extras}" if (folder / "pyproject.toml").is_file() else requirement
+    package = beside / folder_name
+    return f"{_short(package)}{extras}" if (package / "pyproject.toml").is_file() else requirement
 
 
 def _origin_of_core() -> Mapping[str, Any]:
