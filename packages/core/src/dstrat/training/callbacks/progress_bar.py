@@ -91,7 +91,8 @@ class ProgressBar(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loop = trainer.fit_loop  # several batches are one call of a compiled step
-        self._loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        # No calls, which would be two for each batch; outputs of manual optimization may be anything.
+        self._loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
         if monotonic() >= self._next_update and loop.batches_done % self.refresh_rate < loop.data.batches_per_item:
             self._update(trainer)
 
@@ -104,6 +105,7 @@ class ProgressBar(Callback):
         self._finish_epoch(trainer)
         if self._display is not None:
             self._summary = describe_training(trainer, *self._start, self._values)
+        self._loss = None
         self._close()
 
     @override
@@ -322,11 +324,11 @@ def _of_epoch(values: Mapping[str, float | str]) -> dict[str, float | str]:
 
 def _with_best(trainer: Trainer, values: Mapping[str, float | str]) -> dict[str, float | str]:
     """Return the values, with a mark at those that are the best of a monitored name until now."""
-    best = {
-        callback.monitor: float(callback.best_model_score)
-        for callback in trainer.checkpoint_callbacks
-        if getattr(callback, "monitor", None) and getattr(callback, "best_model_score", None) is not None
-    }
+    best = {}
+    for callback in trainer.checkpoint_callbacks:
+        score = getattr(callback, "best_model_score", None)
+        if score is not None:
+            best[getattr(callback, "monitor", None)] = float(score)
     return {
         name: f"{format_value(value)} (best)" if name in best and best[name] == value else value
         for name, value in values.items()
