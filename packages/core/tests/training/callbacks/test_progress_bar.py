@@ -29,6 +29,8 @@ from dstrat.training.metrics import publisher
 
 NUMBER = r"[\d.e+-]+"
 BAR = r"[━╸╺]+"
+LOSS = rf"loss {NUMBER}"
+TIME = r"\d:\d\d"
 
 
 @pytest.fixture
@@ -41,6 +43,12 @@ def shown(quiet_trainer, loader, capfd):
         return capfd.readouterr().err.splitlines()
 
     return shown_
+
+
+def trained(epochs, steps, *values):
+    """A pattern of the line after a training."""
+    counts = f"{epochs} epoch{'s' * (epochs != 1)}, {steps} step{'s' * (steps != 1)}"
+    return rf"trained {counts}, in {NUMBER} s: {', '.join([LOSS, *values])}"
 
 
 def matches(lines, *patterns):
@@ -70,14 +78,15 @@ def telling(line_class):
 def test_elsewhere_than_on_a_terminal_there_is_a_line_for_each_epoch(shown, telling):
     assert matches(
         shown(telling(), validates=True),
-        r"Epoch 1/2: 6/6 batches, SPEED, step 5, val 0\.1235",
-        r"Epoch 2/2: 6/6 batches, SPEED, step 5, val 0\.1235",
+        rf"Epoch 1/2: 6/6 batches, SPEED, {LOSS}, step 5, val 0\.1235",
+        rf"Epoch 2/2: 6/6 batches, SPEED, {LOSS}, step 5, val 0\.1235",
+        trained(2, 12, "step 5", r"val 0\.1235"),
     )
 
 
 def test_further_lines_come_in_the_interval_that_was_asked_for(shown, telling):
     lines = shown(telling(), validates=True, callbacks=ProgressBar(refresh_seconds=0), max_epochs=1)
-    done = [line.split(" batches")[0] for line in lines]
+    done = [line.split(" batches")[0] for line in lines[:-1]]
     assert done == [
         "Sanity check: 0/2", "Sanity check: 1/2", "Sanity check: 2/2",
         "Epoch 1/1: 0/6", *(f"Epoch 1/1: {n}/6" for n in range(1, 7)),
@@ -104,12 +113,13 @@ def test_the_speed_of_training_leaves_validation_out(quiet_trainer, line_class, 
 
     trainer = quiet_trainer(callbacks=ProgressBar(refresh_seconds=1e6), enable_progress_bar=True, val_check_interval=3)
     trainer.fit(Clocked(), loader(), loader(count=16))
-    assert capfd.readouterr().err == "Epoch 1/2: 6/6 batches, 8 it/s\nEpoch 2/2: 6/6 batches, 8 it/s\n"
+    speeds = [line.split(", ")[1] for line in capfd.readouterr().err.splitlines() if line.startswith("Epoch")]
+    assert speeds == ["8 it/s", "8 it/s"]
 
 
 def test_the_end_by_max_steps_is_the_end_of_the_bar(shown, line):
     lines = shown(line, max_epochs=None, max_steps=4, accumulate_grad_batches=1)
-    assert matches(lines, r"Epoch 1: 4/4 batches, SPEED")
+    assert matches(lines, rf"Epoch 1: 4/4 batches, SPEED, {LOSS}", trained(0, 4))
 
 
 @pytest.mark.parametrize(
@@ -131,14 +141,15 @@ def test_an_epoch_that_is_continued_begins_where_it_was(quiet_trainer, line, loa
     trainer = quiet_trainer(enable_progress_bar=True, callbacks=ProgressBar(refresh_seconds=0), **steps)
     trainer.fit(line, loader(), ckpt_path=tmp_path / "saved")
     lines = capfd.readouterr().err.splitlines()
-    done = [re.search(r"(\d)/(\d) batches", line).groups() for line in lines]
+    done = [re.search(r"(\d)/(\d) batches", line).groups() for line in lines[:-1]]
     assert done == [(str(n), str(total)) for n in (*range(4, total + 1), total)]
     assert "it/s" not in lines[0]
     assert "s/it" not in lines[0]  # nothing has been done in this run
 
 
 def test_accumulated_batches_count_until_the_last_step(shown, line):
-    assert matches(shown(line, max_epochs=None, max_steps=2, accumulate_grad_batches=2), r"Epoch 1: 4/4 batches, SPEED")
+    lines = shown(line, max_epochs=None, max_steps=2, accumulate_grad_batches=2)
+    assert matches(lines, rf"Epoch 1: 4/4 batches, SPEED, {LOSS}", trained(0, 2))
 
 
 def test_evaluation_and_prediction_have_a_line_each_with_their_own_values(
@@ -168,7 +179,8 @@ def test_a_loader_without_a_length_is_counted_without_an_end(quiet_trainer, tell
     trainer.predict(module, torch.utils.data.DataLoader(Stream()))
     assert matches(
         capfd.readouterr().err.splitlines(),
-        r"Epoch 1/1: 3 batches, SPEED, step 2",
+        rf"Epoch 1/1: 3 batches, SPEED, {LOSS}, step 2",
+        trained(1, 3, "step 2"),
         r"Prediction: 3 batches, SPEED",
     )
 
@@ -195,7 +207,11 @@ def test_one_bar_serves_several_fits(quiet_trainer, telling, line, loader, capfd
     for module in (telling(), line):
         quiet_trainer(callbacks=bar, enable_progress_bar=True, max_epochs=1).fit(module, loader())
     assert matches(
-        capfd.readouterr().err.splitlines(), r"Epoch 1/1: 6/6 batches, SPEED, step 5", r"Epoch 1/1: 6/6 batches, SPEED"
+        capfd.readouterr().err.splitlines(),
+        rf"Epoch 1/1: 6/6 batches, SPEED, {LOSS}, step 5",
+        trained(1, 6, "step 5"),
+        rf"Epoch 1/1: 6/6 batches, SPEED, {LOSS}",
+        trained(1, 6),
     )
     pickle.dumps(bar)
 
@@ -203,7 +219,7 @@ def test_one_bar_serves_several_fits(quiet_trainer, telling, line, loader, capfd
 def test_only_rank_0_shows_it(quiet_trainer, line, loader, averaging, capfd):
     trainer = quiet_trainer(enable_progress_bar=True, devices=2, strategy=averaging(), max_epochs=1)
     trainer.fit(line, loader())
-    assert matches(capfd.readouterr().err.splitlines(), r"Epoch 1/1: 3/3 batches, SPEED")
+    assert matches(capfd.readouterr().err.splitlines(), rf"Epoch 1/1: 3/3 batches, SPEED, {LOSS}", trained(1, 3))
 
 
 def test_values_are_read_only_when_they_are_shown(telling, loader, tmp_path):
@@ -294,7 +310,10 @@ def test_the_values_of_training_stay_while_validation_goes_on(quiet_trainer, tel
     quiet_trainer(enable_progress_bar=True, callbacks=bar, max_epochs=1).fit(Watching(), loader(), loader())
     lines = capfd.readouterr().err.splitlines()
     assert matches(
-        lines, r"Validation, in Epoch 1/1: 0/6 batches, step 5", r"Epoch 1/1: 6/6 batches, SPEED, step 5, val 0\.1235"
+        lines,
+        rf"Validation, in Epoch 1/1: 0/6 batches, {LOSS}, step 5",
+        rf"Epoch 1/1: 6/6 batches, SPEED, {LOSS}, step 5, val 0\.1235",
+        trained(1, 6, "step 5", r"val 0\.1235"),
     )
 
 
@@ -479,7 +498,7 @@ def test_what_other_processes_write_to_the_terminal_stays_above_the_bars(make_sc
         pass
     assert matches(
         make_screen(child.before).lines,
-        "from another process", "from this one", "again", rf"Epoch {BAR} 0/10 +0:00", "after", "",
+        "from another process", "from this one", "again", r"Epoch: 0/10 batches, 0:00", "after", "",
     )  # fmt: skip
 
 
@@ -562,9 +581,11 @@ def test_on_a_terminal_bars_end_with_the_last_state_below_what_was_written(termi
     assert matches(
         screen.lines,
         "printed", "logged", "written",
+        rf"Epoch 1/2: 48/48 batches, {TIME}, SPEED  {LOSS}  step 47  val 0.1235",
         "printed", "logged", "written",
-        rf"Epoch 2/2 {BAR} 48/48 SPEED 0:0\d", "step 47  val 0.1235",
-        rf"Validation {BAR} 24/24 SPEED 0:0\d", "val 0.1235",
+        rf"Epoch 2/2: 48/48 batches, {TIME}, SPEED  {LOSS}  step 47  val 0.1235",
+        trained(2, 96, "step 47", "val 0.1235"),
+        rf"Validation: 24/24 batches, {TIME}, SPEED  val 0.1235",
         "after", "afterwards", "",
     )  # fmt: skip
     assert screen.cursor_is_visible
@@ -583,7 +604,8 @@ def test_a_handler_that_looks_its_stream_up_writes_above_the_bars(terminal, bar_
         bar_trainer(max_epochs=1).fit(Logging(), loader(8))
         log.warning("afterwards")
         del logging.root.manager.loggerDict["test"]
-    assert matches(screen.lines, "looked up", rf"Epoch 1/1 {BAR} 6/6 SPEED 0:0\d", "step 5", "afterwards", "")
+    finished = rf"Epoch 1/1: 6/6 batches, {TIME}, SPEED  {LOSS}  step 5"
+    assert matches(screen.lines, "looked up", finished, trained(1, 6, "step 5"), "afterwards", "")
 
 
 def test_validation_has_a_bar_below_the_epoch_and_an_exception_keeps_both(terminal, bar_trainer, slow, loader):
@@ -599,7 +621,7 @@ def test_validation_has_a_bar_below_the_epoch_and_an_exception_keeps_both(termin
         screen.lines,
         rf"Epoch 1/2\s+{BAR} 48/48 SPEED +0:0\d",
         rf"Validation {BAR} 20/48 SPEED +0:0\d 0:0\d left",
-        "step 47",
+        rf"{LOSS}  step 47",
         "training stopped by ValueError in epoch 1, after 48 steps",
         "",
     )
@@ -624,7 +646,8 @@ def test_what_is_printed_into_a_file_stays_there(terminal, bar_trainer, slow, lo
 
     with terminal() as screen, (tmp_path / "results").open("w") as results, contextlib.redirect_stdout(results):
         bar_trainer(max_epochs=1).fit(Chatty(), loader(2))
-    assert matches(screen.lines, rf"Epoch 1/1 {BAR} 24/24 SPEED 0:0\d", "step 23", "")
+    finished = rf"Epoch 1/1: 24/24 batches, {TIME}, SPEED  {LOSS}  step 23"
+    assert matches(screen.lines, finished, trained(1, 24, "step 23"), "")
     assert (tmp_path / "results").read_text().splitlines() == [f"result {index}" for index in range(24)]
 
 
@@ -632,7 +655,8 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(terminal, bar_trainer
     monkeypatch.setenv("TERM", "dumb")
     with terminal() as screen:
         bar_trainer().fit(telling(), loader())
-    assert matches(screen.lines, r"Epoch 1/2: 6/6 batches, SPEED, step 5", r"Epoch 2/2: 6/6 batches, SPEED, step 5", "")
+    epochs = [rf"Epoch {number}/2: 6/6 batches, SPEED, {LOSS}, step 5" for number in (1, 2)]
+    assert matches(screen.lines, *epochs, trained(2, 12, "step 5"), "")
 
 
 INTERRUPTED = """
@@ -668,6 +692,7 @@ def test_ctrl_c_leaves_the_terminal_in_order(make_screen, at_terminal):
     screen = make_screen(text + child.before)
     assert matches(
         [line.replace("^C", "") for line in screen.lines], rf"Epoch 1/1000 {BAR} \d+/3000 SPEED +0:\d\d +[\d:]+ left",
+        LOSS,
         r"training interrupted in epoch 1, after \d+ steps", "interrupted True", "",
     )  # fmt: skip
     assert screen.cursor_is_visible
@@ -682,7 +707,11 @@ class Renaming:
 
 def test_a_subclass_chooses_the_values_that_are_shown(shown, telling):
     bar = type("Bar", (Renaming, ProgressBar), {})()
-    assert matches(shown(telling(), callbacks=bar, max_epochs=1), r"Epoch 1/1: 6/6 batches, SPEED, step 5, note mine")
+    assert matches(
+        shown(telling(), callbacks=bar, max_epochs=1),
+        rf"Epoch 1/1: 6/6 batches, SPEED, {LOSS}, step 5, note mine",
+        trained(1, 6, "step 5", "note mine"),
+    )
 
 
 @pytest.mark.parametrize("bar_class", [RichProgressBar, TQDMProgressBar])
@@ -696,7 +725,7 @@ def test_updates_wait_for_as_many_batches_as_were_asked_for_and_zero_shows_nothi
         trainer = quiet_trainer(callbacks=bar_class(refresh_rate=rate), enable_progress_bar=True, max_epochs=1)
         trainer.fit(telling(), loader())
         assert [done for done, _, _ in display.drawn if done] == expected
-    assert capfd.readouterr() == ("", "")
+        assert matches(capfd.readouterr().err.splitlines(), *([trained(1, 6, "step 5")] if rate else []))
     with pytest.raises(RequestError, match=r"ProgressBar\(refresh_rate=-1"):
         bar_class(refresh_rate=-1)
 
@@ -708,10 +737,11 @@ def test_themed_bars_stay_above_each_other_where_that_is_asked_for(terminal, bar
         bar_trainer(callbacks=bar).fit(slow(), loader(8), loader(8))
     assert matches(
         screen.lines,
-        rf"Epoch 1/2 {BAR} 6/6 SPEED 0:0\d", r"step 5.000 | val 0.123".replace("|", r"\|"),
-        rf"Epoch 2/2 {BAR} 6/6 SPEED 0:0\d", r"step 5.000 | val 0.123".replace("|", r"\|"), "",
+        rf"Epoch 1/2 {BAR} 6/6 SPEED 0:0\d", rf"{LOSS} \| step 5.000 \| val 0.123",
+        rf"Epoch 2/2 {BAR} 6/6 SPEED 0:0\d", rf"{LOSS} \| step 5.000 \| val 0.123",
+        trained(2, 12, "step 5", r"val 0\.1235"), "",
     )  # fmt: skip
-    assert max(map(len, screen.lines)) <= 60
+    assert max(map(len, screen.lines[:4])) <= 60
 
 
 def drawn_by_tqdm(text):
@@ -751,4 +781,45 @@ def test_bars_of_tqdm_take_each_others_place_on_a_terminal(terminal, bar_trainer
             fcntl.ioctl(sys.stdout, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
             bar_trainer(callbacks=Wide(leave=leave)).fit(slow(), loader(8), loader(8))
         lines = [line for line in screen.lines if line]
-        assert lines == [*(["Epoch 1/2: 6 of 6"] if leave else []), "Epoch 2/2: 6 of 6"]
+        assert lines[:-1] == [*(["Epoch 1/2: 6 of 6"] if leave else []), "Epoch 2/2: 6 of 6"]
+
+
+def test_the_loss_is_that_of_the_last_batch_not_divided_by_the_accumulated_ones(
+    quiet_trainer, line_class, loader, capfd
+):
+    class Constant(line_class):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 0 + 2.5 + batch_idx
+
+    quiet_trainer(enable_progress_bar=True, max_epochs=1, accumulate_grad_batches=3).fit(Constant(), loader())
+    assert "loss 7.5" in capfd.readouterr().err.splitlines()[0]
+
+
+def test_a_loss_that_the_module_logs_is_shown_instead(shown, line_class):
+    class Own(line_class):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", 1.0 + batch_idx, on_step=True, on_epoch=True, prog_bar=True)
+            return loss
+
+    first, last = shown(Own(), max_epochs=1)
+    assert first.endswith(", train_loss 3.5")  # of the epoch, and in one column
+    assert last.endswith(": train_loss 3.5")
+
+
+def test_the_best_value_is_marked_and_the_last_line_says_where_things_are(
+    quiet_trainer, line_class, loader, capfd, tmp_path
+):
+    class Getting(line_class):
+        def validation_step(self, batch, batch_idx):
+            self.log("val", [3.0, 1.0, 2.0][self.current_epoch], prog_bar=True)
+
+    saves = ModelCheckpoint(tmp_path / "saved", monitor="val", filename="{epoch}")
+    quiet_trainer(enable_progress_bar=True, max_epochs=3, callbacks=saves, logger=True, default_root_dir=tmp_path).fit(
+        Getting(), loader(), loader()
+    )
+    *epochs, last = capfd.readouterr().err.splitlines()
+    assert [line.rpartition(", ")[2] for line in epochs] == ["val 3 (best)", "val 1 (best)", "val 2"]
+    assert last.endswith(
+        f", val 2; checkpoint {tmp_path / 'saved' / 'epoch=1.ckpt'}; logs {tmp_path / 'dstrat_logs' / 'version_0'}"
+    )

@@ -163,10 +163,15 @@ class LineDisplay:
 
 
 def _write(title: str, progress: Progress, values: Mapping[str, float | str]) -> None:
+    print(format_line(title, progress, values), file=sys.stderr, flush=True)
+
+
+def format_line(title: str, progress: Progress, values: Mapping[str, float | str]) -> str:
+    """Return a loop's title, its progress and the values in one line."""
     facts = [
         f"{format_count(progress)} batches",
         format_speed(progress.speed),
         format_remaining(progress),
         *(f"{name} {format_value(value)}" for name, value in values.items()),
     ]
-    print(f"{title}: {', '.join(filter(None, facts))}", file=sys.stderr, flush=True)
+    return f"{title}: {', '.join(filter(None, facts))}"

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,7 @@ from typing_extensions import override
 from dstrat.checkpoint.paths import as_path
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.progress import EvaluationProgress, Progress
+from dstrat.training.callbacks.progress import EvaluationProgress, Progress, format_duration, format_value
 from dstrat.training.checkpoint.path import written_ns
 
 if TYPE_CHECKING:
@@ -30,10 +31,13 @@ SECONDS_BETWEEN_TICKS = 0.5
 
 
 class ProgressBar(Callback):
-    """Display of epochs, batches, speed and the values logged with ``prog_bar=True``, on stderr of global rank 0.
+    """Display of epochs, batches, speed, the loss and the values logged with ``prog_bar=True``, on stderr of rank 0.
 
-    A terminal shows moving bars; files, pipes and notebooks get a line for each epoch and every 10 seconds.
-    A failed run leaves its last state, and a line with its position and the newest checkpoint.
+    A terminal shows moving bars below a line for each epoch; files, pipes and notebooks get these lines, and one every
+    10 seconds.  ``(best)`` follows the value of an epoch whose checkpoint is the best one.  A training ends with a line
+    of its steps, time, checkpoint and logs; a failed one with its last state, position and newest checkpoint.
+
+    The loss is that of the last batch on rank 0, and is left out where the module logs one for the bar.
 
     Each batch costs one read of the clock.  Values are read from their device only when they are displayed, in the
     training thread.  In between, another thread draws the time and the number of batches.
@@ -63,11 +67,16 @@ class ProgressBar(Callback):
         self._evaluation: EvaluationProgress | None = None
         self._evaluation_start = 0.0
         self._values: dict[str, float | str] = {}
+        self._loss: Any = None  # of the last batch, before it is read from the device
         self._stop: BaseException | None = None
+        self._start: tuple[float, int, int] = (0.0, 0, 0)  # time, epochs and steps done before this fit
+        self._summary = ""
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._open(trainer)
+        self._loss = None
+        self._start = monotonic(), trainer.fit_loop.epochs_done, trainer.global_step
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -82,6 +91,8 @@ class ProgressBar(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loop = trainer.fit_loop  # several batches are one call of a compiled step
+        # No calls, which would be two for each batch; outputs of manual optimization may be anything.
+        self._loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
         if monotonic() >= self._next_update and loop.batches_done % self.refresh_rate < loop.data.batches_per_item:
             self._update(trainer)
 
@@ -92,6 +103,9 @@ class ProgressBar(Callback):
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_epoch(trainer)
+        if self._display is not None:
+            self._summary = describe_training(trainer, *self._start, self._values)
+        self._loss = None
         self._close()
 
     @override
@@ -146,9 +160,13 @@ class ProgressBar(Callback):
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._close()
+        # Printed here, after other callbacks have saved their last checkpoints.
         stop, self._stop = self._stop, None
-        if stop is not None:  # printed here, after other callbacks have saved a checkpoint in on_exception
+        summary, self._summary = self._summary, ""
+        if stop is not None:
             print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
+        elif summary:
+            print(f"{summary}{describe_files(trainer)}", file=sys.stderr, flush=True)
 
     # Methods to override
 
@@ -166,7 +184,7 @@ class ProgressBar(Callback):
         finished, self._training = self._training, None
         if self._display is not None and finished is not None:
             self._take_values(trainer)
-            self._display.finish(finished, self._values)
+            self._display.finish(finished, _with_best(trainer, _of_epoch(self._values)))
 
     def _start_evaluation(self, trainer: Trainer, title: str) -> None:
         self._open(trainer)
@@ -216,7 +234,7 @@ class ProgressBar(Callback):
         if evaluation is not None:
             running.append(evaluation.now())
         if display is not None and running:
-            display.update(running, self._values)
+            display.update(running, _of_step(self._values))
             self._drawn_at = monotonic()
 
     def _tick(self, trainer: Trainer, training_thread: int) -> float | None:
@@ -240,6 +258,9 @@ class ProgressBar(Callback):
     def _take_values(self, trainer: Trainer) -> None:
         if not trainer.sanity_checking and trainer.module is not None:  # values of a sanity check are discarded
             values = self.get_metrics(trainer, trainer.module)
+            if self._loss is not None and not any("loss" in name and not name.startswith("val") for name in values):
+                # The loss of accumulated batches is divided by their number.
+                values = {"loss": float(self._loss) * trainer.fit_loop.group_divisor, **values}
             self._values = self._values | values  # a new dict, since the ticker's thread may be reading the old one
 
     def _open(self, trainer: Trainer) -> None:
@@ -282,6 +303,77 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - loop.in_group
     of_steps = loop.batches_done + remaining
     return of_steps if of_epoch is None else min(of_epoch, of_steps)
+
+
+# Values of a step and of an epoch
+
+
+def _of_step(values: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the values to display within an epoch: of a name that is logged for both, only that of the step."""
+    return {
+        name: value
+        for name, value in values.items()
+        if not (name.endswith("_epoch") and name.removesuffix("_epoch") in values)
+    }
+
+
+def _of_epoch(values: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the values to display after an epoch: of a name that is logged for both, only that of the epoch."""
+    return {name: values.get(f"{name}_epoch", value) for name, value in _of_step(values).items()}
+
+
+def _with_best(trainer: Trainer, values: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the values, with a mark at those that are the best of a monitored name until now."""
+    best = {}
+    for callback in trainer.checkpoint_callbacks:
+        score = getattr(callback, "best_model_score", None)
+        if score is not None:
+            best[getattr(callback, "monitor", None)] = float(score)
+    return {
+        name: f"{format_value(value)} (best)" if name in best and best[name] == value else value
+        for name, value in values.items()
+    }
+
+
+# Message of a completed training
+
+
+def describe_training(
+    trainer: Trainer, start: float, epochs_before: int, steps_before: int, values: Mapping[str, float | str]
+) -> str:
+    """Return the message about a completed training, such as ``trained 3 epochs, 384 steps, in 4.1 s: loss 0.012``.
+
+    Args:
+        trainer: At the end of a fit.
+        start: Time of its start, of the monotonic clock.
+        epochs_before: Number of epochs that a resumed training had done.
+        steps_before: Number of its optimizer steps.
+        values: Displayed values by name.
+    """
+    epochs, steps = trainer.fit_loop.epochs_done - epochs_before, trainer.global_step - steps_before
+    seconds = monotonic() - start
+    time = f"{format_value(seconds, digits=2)} s" if seconds < 60 else format_duration(seconds)
+    shown = ", ".join(f"{name} {format_value(value)}" for name, value in _with_best(trainer, _of_epoch(values)).items())
+    counts = f"{_count(epochs, 'epoch')}, {_count(steps, 'step')}"
+    return f"trained {counts}, in {time}{f': {shown}' if shown else ''}"
+
+
+def describe_files(trainer: Trainer) -> str:
+    """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere."""
+    named = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
+    best = next((path for path in named if path), None) or newest_checkpoint(trainer)
+    files = {"checkpoint": best, "logs": trainer.log_dir if trainer.loggers else None}
+    return "".join(f"; {kind} {_shorten(path)}" for kind, path in files.items() if path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _shorten(path: str | Path) -> str:
+    """Return a path relative to the working directory where it is below that."""
+    text, folder = str(path), f"{Path.cwd()}{os.sep}"
+    return text.removeprefix(folder)
 
 
 # Message of an interrupted run

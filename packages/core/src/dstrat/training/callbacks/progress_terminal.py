@@ -68,13 +68,12 @@ class LiveDisplay:
             self._lines.draw(_drawing_of(running, values, self._theme))
 
     def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
-        """Show the last state of a loop, which the next loop replaces, or follows below if bars are left."""
+        """Print a line about a finished loop, or its bar if bars are left; the next loop follows below."""
         with _drawing:
-            drawing = _drawing_of([progress], values, self._theme)
             if self._leaves:
-                self._lines.release(drawing)
+                self._lines.release(_drawing_of([progress], values, self._theme))
             else:
-                self._lines.set(drawing)
+                self._lines.release(_line_of(progress, values, self._theme))
 
     def close(self) -> None:
         """Draw a last time, and restore the terminal."""
@@ -104,6 +103,19 @@ def _drawing_of(running: Sequence[Progress], values: Mapping[str, float | str], 
     return Group(table, _Values(values, theme)) if values else Group(table)
 
 
+def _line_of(progress: Progress, values: Mapping[str, float | str], theme: RichProgressBarTheme) -> Text:
+    facts = [f"{format_count(progress)} batches", format_duration(progress.seconds), format_speed(progress.speed)]
+    line = Text.assemble((progress.title, theme.description), ": ", ", ".join(filter(None, facts)))
+    for name, value in values.items():
+        line.append(f"{theme.metrics_text_delimiter}{name} {_format(value, theme)}", theme.metrics)
+    return line
+
+
+def _format(value: float | str, theme: RichProgressBarTheme) -> str:
+    form = theme.metrics_format
+    return format(value, form) if form and not isinstance(value, str) else format_value(value)
+
+
 class _Values:
     """Names and values, wrapped into lines for the width that is known when they are drawn."""
 
@@ -113,17 +125,13 @@ class _Values:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         between, line = self._theme.metrics_text_delimiter, ""
         for name, value in self._values.items():
-            pair = f"{name} {self._format(value)}"
+            pair = f"{name} {_format(value, self._theme)}"
             if line and cell_len(f"{line}{between}{pair}") > options.max_width:
                 yield Text(line, self._theme.metrics)
                 line = pair
             else:
                 line = f"{line}{between}{pair}" if line else pair
         yield Text(line, self._theme.metrics)
-
-    def _format(self, value: float | str) -> str:
-        form = self._theme.metrics_format
-        return format(value, form) if form and not isinstance(value, str) else format_value(value)
 
 
 # Lines at the bottom of a terminal, below the program's output

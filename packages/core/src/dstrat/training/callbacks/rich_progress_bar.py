@@ -50,7 +50,7 @@ class RichProgressBar(ProgressBar):
 
     Args:
         refresh_rate: Minimal number of batches between two updates; 0 shows no bar.
-        leave: Whether the bar of each epoch stays when the next epoch begins.
+        leave: Whether the bar of each epoch stays when the next epoch begins, rather than a line.
         theme: The styles.
         console_kwargs: Arguments of ``rich.console.Console``, such as ``{"width": 80}``.
 
