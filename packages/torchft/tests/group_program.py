@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, ModelCheckpoint, Trainer, TrainModule, seed_everything
 from dstrat_torchft import TorchFTStrategy
+from dstrat_torchft.internals import StateTransport
 from dstrat_torchft.replicas import Replicas
 
 
@@ -57,10 +59,10 @@ def _tensors(value):
 
 
 class Report(Callback):
-    """Prints the progress, and slows the training down."""
+    """Prints the progress, and slows the training down: the more while a group is missing, so that it can join."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, seconds, seconds_alone):
+        self.seconds, self.seconds_alone = seconds, seconds_alone
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         line = {
@@ -78,7 +80,9 @@ class Report(Callback):
         }
         if trainer.is_global_zero:
             print(json.dumps(line), flush=True)
-        time.sleep(self.seconds)
+        strategy = trainer.strategy
+        is_complete = self.seconds_alone is None or strategy.num_live_groups == strategy.options.num_groups
+        time.sleep(self.seconds if is_complete else self.seconds_alone)
 
 
 def refuse_at(step):
@@ -94,10 +98,42 @@ def refuse_at(step):
     Replicas.commit = commit_unless_refused
 
 
+def fail_transfer(number, rank):
+    """Let a transfer of the state to this process fail, as if its sender had died."""
+    receive, received = StateTransport.recv_checkpoint, []
+
+    def receive_unless_failing(transport, *args, **options):
+        received.append(number)
+        if len(received) == number and int(os.environ.get("LOCAL_RANK", "0")) == rank:
+            raise ConnectionResetError("failed for a test")
+        return receive(transport, *args, **options)
+
+    StateTransport.recv_checkpoint = receive_unless_failing
+
+
+class Hold(Callback):
+    """Stops the process after a step, or the training until a file exists."""
+
+    def __init__(self, stop_at, wait_at, file):
+        self.stop_at, self.wait_at, self.file = stop_at, wait_at, file
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.stop_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while trainer.global_step == self.wait_at and not self.file.exists():
+            time.sleep(0.02)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="torchft_ddp")
     parser.add_argument("--refuse-at", type=int, default=-1, help="a step, once")
+    parser.add_argument("--fail-transfer", type=int, default=0, help="the number of one, from 1")
+    parser.add_argument("--failing-rank", type=int, default=0, help="of --fail-transfer")
+    parser.add_argument("--stop-at", type=int, default=-1, help="a step after which the process stops")
+    parser.add_argument("--wait-at", type=int, default=-1, help="a step after which it waits for --file")
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--group", type=int)
     parser.add_argument("--groups", type=int)
     parser.add_argument("--lighthouse")
@@ -105,13 +141,15 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=0.0, help="after a batch")
+    parser.add_argument("--seconds-alone", type=float, help="instead, while a group is missing")
     parser.add_argument("--min-replica-size", type=int, default=1)
     parser.add_argument("--quorum-timeout", type=float, default=20.0)
     parser.add_argument("--folder", type=Path, help="of checkpoints, from which the training goes on")
     parser.add_argument("--max-restarts", type=int, default=0)
     arguments = parser.parse_args()
     refuse_at(arguments.refuse_at)
-    seed_everything(3, verbose=False)
+    fail_transfer(arguments.fail_transfer, arguments.failing_rank)
+    seed_everything(arguments.seed, verbose=False)
     torch.set_num_threads(1)
     strategy = arguments.strategy
     if strategy == "torchft_ddp":
@@ -138,12 +176,17 @@ def main():
         enable_checkpointing=arguments.folder is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Report(arguments.seconds), *checkpoints],
+        callbacks=[
+            Report(arguments.seconds, arguments.seconds_alone),
+            Hold(arguments.stop_at, arguments.wait_at, arguments.file),
+            *checkpoints,
+        ],
     )
     net = Net()
     trainer.fit(net, loader(arguments.samples), resume="auto" if checkpoints else None)
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()[:16]
+    print(json.dumps({"rank": trainer.global_rank, "weights": digest}), flush=True)
     if trainer.is_global_zero:
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()[:16]
         print(json.dumps({"final": digest}), flush=True)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -18,6 +19,8 @@ pytest.importorskip("torchft", reason="needs torchft")
 from packages.torchft.tests.lighthouse import running_lighthouse
 from tests.warm_program import WarmProgram
 
+# Until a group has joined again the others take few steps, however slow its start is.
+SLOW_ALONE = ("--seconds", 0.02, "--seconds-alone", 1)
 PROGRAM = Path(__file__).with_name("group_program.py")
 OWN_LOOP = PROGRAM.with_name("own_loop_program.py")
 
@@ -49,7 +52,7 @@ class Group:
     def final(self):
         return re.search(r'"final": "(\w+)"', self.text)[1]
 
-    def wait_for(self, condition, seconds=60):
+    def wait_for(self, condition, seconds=200):
         deadline = time.monotonic() + seconds
         while not condition(self):
             assert time.monotonic() < deadline, self.text
@@ -60,7 +63,7 @@ class Group:
         os.kill(self.rows[-1]["pid"], signal.SIGKILL)
         return time.time()
 
-    def end(self, seconds=90):
+    def end(self, seconds=200):
         assert self.process.wait(seconds) == 0, self.text
 
     def kill(self):
@@ -155,7 +158,7 @@ def test_a_refused_step_advances_nothing_and_is_taken_with_the_same_batches(star
 @pytest.mark.slow
 def test_a_group_that_is_killed_costs_the_other_no_batch_and_joins_again(start, victim):
     with running_lighthouse() as (_, address):
-        arguments = ("--steps", 150, "--seconds", 0.1)
+        arguments = ("--steps", 150, *SLOW_ALONE)
         groups = [start(number, 2, address, *arguments) for number in range(2)]
         killed, survivor = groups[victim], groups[1 - victim]
         killed.wait_for(has_reached(15))
@@ -195,7 +198,7 @@ def test_one_of_three_groups_that_dies_leaves_the_others_with_the_same_weights(s
 @pytest.mark.slow
 def test_a_group_of_two_ranks_ends_with_one_of_them_and_joins_again_by_itself(start):
     with running_lighthouse() as (_, address):
-        arguments = ("--steps", 200, "--seconds", 0.1, "--devices", 2, "--max-restarts", 2)
+        arguments = ("--steps", 200, *SLOW_ALONE, "--devices", 2, "--max-restarts", 2)
         other, pair = (start(number, 2, address, *arguments) for number in range(2))
         pair.wait_for(has_reached(10))
         pair.kill_rank()
@@ -266,12 +269,12 @@ def test_a_lighthouse_that_dies_ends_the_groups_with_its_address(start):
 @pytest.mark.slow
 def test_a_paused_group_fails_with_its_distance_and_joins_again_by_itself(start):
     with running_lighthouse() as (_, address):
-        arguments = ("--steps", 200, "--seconds", 0.1, "--max-restarts", 2)
+        arguments = ("--steps", 200, *SLOW_ALONE, "--max-restarts", 2)
         running, paused = (start(number, 2, address, *arguments) for number in range(2))
         paused.wait_for(has_reached(10))
         rank = paused.rows[-1]["pid"]
         os.kill(rank, signal.SIGSTOP)
-        running.wait_for(has_reached(paused.rows[-1]["step"] + 20))
+        running.wait_for(has_reached(paused.rows[-1]["step"] + 5))
         os.kill(rank, signal.SIGCONT)
         for group in (running, paused):
             group.end()
@@ -279,6 +282,123 @@ def test_a_paused_group_fails_with_its_distance_and_joins_again_by_itself(start)
     assert re.search(r"is \d+ steps behind the others", paused.text)
     check_same_states(running, paused)
     assert running.final == paused.final
+
+
+def wait_at_lighthouse(address, status):
+    """Wait until the lighthouse has as many groups that ask for a quorum, and that are alive."""
+    deadline = time.monotonic() + 60
+    while status not in urlopen(f"{address}/status", timeout=10).read().decode():
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_groups_that_took_a_step_apart_do_not_train_on_with_different_weights(start, tmp_path, stopped):
+    file = tmp_path / "both"
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 150, *SLOW_ALONE, "--max-restarts", 2)
+        repeats = ("--refuse-at", 10, "--wait-at", 10, "--file", file)
+        special = [("--stop-at", 10) if number == stopped else repeats for number in range(2)]
+        groups = [start(number, 2, address, *arguments, *special[number]) for number in range(2)]
+        pair, alone = groups[stopped], groups[1 - stopped]
+        alone.wait_for(has_reached(10))  # which the other group has averaged with it, and it has repeated
+        taken = pair.rows[9]["state"], alone.rows[9]["state"]
+        os.kill(pair.rows[-1]["pid"], signal.SIGCONT)
+        wait_at_lighthouse(address, "[1/1 participants healthy][2 heartbeating]")
+        file.touch()
+        for group in groups:
+            group.end()
+    assert len(set(taken)) == 2
+    check_counters(pair)
+    assert re.search(
+        r"replica group \d has other weights than the others: its step 10 was completed by 1 of the groups, and theirs "
+        r"by 2, as a connection was lost at its end: start it again",
+        alone.text,
+    )
+    states = {row["step"]: row["state"] for row in pair.rows}
+    rows = alone.rows[10:]  # of the restart
+    assert rows[0]["pid"] != alone.rows[0]["pid"]
+    assert [row["step"] for row in rows if row["state"] != states[row["step"]]] == []
+    assert alone.final == pair.final
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "failing_rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_transfer_of_the_state_that_fails_is_repeated(start, devices, failing_rank):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 150, *SLOW_ALONE, "--devices", devices)
+        failing = ("--fail-transfer", 1, "--failing-rank", failing_rank)
+        survivor, killed = (start(number, 2, address, *arguments) for number in range(2))
+        killed.wait_for(has_reached(10))
+        killed.kill_rank()
+        killed.process.wait(30)
+        begun = survivor.rows[-1]["step"]
+        joined = start(1, 2, address, *arguments, *failing, name="joined")
+        for group in (survivor, joined):
+            group.end()
+    assert "the start of replica group 1 is repeated with the groups that are left: " in joined.text
+    for group in (survivor, joined):
+        check_counters(group)
+    assert survivor.rows[0]["step"] == 1
+    assert joined.rows[0]["step"] > begun
+    check_same_states(survivor, joined)
+    assert survivor.final == joined.final
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_transfer_that_fails_within_the_training_is_repeated_by_all_ranks(start, failing_rank):
+    with running_lighthouse(min_replicas=2) as (_, address):
+        # At the start group 1 gets the first values of group 0, and then the result of the step that it has refused.
+        failing = ("--refuse-at", 10, "--fail-transfer", 2, "--failing-rank", failing_rank)
+        groups = [
+            start(number, 2, address, "--steps", 20, "--devices", 2, *(failing if number == 1 else ()))
+            for number in range(2)
+        ]
+        for group in groups:
+            group.end()
+            check_counters(group)
+    assert "failed for a test" in groups[1].text
+    check_same_states(*groups)
+    assert groups[0].final == groups[1].final
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_all_ranks_begin_with_the_first_values_of_one_group(start):
+    with running_lighthouse(min_replicas=2) as (_, address):
+        groups = [start(number, 2, address, "--steps", 5, "--devices", 2, "--seed", number) for number in range(2)]
+        for group in groups:
+            group.end()
+    weights = [re.findall(r'"rank": (\d), "weights": "(\w+)"', group.text) for group in groups]
+    assert [sorted(rank for rank, _ in each) for each in weights] == [["0", "1"]] * 2
+    assert len({digest for each in weights for _, digest in each}) == 1
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_that_comes_after_the_end_trains_nothing_alone(start):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 20, "--seconds", 0.05)
+        completes, killed = (start(number, 2, address, *arguments) for number in range(2))
+        killed.wait_for(has_reached(10))
+        killed.kill_rank()
+        completes.end()
+        late = start(1, 2, address, *arguments, "--quorum-timeout", 4, name="late")
+        assert late.process.wait(60) != 0
+        assert late.rows == []
+        assert (
+            "the training has ended: replica group 0 has completed it after step 20, and replica group 1, at step 0, "
+            "would train the rest without it"
+        ) in late.text
+        again = [start(number, 2, address, "--steps", 3, name=f"again-{number}") for number in range(2)]
+        for group in again:  # all groups can begin another training
+            group.end()
+    assert [[row["step"] for row in group.rows] for group in again] == [[1, 2, 3]] * 2
 
 
 @pytest.mark.clusters
@@ -343,7 +463,7 @@ def run_command(tmp_path, *arguments):
 @pytest.mark.clusters
 @pytest.mark.slow
 def test_the_command_starts_a_killed_group_again(tmp_path):
-    command = run_command(tmp_path, "--heartbeat-timeout", 2, PROGRAM, "--steps", 150, "--seconds", 0.1)
+    command = run_command(tmp_path, "--heartbeat-timeout", 2, PROGRAM, "--steps", 150, *SLOW_ALONE)
     try:
         command.wait_for(has_reached(15))
         command.kill_rank()

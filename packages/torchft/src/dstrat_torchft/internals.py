@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import http.client
 import http.server
 import logging
 import os
+import re
 import socket
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+from urllib.request import urlopen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from datetime import timedelta
 
 __all__ = [
+    "GlooGroup",
     "LighthouseServer",
     "Manager",
-    "ProcessGroupGloo",
-    "ProcessGroupNCCL",
+    "NCCLGroup",
     "StateTransport",
+    "TrainingEnd",
     "servers_on",
     "silence_known_warnings",
 ]
@@ -44,7 +49,7 @@ def _only_warnings() -> Iterator[None]:
 with _only_warnings():
     from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
     from torchft.checkpointing import HTTPTransport
-    from torchft.coordination import LighthouseServer, ManagerServer
+    from torchft.coordination import LighthouseClient, LighthouseServer, ManagerServer
 
 
 @contextmanager
@@ -65,6 +70,29 @@ def servers_on(address: str | None) -> Iterator[None]:
 
     with patch("torchft.manager.ManagerServer", bound):
         yield
+
+
+class _NamedQuorum:
+    """Mixin of a process group between replica groups, which remembers the address of its quorum.
+
+    Attributes:
+        quorum: Address in the store of a group of the quorum, with the quorum's number; groups of a quorum have the
+            same in ranks of the same number.
+    """
+
+    quorum = ""
+
+    def configure(self, store_addr: str, *args: Any, **options: Any) -> None:
+        self.quorum = store_addr
+        super().configure(store_addr, *args, **options)  # type: ignore[misc]  # of torchft's class beside this one
+
+
+class GlooGroup(_NamedQuorum, ProcessGroupGloo):  # type: ignore[misc]  # torchft has no types that mypy sees
+    """Process group between replica groups, on the CPU."""
+
+
+class NCCLGroup(_NamedQuorum, ProcessGroupNCCL):  # type: ignore[misc]  # torchft has no types that mypy sees
+    """Process group between replica groups, on GPUs."""
 
 
 class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]  # torchft has no types that mypy sees
@@ -97,6 +125,52 @@ class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]  # torchft has n
 
 def _log_nothing(*_: Any) -> None:
     """Leave out the line on a request, which has no timestamp of a logger, and no name."""
+
+
+_MARK = re.compile(r"ended-([0-9a-f]+)-(\d+)-(\d+): seen ([-+.\de]+)s ago")
+_MARK_TIMEOUT = timedelta(seconds=5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingEnd:
+    """Mark at the lighthouse that a group has completed the training.
+
+    The lighthouse outlives the groups, but keeps no data for them.  It never forgets the name of who has sent a
+    heartbeat, so the mark is such a name; it lists these on its page.
+
+    Attributes:
+        digest: Of the history of the final state.
+        step: Number of steps of the final state.
+        group: Number of the group.
+    """
+
+    digest: str
+    step: int
+    group: int
+
+    def record(self, lighthouse: str) -> None:
+        """Send the mark.
+
+        Raises:
+            RuntimeError: The lighthouse does not answer; or TimeoutError.
+        """
+        client = LighthouseClient(lighthouse, connect_timeout=_MARK_TIMEOUT)
+        client.heartbeat(f"ended-{self.digest}-{self.step}-{self.group}", timeout=_MARK_TIMEOUT)
+
+    @classmethod
+    def list_newest(cls, lighthouse: str) -> list[TrainingEnd]:
+        """Return the marks of the training that has ended last; none if the lighthouse has none, or does not answer."""
+        try:
+            with urlopen(f"{lighthouse.rstrip('/')}/status", timeout=_MARK_TIMEOUT.total_seconds()) as page:  # noqa: S310 - the scheme is checked
+                found = _MARK.findall(page.read().decode())
+        except (OSError, http.client.HTTPException):
+            return []
+        newest = min(found, key=lambda mark: float(mark[3]), default=None)
+        return [
+            cls(digest=digest, step=int(step), group=int(group))
+            for digest, step, group, _ in found
+            if newest is not None and digest == newest[0]
+        ]
 
 
 def silence_known_warnings() -> None:

@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from dstrat.errors import LaunchError, PeerError
+from dstrat_torchft.history import History
 from dstrat_torchft.internals import (
+    GlooGroup,
     Manager,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
+    NCCLGroup,
     StateTransport,
+    TrainingEnd,
     servers_on,
     silence_known_warnings,
 )
@@ -80,7 +82,8 @@ class Replicas:
     """The replica groups, seen from one rank of a group.
 
     A step is :meth:`start`, which asks the lighthouse in the background, :meth:`wait`, :meth:`average` and
-    :meth:`commit`.  Ranks of a group call these together, and get the same answers.
+    :meth:`commit`, or :meth:`receive` if the group is behind.  Ranks of a group call these together, and get the same
+    answers.
 
     Args:
         options: The settings.
@@ -88,7 +91,11 @@ class Replicas:
         world_size: Number of ranks of the group.
         backend: Backend of torch.distributed, ``"gloo"`` or ``"nccl"``.
         share: Returns the object of rank 0 of the group on all of its ranks; collective.
+        agree: Returns whether the argument is true on all ranks of the group; collective.
         capture: Returns the state of the training, for a group that joins; called in another thread.
+
+    Attributes:
+        history: Identity of the state that this group has.
 
     Raises:
         LaunchError: The lighthouse cannot be reached.
@@ -102,12 +109,16 @@ class Replicas:
         world_size: int,
         backend: str,
         share: Callable[[Any], Any],
+        agree: Callable[[bool], bool],
         capture: Callable[[], dict[str, Any]],
     ) -> None:
         self.options = options
+        self.history = History.of_first_values(options.group)
+        self._share, self._agree = share, agree
         self._received: Mapping[str, Any] | None = None
         self._refused_since = math.inf
         self._quorum: Future[None] | None = None
+        self._quorum_address = self._quorum_name = ""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dstrat_quorum")
         # Rank 0's answer on all ranks: one that raised alone would leave the others waiting.
         if not share(_accepts_connections(options.lighthouse)):
@@ -121,16 +132,19 @@ class Replicas:
         self._store = _open_store(options) if rank == 0 else None  # it serves as long as this object keeps it
         port = share(None if self._store is None else self._store.port)
         store_address = share(options.address)
-        kind = ProcessGroupNCCL if backend == "nccl" else ProcessGroupGloo
+        self._process_group = (NCCLGroup if backend == "nccl" else GlooGroup)(timeout=options.timeout)
         try:
             with servers_on(options.bind_address):
                 self._manager = Manager(
-                    pg=kind(timeout=options.timeout),
+                    pg=self._process_group,
                     load_state_dict=self._receive,
-                    state_dict=capture,
+                    # Called beside the forward pass, in which the history does not change.
+                    state_dict=lambda: {**capture(), "history": self.history},
                     min_replica_size=options.min_replica_size,
                     # A group that joins takes part in the first step, with the state that it has received before.
                     use_async_quorum=False,
+                    # Without it ranks of a group take first values of different groups; histories order these, too.
+                    init_sync=False,
                     timeout=options.timeout,
                     quorum_timeout=options.quorum_timeout,
                     connect_timeout=options.quorum_timeout,
@@ -152,7 +166,7 @@ class Replicas:
     @property
     def current_step(self) -> int:
         """Number of steps that the groups have taken."""
-        return int(self._manager.current_step())
+        return self.history.step
 
     @property
     def num_groups(self) -> int:
@@ -164,23 +178,18 @@ class Replicas:
         """Whether a quorum was asked for that no vote has ended yet."""
         return self._quorum is not None
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the counters of torchft."""
-        return dict(self._manager.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load the counters of torchft."""
-        self._manager.load_state_dict(dict(state))
-
     # A step
 
     def start(self) -> None:
         """Ask the lighthouse which groups take the next step, in the background."""
+        self._received = None
+        # torchft sends the state with the highest step to the groups that have another one.
+        self._set_step(self.history.version)
         # torchft's own background mode leaves a group that joins out of its first step.
         self._quorum = self._executor.submit(self._manager.start_quorum)
 
-    def wait(self) -> Mapping[str, Any] | None:
-        """Wait for the quorum, and return the state of another group if this one was behind.
+    def wait(self) -> bool:
+        """Wait for the quorum, and return whether a state has arrived, which :meth:`receive` returns.
 
         Raises:
             PeerError: The lighthouse does not answer, or other groups are not there in time.
@@ -190,37 +199,25 @@ class Replicas:
             self._quorum.result()
         except Exception as error:  # torchft's extension raises whatever its server has returned
             raise PeerError(self._describe_no_quorum(error)) from error
-        received, self._received = self._received, None
-        return received
+        self._set_step(self.history.step)  # torchft's log lines name it
+        if self._manager.errored():
+            self._leave_quorum()
+        return self._received is not None
 
-    def join(self) -> Mapping[str, Any] | None:
-        """Ask for the first quorum, and return the state of another group; None if this one has the newest.
+    def receive(self) -> Mapping[str, Any] | None:
+        """Return the state of another group, if all ranks of this one have got it, or else None; ask again then.
 
-        Where no other group trains yet, all are waited for, as long as the lighthouse may take; then those that are
-        there begin.
+        The quorum stays that of the next step.
 
         Raises:
-            PeerError: As of :meth:`wait`.
+            PeerError: The step was refused for too long.
         """
-        deadline = time.monotonic() + self.options.quorum_timeout.total_seconds()
-        while True:
-            self.start()
-            state = self.wait()
-            # A state of step 0 is that of a group which waits, too, and whose first values all take.
-            is_under_way = state is not None and self.current_step > 0
-            if is_under_way or self.num_groups >= self.options.num_groups:
-                return state
-            if time.monotonic() > deadline:
-                _logger.warning(
-                    "replica group %d begins with %d of %d groups, as the others did not come within "
-                    "quorum_timeout=%g s",
-                    self.options.group,
-                    self.num_groups,
-                    self.options.num_groups,
-                    self.options.quorum_timeout.total_seconds(),
-                )
-                return state
-            time.sleep(_PAUSE)
+        quorum, state = self._quorum, self._received
+        if not self._vote():
+            self._leave_quorum()
+            return None
+        self._quorum, self._received = quorum, None
+        return state
 
     def average(self, tensor: Tensor) -> None:
         """Average a tensor over the groups, in place; after an error its values mean nothing, and no vote passes."""
@@ -230,22 +227,42 @@ class Replicas:
         """Return whether the step is taken, as all ranks of this group agree.
 
         Raises:
-            PeerError: The step was refused for too long.
+            PeerError: The step was refused for too long, or another group has completed the training.
         """
+        if not self._vote():
+            return False
+        if not self.history.has_begun:  # in a loop of one's own, which does not join before
+            self._check_that_training_goes_on()
+        if self._process_group.quorum != self._quorum_address:  # new on all ranks; the name is that of rank 0
+            self._quorum_address = self._process_group.quorum
+            self._quorum_name = self._share(self._quorum_address)
+        self.history = self.history.take_step(self._quorum_name, self.num_groups)
+        return True
+
+    def _leave_quorum(self) -> None:
+        """Disconnect this rank, which averages nothing in this quorum: others would wait for it until a timeout."""
+        self._process_group.abort(errored=False)
+
+    def _set_step(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def _vote(self, attempt: str | None = None) -> bool:
         self._quorum = None
         try:
-            if self._manager.should_commit():
+            # Longer than an average takes to fail in another rank.
+            if self._manager.should_commit(timeout=2 * self.options.timeout):
                 self._refused_since = math.inf
                 return True
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
                 f"the ranks of replica group {self.options.group} did not vote on a step: {error}"
             ) from error
-        self._after_refusal()
+        self._after_refusal(attempt or f"step {self.current_step + 1}")
         return False
 
-    def _after_refusal(self) -> None:
-        options, error, present = self.options, self._manager.errored(), self.num_groups
+    def _after_refusal(self, attempt: str) -> None:
+        options, present = self.options, self.num_groups
+        error = self._manager.errored() or "an error in another rank of the group"
         limit = options.quorum_timeout.total_seconds()
         self._refused_since = min(self._refused_since, time.monotonic())
         is_too_long = time.monotonic() - self._refused_since > limit
@@ -260,15 +277,79 @@ class Replicas:
             return
         if is_too_long:
             raise PeerError(
-                f"step {self.current_step + 1} was refused for quorum_timeout={limit:g} s, at last because of: "
-                f"{_first_line(error)}"
+                f"{attempt} was refused for quorum_timeout={limit:g} s, at last because of: {_first_line(error)}"
             )
-        _logger.warning(
-            "step %d is repeated with the groups that are left: %s", self.current_step + 1, _first_line(error)
-        )
+        _logger.warning("%s is repeated with the groups that are left: %s", attempt, _first_line(error))
 
     def _receive(self, state: Mapping[str, Any]) -> None:
         self._received = state  # loaded by the main thread, as this one runs beside the forward pass
+
+    # Begin and end of a training
+
+    def join(self) -> Mapping[str, Any] | None:
+        """Ask for the first quorum, and return the state of another group; None if this one has the newest.
+
+        Where no other group trains yet, all are waited for, as long as the lighthouse may take; then those that are
+        there begin.
+
+        Raises:
+            PeerError: As of :meth:`wait` and :meth:`commit`.
+        """
+        deadline = time.monotonic() + self.options.quorum_timeout.total_seconds()
+        state = None
+        while True:
+            self.start()
+            has_received = self.wait()
+            # No vote, with which a group stops sending its state.
+            if not self._agree(self._manager.errored() is None):
+                self._leave_quorum()
+                # Refused by all ranks, so that the lighthouse connects the groups anew.
+                self._vote(f"the start of replica group {self.options.group}")
+                continue
+            if has_received:
+                state, self._received = self._received, None
+                assert state is not None  # noqa: S101 - it has been received
+                self.history = state["history"]
+            # A state that has not begun is that of a group which waits, too.
+            if self.history.has_begun or self.num_groups >= self.options.num_groups:
+                self.history = self.history.begin()
+                return state
+            if self._share(time.monotonic() > deadline):
+                self._check_that_training_goes_on()
+                _logger.warning(
+                    "replica group %d begins with %d of %d groups, as the others did not come within "
+                    "quorum_timeout=%g s",
+                    self.options.group,
+                    self.num_groups,
+                    self.options.num_groups,
+                    self.options.quorum_timeout.total_seconds(),
+                )
+                self.history = self.history.begin()  # by the next quorum, in which those that wait see it
+            else:
+                time.sleep(_PAUSE)
+
+    def _check_that_training_goes_on(self) -> None:
+        """Raise a PeerError if a few groups would repeat what others have completed without them; collective."""
+        options = self.options
+        if self.num_groups >= options.num_groups:  # another training with the same lighthouse
+            return
+        ends: list[TrainingEnd] = self._share(TrainingEnd.list_newest(options.lighthouse))
+        # A group that has completed it, too, or has more steps, begins another training.
+        if not ends or options.group in {end.group for end in ends} or self.current_step >= ends[0].step:
+            return
+        raise PeerError(
+            f"the training has ended: replica group {ends[0].group} has completed it after step {ends[0].step}, and "
+            f"replica group {options.group}, at step {self.current_step}, would train the rest without it. Use the "
+            f"weights or the checkpoint of that group; for another training start all {options.num_groups} groups, or "
+            f"start the lighthouse {options.lighthouse} again"
+        )
+
+    def mark_end(self) -> None:
+        """Record at the lighthouse that this group has completed the training."""
+        if self.options.num_groups > 1:
+            end = TrainingEnd(digest=self.history.digest, step=self.current_step, group=self.options.group)
+            with contextlib.suppress(RuntimeError, TimeoutError):  # the training is complete without a lighthouse, too
+                end.record(self.options.lighthouse)
 
     def _describe_no_quorum(self, error: Exception) -> str:
         options = self.options

@@ -17,6 +17,7 @@ from torch.optim import LBFGS
 from dstrat.errors import MisuseError, PeerError, RequestError
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_torchft.history import History
 from dstrat_torchft.replicas import GROUP, LIGHTHOUSE, NUM_GROUPS, ReplicaOptions, Replicas
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import RunningTraining, StepName, TrainerLike
 
 _DEFAULT_WAIT = timedelta(seconds=60)
+
+_START_AGAIN = "start it again, and it joins them with their state; Trainer(max_restarts=...) does so"
 
 _logger = logging.getLogger(__name__)
 
@@ -113,7 +116,6 @@ class TorchFTStrategy(ParallelStrategy):
         self._replicas: Replicas | None = None
         self._training: RunningTraining | None = None
         self._is_accumulating = False
-        self._steps = 0  # that this group has taken; the Manager's counter is ahead after it has received a state
 
     # Groups
 
@@ -151,13 +153,14 @@ class TorchFTStrategy(ParallelStrategy):
                 "LBFGS decides by the loss how often it computes gradients in a step, and losses differ between "
                 "replica groups: use another optimizer"
             )
-        self._training, self._steps = None, 0
+        self._training = None
         self._replicas = Replicas(
             self.options,
             rank=self.global_rank,
             world_size=self.world_size,
             backend=self.process_group_backend or self.accelerator.process_group_backend or "gloo",
             share=self.broadcast,
+            agree=self.reduce_boolean_decision,
             capture=self._capture,
         )
 
@@ -181,7 +184,6 @@ class TorchFTStrategy(ParallelStrategy):
                     self.options.group,
                     self._replicas.current_step,
                 )
-        self._steps = self._replicas.current_step
 
     def _warn_of_seed(self, seed: int) -> None:
         if seed != torch.initial_seed() and self.options.num_groups > 1 and self.is_global_zero:
@@ -191,6 +193,11 @@ class TorchFTStrategy(ParallelStrategy):
                 "others never",
                 self.options.group,
             )
+
+    def finish_training(self) -> None:
+        super().finish_training()
+        if self._replicas is not None and self.is_global_zero:
+            self._replicas.mark_end()
 
     def close_communication(self, *, aborts: bool) -> None:
         if self._replicas is not None:
@@ -227,21 +234,26 @@ class TorchFTStrategy(ParallelStrategy):
         while True:
             if not replicas.has_quorum:
                 replicas.start()
-            state = replicas.wait()
-            if state is not None and self._catch_up(state, replicas):
-                for parameter in parameters:
-                    parameter.grad = None  # with which the optimizer's step does nothing
-                return
+            has_received = replicas.wait()
             # Copies, made again for each attempt: after an error in the average their values mean nothing.
             buckets = GradientBuckets(parameters)
             for tensor in buckets.tensors:
-                if self.world_size > 1:  # in the group first, as each rank averages with those of its number
+                # In the group first, as each rank averages with those of its number; also if it has received a state,
+                # as another rank may have not.
+                if self.world_size > 1:
                     dist.all_reduce(tensor)
                     tensor.div_(self.world_size)
-                replicas.average(tensor)
-            if replicas.commit():
+                if not has_received:
+                    replicas.average(tensor)
+            if has_received:
+                state = replicas.receive()
+                if state is not None:
+                    self._catch_up(state, replicas)
+                    for parameter in parameters:
+                        parameter.grad = None  # with which the optimizer's step does nothing
+                    return
+            elif replicas.commit():
                 break
-        self._steps = replicas.current_step
         buckets.write()
 
     # State of another group
@@ -256,34 +268,48 @@ class TorchFTStrategy(ParallelStrategy):
             "training": None if self._training is None else self._training.capture(),
         }
 
-    def _catch_up(self, state: Mapping[str, Any], replicas: Replicas) -> bool:
-        """Load module and optimizers of another group; return whether that has taken the current step already.
+    def _catch_up(self, state: Mapping[str, Any], replicas: Replicas) -> None:
+        """Load module and optimizers of another group, which has taken the current step already.
 
         Raises:
-            PeerError: It has taken further steps.
+            PeerError: It has taken further steps, or has another history.
         """
-        behind, self._steps = replicas.current_step - self._steps, replicas.current_step
-        # After one step, schedulers, counters and data follow with this batch; several they cannot skip.
-        if behind > 1 and self._training is not None:
-            raise PeerError(
-                f"replica group {self.options.group} is {behind} steps behind the others, which continued without it, "
-                "as it was slow or cut off: start it again, and it joins them; Trainer(max_restarts=...) does so"
-            )
+        own, received = replicas.history, state["history"]
+        # After one step, schedulers, counters and data follow with this batch; several they cannot skip, and callbacks
+        # have seen the state that is replaced.
+        if self._training is not None and not received.follows(own):
+            raise PeerError(f"{_describe_difference(self.options.group, own, received)}: {_START_AGAIN}")
+        replicas.history = received
         self.load_module_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # Learning rates are this group's, as its own schedulers step after this batch.
             groups = saved["param_groups"] if self._training is None else optimizer.state_dict()["param_groups"]
             self.load_optimizer_state(optimizer, {**saved, "param_groups": groups})
-        return behind > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torchft's counters, for which all groups have the same values."""
-        return {} if self._replicas is None else {"torchft": self._replicas.state_dict()}
+        """Return the identity of the state, for which all groups have the same values."""
+        return {} if self._replicas is None else {"torchft": self._replicas.history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load torchft's counters; where groups have loaded different checkpoints, that with the most steps counts."""
+        """Load the identity; where groups have loaded different checkpoints, that with the most steps counts."""
         if self._replicas is not None and "torchft" in state:
-            self._replicas.load_state_dict(state["torchft"])
+            history = History.load(state["torchft"])
+            # A group that joins loads the state of another one after it has begun.
+            self._replicas.history = dataclasses.replace(history, has_begun=self._replicas.history.has_begun)
+
+
+def _describe_difference(group: int, own: History, received: History) -> str:
+    behind = received.step - own.step
+    if behind > 1:
+        return (
+            f"replica group {group} is {behind} steps behind the others, which continued without it, as it was slow or "
+            "cut off"
+        )
+    return (
+        f"replica group {group} has other weights than the others: its step {own.step} was completed by "
+        f"{own.num_participants} of the groups, and theirs by {received.num_participants if not behind else 'others'}, "
+        "as a connection was lost at its end"
+    )
 
 
 class GradientBuckets:
