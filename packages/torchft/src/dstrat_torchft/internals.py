@@ -162,13 +162,13 @@ class TrainingEnd:
         """Return the marks of the training that has ended last; none if the lighthouse has none, or does not answer."""
         try:
             with urlopen(f"{lighthouse.rstrip('/')}/status", timeout=_MARK_TIMEOUT.total_seconds()) as page:  # noqa: S310 - the scheme is checked
-                found = _MARK.findall(page.read().decode())
+                marks = _MARK.findall(page.read().decode())
         except (OSError, http.client.HTTPException):
             return []
-        newest = min(found, key=lambda mark: float(mark[3]), default=None)
+        newest = min(marks, key=lambda mark: float(mark[3]), default=None)
         return [
             cls(digest=digest, step=int(step), group=int(group))
-            for digest, step, group, _ in found
+            for digest, step, group, _ in marks
             if newest is not None and digest == newest[0]
         ]
 

@@ -274,11 +274,11 @@ class TorchFTStrategy(ParallelStrategy):
         Raises:
             PeerError: It has taken further steps, or has another history.
         """
-        own, received = replicas.history, state["history"]
+        current, received = replicas.history, state["history"]
         # After one step, schedulers, counters and data follow with this batch; several they cannot skip, and callbacks
         # have seen the state that is replaced.
-        if self._training is not None and not received.follows(own):
-            raise PeerError(f"{_describe_difference(self.options.group, own, received)}: {_START_AGAIN}")
+        if self._training is not None and not received.follows(current):
+            raise PeerError(f"{_describe_difference(self.options.group, current, received)}: {_START_AGAIN}")
         replicas.history = received
         self.load_module_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -298,16 +298,17 @@ class TorchFTStrategy(ParallelStrategy):
             self._replicas.history = dataclasses.replace(history, has_begun=self._replicas.history.has_begun)
 
 
-def _describe_difference(group: int, own: History, received: History) -> str:
-    behind = received.step - own.step
+def _describe_difference(group: int, current: History, received: History) -> str:
+    behind = received.step - current.step
     if behind > 1:
         return (
             f"replica group {group} is {behind} steps behind the others, which continued without it, as it was slow or "
             "cut off"
         )
+    others = received.num_participants if behind == 0 else "others"
     return (
-        f"replica group {group} has other weights than the others: its step {own.step} was completed by "
-        f"{own.num_participants} of the groups, and theirs by {received.num_participants if not behind else 'others'}, "
+        f"replica group {group} has other weights than the others: its step {current.step} was completed by "
+        f"{current.num_participants} of the groups, and theirs by {others}, "
         "as a connection was lost at its end"
     )
 
