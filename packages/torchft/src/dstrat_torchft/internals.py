@@ -158,19 +158,15 @@ class TrainingEnd:
         client.heartbeat(f"ended-{self.digest}-{self.step}-{self.group}", timeout=_MARK_TIMEOUT)
 
     @classmethod
-    def list_newest(cls, lighthouse: str) -> list[TrainingEnd]:
-        """Return the marks of the training that has ended last; none if the lighthouse has none, or does not answer."""
+    def find_newest(cls, lighthouse: str) -> TrainingEnd | None:
+        """Return the newest mark; None if the lighthouse has none, or does not answer."""
         try:
             with urlopen(f"{lighthouse.rstrip('/')}/status", timeout=_MARK_TIMEOUT.total_seconds()) as page:  # noqa: S310 - the scheme is checked
                 marks = _MARK.findall(page.read().decode())
         except (OSError, http.client.HTTPException):
-            return []
+            return None
         newest = min(marks, key=lambda mark: float(mark[3]), default=None)
-        return [
-            cls(digest=digest, step=int(step), group=int(group))
-            for digest, step, group, _ in marks
-            if newest is not None and digest == newest[0]
-        ]
+        return newest and cls(digest=newest[0], step=int(newest[1]), group=int(newest[2]))
 
 
 def silence_known_warnings() -> None:

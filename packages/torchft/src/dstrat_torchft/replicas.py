@@ -333,12 +333,12 @@ class Replicas:
         options = self.options
         if self.num_groups >= options.num_groups:  # another training with the same lighthouse
             return
-        ends: list[TrainingEnd] = self._share(TrainingEnd.list_newest(options.lighthouse))
-        # A group that has completed it, too, or has more steps, begins another training.
-        if not ends or options.group in {end.group for end in ends} or self.current_step >= ends[0].step:
+        end: TrainingEnd | None = self._share(TrainingEnd.find_newest(options.lighthouse))
+        if end is None or self.current_step >= end.step:
             return
+        # Also if this group has completed it: it may have been killed after that, and started again.
         raise PeerError(
-            f"the training has ended: replica group {ends[0].group} has completed it after step {ends[0].step}, and "
+            f"the training has ended: replica group {end.group} has completed it after step {end.step}, and "
             f"replica group {options.group}, at step {self.current_step}, would train the rest without it. Use the "
             f"weights or the checkpoint of that group; for another training start all {options.num_groups} groups, or "
             f"start the lighthouse {options.lighthouse} again"
