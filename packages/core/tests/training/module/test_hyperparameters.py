@@ -7,8 +7,9 @@ import logging
 import pickle
 from argparse import Namespace
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -251,10 +252,15 @@ def test_a_checkpoint_holds_the_settings_of_module_and_data_module_as_plain_valu
         def train_dataloader(self):
             return loader(count=self.hparams.count)
 
-    checkpoint = saved(Net, 3, path=Path("data"), config=Config(), datamodule=Numbers(16))
+    class Annotated(TrainModule):
+        def __init__(self, width: int, path: Path, config: Config):
+            super().__init__()
+            self.save_hyperparameters()
+
+    Annotated.__init__.__annotations__["config"] = Config  # a name of this module, which the class does not see
+    checkpoint = saved(Annotated, 3, path=Path("data"), config=Config(), datamodule=Numbers(16))
     assert checkpoint["hyper_parameters"] == {
         "width": 3,
-        "depth": 2,
         "path": "data",
         "config": {"width": 4, "optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}},
     }
@@ -278,6 +284,15 @@ class Size(Enum):
     SMALL = 1
 
 
+class Level(IntEnum):
+    LOW = 1
+
+
+class Sides(NamedTuple):
+    left: int
+    right: int
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
@@ -290,6 +305,9 @@ class Size(Enum):
         (torch.zeros(2), "net (Tensor)"),
         ([1, {"f": len}], "net[1].f (builtin_function_or_method)"),
         ({1: 2}, "net (dict)"),
+        (Config(), "net (Config, which is not annotated)"),
+        ([Sides(1, 2)], "net[0] (Sides, which is not annotated)"),
+        ({"a": [Level.LOW]}, "net.a[0] (Level, which is not annotated)"),
     ],
 )
 def test_a_setting_that_is_not_plain_is_left_out_of_checkpoints(saved, value, named):

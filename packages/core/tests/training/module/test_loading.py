@@ -5,8 +5,10 @@ import logging
 import pickle
 from argparse import Namespace
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -184,6 +186,32 @@ def test_what_a_subclass_gives_its_base_class_is_not_missing(write):
     assert Given.load_from_checkpoint(write(Given()), depth=2).sizes == (3, 2)
 
 
+def test_kwargs_come_back_though_a_base_class_takes_none(write):
+    class Base(TrainModule):
+        def __init__(self):
+            super().__init__()
+
+    class Reading(Base):
+        def __init__(self, lr=0.1, **kwargs):
+            super().__init__()
+            self.save_hyperparameters()
+            self.dropout = kwargs.get("dropout", 0.5)
+
+    path = write(Reading(lr=0.2, dropout=0.0))
+    loaded = Reading.load_from_checkpoint(path)
+    assert (loaded.dropout, loaded.hparams) == (0.0, {"lr": 0.2, "dropout": 0.0})
+    assert Reading.load_from_checkpoint(path, dropout=0.1).dropout == 0.1
+
+
+def test_an_override_that_no_constructor_takes_is_an_error(write):
+    class Passing(Net):
+        def __init__(self, scale=1, **kwargs):
+            super().__init__(**kwargs)
+
+    with pytest.raises(MisuseError, match=r"given 'dept', and Passing\.__init__ takes scale, width, depth"):
+        Passing.load_from_checkpoint(write(Passing(width=3)), dept=2)
+
+
 @pytest.mark.parametrize("kind", [dict, Namespace, Config])
 def test_an_argument_that_held_all_settings_is_made_again_as_its_annotation_says(write, kind):
     class Configured(TrainModule):
@@ -199,15 +227,67 @@ def test_an_argument_that_held_all_settings_is_made_again_as_its_annotation_says
     assert loaded.config == config
 
 
-def test_without_an_annotation_it_is_a_dict_with_attributes(write):
-    class Configured(TrainModule):
-        def __init__(self, config):
-            super().__init__()
-            self.save_hyperparameters(config)
-            self.config = config
+class Configured(TrainModule):
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.config = config
 
-    loaded = Configured.load_from_checkpoint(write(Configured(Namespace(width=4))), width=5)
+
+def test_without_an_annotation_a_dict_has_attributes(write):
+    loaded = Configured.load_from_checkpoint(write(Configured({"width": 4})), width=5)
     assert loaded.config.width == loaded.config["width"] == 5
+
+
+@pytest.mark.parametrize("kind", [Namespace, SimpleNamespace])
+def test_without_an_annotation_a_namespace_stays_one(write, kind):
+    config = kind(width=4, where=Path("here"), inner=kind(depth=1))
+    loaded = Configured.load_from_checkpoint(write(Configured(config)), width=5)
+    assert loaded.config == kind(width=5, where=Path("here"), inner=kind(depth=1))
+
+
+def test_without_an_annotation_a_dataclass_with_all_settings_is_asked_for(write):
+    path = write(Configured(Sizes(5)))
+    with pytest.raises(MisuseError, match=r"made with config \(Sizes, which is not annotated\).*config=\.\.\."):
+        Configured.load_from_checkpoint(path)
+    assert Configured.load_from_checkpoint(path, config=Sizes(6)).hparams.width == 6
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+def make_typed(**annotations):
+    class Typed(TrainModule):
+        def __init__(self, blocks, pair, level, args, path):
+            super().__init__()
+            self.save_hyperparameters()
+            self.given = blocks, pair, level, args, path
+
+    Typed.__init__.__annotations__ = annotations
+    given = ([Sizes(2)], Pair(1, 2), Level.LOW, Namespace(a=[Path("x")]), Path("y"))
+    return Typed, given
+
+
+def test_values_come_back_as_what_they_were(write):
+    typed, given = make_typed(blocks=list[Sizes], pair=Pair, level=Level)
+    loaded = typed.load_from_checkpoint(write(typed(*given))).given
+    assert loaded == given
+    assert list(map(type, loaded)) == list(map(type, given))
+
+
+def test_values_that_would_come_back_as_another_type_are_asked_for(write):
+    typed, given = make_typed()
+    path = write(typed(*given))
+    with pytest.raises(MisuseError, match=r"blocks\[0\] \(Sizes, .*pair \(Pair, .*level \(Level, .*\), which '"):
+        typed.load_from_checkpoint(path)
+    asked_for = dict(zip(("blocks", "pair", "level"), given, strict=False))
+    assert typed.load_from_checkpoint(path, **asked_for).given == given
 
 
 def test_arguments_are_made_again_as_their_annotations_say(write):
@@ -474,5 +554,14 @@ class HandsOn(TrainModule):
         self.hparams["extra"] = 1
 
 
-def test_names_that_a_class_cannot_hand_on_are_left_out(write):
+def test_names_that_a_class_cannot_hand_on_are_left_out(write, caplog):
     assert HandsOn.load_from_checkpoint(write(HandsOn(3))).layer.in_features == 3
+    assert "constructs HandsOn without the hyperparameters 'extra' of the checkpoint" in caplog.text
+
+
+def test_a_value_that_a_class_gives_its_base_class_itself_is_left_out(write):
+    class Computing(Net):
+        def __init__(self, scale, **kwargs):
+            super().__init__(width=2 * scale, **kwargs)
+
+    assert Computing.load_from_checkpoint(write(Computing(2))).hparams.width == 4

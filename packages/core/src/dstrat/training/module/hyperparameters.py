@@ -5,14 +5,24 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
-from dstrat.training.module.plain_values import AttributeDict, fields_of, is_container, to_plain, type_hints
+from dstrat.training.module.plain_values import (
+    AttributeDict,
+    changed_items,
+    fields_of,
+    from_plain,
+    is_container,
+    standard_types,
+    to_plain,
+    type_hints,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from types import FrameType
 
     from typing_extensions import Self
@@ -94,15 +104,17 @@ class Constructor:
         annotations: dict[str, Any] = {}
         defaults: dict[str, Any] = {}
         takes_any = False
-        for init in _inits(constructed):
+        for index, init in enumerate(_inits(constructed)):
             parameters = list(inspect.signature(init).parameters.values())[1:]
             names |= {parameter.name: None for parameter in parameters if parameter.kind in _NAMED}
             annotations = type_hints(init) | annotations  # those of subclasses come first, and stay
             defaults = {p.name: p.default for p in parameters if p.default is not p.empty} | defaults
             if required is None:  # of the subclass only, which passes those of its base classes
                 required = tuple(p.name for p in parameters if p.kind in _NAMED and p.default is p.empty)
-            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-            if not takes_any:
+            has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+            if index == 0:
+                takes_any = has_kwargs  # a class may read its kwargs itself, whatever its base classes take
+            if not has_kwargs:
                 break  # base classes get only what this one passes
         return cls(
             required=required or (),
@@ -132,12 +144,14 @@ class Keys:
         argument: The constructor's argument with all of them.
         omitted: Descriptions of the hyperparameters that are not plain values, and not in the checkpoint, by name.
         containers: Names of the hyperparameters that were containers of omegaconf.
+        types: Standard types of hyperparameters and their items, by name; ``""`` is the argument with all of them.
     """
 
     values: str
     argument: str
     omitted: str
     containers: str
+    types: str
 
 
 MODULE_KEYS = Keys(
@@ -145,12 +159,14 @@ MODULE_KEYS = Keys(
     argument="hparams_name",
     omitted="hparams_left_out",
     containers="hparams_containers",
+    types="hparams_types",
 )
 DATAMODULE_KEYS = Keys(
     values="datamodule_hyper_parameters",
     argument="datamodule_hparams_name",
     omitted="datamodule_hparams_left_out",
     containers="datamodule_hparams_containers",
+    types="datamodule_hparams_types",
 )
 
 
@@ -163,6 +179,7 @@ class Saved:
         initial: A copy from the time of the call.
         argument: The constructor's argument with all of them; None if each is an argument.
         argument_is_container: Whether that argument was a container of omegaconf.
+        argument_type: Name of the argument's class, if it was a namespace or a dataclass.
         is_logged: Whether loggers write them.
     """
 
@@ -170,6 +187,7 @@ class Saved:
     initial: AttributeDict = field(default_factory=AttributeDict)
     argument: str | None = None
     argument_is_container: bool = False
+    argument_type: str = ""
     is_logged: bool = False
 
 
@@ -197,9 +215,10 @@ class HyperparametersMixin:
         """Save the arguments of the calling ``__init__`` as :attr:`hparams`.
 
         Loggers write them when a run starts, and each checkpoint has them, so that ``load_from_checkpoint`` can
-        construct the object again.  Checkpoints support numbers, str, paths, None, and lists, dicts, namespaces,
-        dataclasses and omegaconf's containers of them.  Other values, such as modules, are not in checkpoints: a
-        warning names them when a run with checkpoints starts, and ``load_from_checkpoint`` requires them as arguments.
+        construct the object again.  Checkpoints support numbers, str, paths, None, and lists, dicts, namespaces and
+        omegaconf's containers of them; also dataclasses, named tuples and Enums, if the annotation of the argument
+        names their class: ``blocks: list[Block]``.  Other values, such as modules, are not in checkpoints: a warning
+        names them when a run with checkpoints starts, and ``load_from_checkpoint`` requires them as arguments.
 
         Args:
             *names: The arguments to save; by default all, including those of subclasses.  Or one dict, namespace or
@@ -221,6 +240,8 @@ class HyperparametersMixin:
         saved.initial = _copied(saved.current)
         if argument is not None:
             saved.argument, saved.argument_is_container = argument, is_container(names[0])
+            # The name, since a class that is defined in a function could not be pickled with the module.
+            saved.argument_type = "" if isinstance(names[0], Mapping) else type(names[0]).__name__
         saved.is_logged = logger
 
     @property
@@ -291,24 +312,50 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
     if owner is None or not owner.hparams:
         return {}
     saved = owner._hyperparameters  # noqa: SLF001 - of a class in this file
+    constructor = Constructor.of(type(owner))
+    of_argument = constructor.annotations.get(saved.argument or "")
+    annotations = constructor.annotations if saved.argument is None else type_hints(of_argument)
     plain: dict[str, Any] = {}
     omitted: dict[str, str] = {}
+    types: dict[str, str] = {}
     for name, value in saved.current.items():
         refused: dict[str, Any] = {}
         plain[name] = to_plain(value, name, refused.__setitem__)
+        reason = ""
+        if not refused:
+            types |= standard_types(value, name)
+            refused = changed_items(value, _restore(plain[name], annotations.get(name), name, types), name)
+            reason = ", which is not annotated"
         if refused:
             del plain[name]
-            if not _is_default(owner, name, value):  # the constructor supplies its defaults itself
-                omitted[name] = ", ".join(f"{path} ({type(refused[path]).__name__})" for path in refused)
+            if not _is_default(constructor, name, value):  # the constructor supplies its defaults itself
+                omitted[name] = ", ".join(f"{path} ({type(refused[path]).__name__}{reason})" for path in refused)
     containers = [name for name in plain if is_container(saved.current[name])]
     if saved.argument is not None and saved.argument_is_container:
         containers.append(saved.argument)
-    metadata = {keys.argument: saved.argument, keys.omitted: omitted, keys.containers: containers}
+    if saved.argument is not None and saved.argument_type:
+        types[""] = saved.argument_type  # from_plain ignores a name that is not standard
+        if type(_restore(plain, of_argument, "", types)).__name__ != saved.argument_type:
+            omitted[saved.argument] = f"{saved.argument} ({saved.argument_type}, which is not annotated)"
+    metadata = {
+        keys.argument: saved.argument,
+        keys.omitted: omitted,
+        keys.containers: containers,
+        keys.types: types,
+    }
     return {keys.values: plain, **{key: value for key, value in metadata.items() if value}}
 
 
-def _is_default(owner: HyperparametersMixin, name: str, value: Any) -> bool:
-    defaults = Constructor.of(type(owner)).defaults
+def _restore(plain: Any, annotation: Any, name: str, types: Mapping[str, str]) -> Any:
+    """Return the value that a loaded checkpoint gives; None if it cannot be constructed."""
+    try:
+        return from_plain(plain, annotation, name, types)
+    except Exception:  # noqa: BLE001 - a user's dataclass may refuse its own fields, such as those with init=False
+        return None
+
+
+def _is_default(constructor: Constructor, name: str, value: Any) -> bool:
+    defaults = constructor.defaults
     return name in defaults and defaults[name] is value  # "==" of arrays and tensors is no bool
 
 

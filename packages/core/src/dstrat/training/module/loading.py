@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -233,6 +234,7 @@ def construct(
     """
     constructor = Constructor.of(cls)
     saved, argument = dict(checkpoint.get(keys.values, {})), checkpoint.get(keys.argument)
+    types = checkpoint.get(keys.types, {})
     containers = checkpoint.get(keys.containers, ())
     if argument not in overrides:  # which has the omitted values too
         omitted = {
@@ -247,7 +249,9 @@ def construct(
     _check_accepted(cls, constructor, overrides)
     accepted = {name: value for name, value in saved.items() if name in constructor.names or constructor.takes_any}
     arguments = {
-        name: to_container(value) if name in containers else from_plain(value, constructor.annotations.get(name))
+        name: to_container(value)
+        if name in containers
+        else from_plain(value, constructor.annotations.get(name), "" if name == argument else name, types)
         for name, value in accepted.items()
         if name not in overrides
     }
@@ -260,14 +264,39 @@ def construct(
             f"are {', '.join(saved) or 'none'}: call {cls.__name__}.load_from_checkpoint(..., {example}), or call "
             "save_hyperparameters() in __init__ and write the checkpoint again"
         )
-    extra = [name for name in arguments if name not in constructor.names and name not in overrides]
+    return _call(cls, arguments, constructor, overrides)
+
+
+_REFUSED = re.compile(r"unexpected keyword argument '(\w+)'|multiple values for (?:keyword )?argument '(\w+)'")
+
+
+def _call(
+    cls: type[T],
+    arguments: Mapping[str, Any],
+    constructor: Constructor,
+    overrides: Mapping[str, Any],
+    refused: tuple[str, ...] = (),
+) -> T:
+    """Construct an object, without the saved hyperparameters that its ``**kwargs`` refuse."""
     try:
-        return cls(**arguments)
+        constructed = cls(**arguments)
     except TypeError as error:
-        # **kwargs that end in a class of the framework accept no names but the constructors' own.
-        if not extra or "unexpected keyword argument" not in str(error):
+        # Not all hyperparameters are arguments: a base class may have saved those that its subclass computes.
+        match = _REFUSED.search(str(error)) if constructor.takes_any else None
+        name = str(match[1] or match[2]) if match else ""
+        if name in overrides and name not in constructor.names:
+            raise _not_accepted(cls, constructor, [name]) from error
+        if name not in arguments or name in constructor.required:
             raise
-        return cls(**{name: value for name, value in arguments.items() if name not in extra})
+        accepted = {other: value for other, value in arguments.items() if other != name}
+        return _call(cls, accepted, constructor, overrides, (*refused, name))
+    if refused:
+        _log.warning(
+            "load_from_checkpoint constructs %s without the hyperparameters %s of the checkpoint, which its "
+            "constructor refuses",
+            *(cls.__name__, ", ".join(map(repr, refused))),
+        )
+    return constructed
 
 
 def _check_complete(
@@ -287,10 +316,14 @@ def _check_complete(
 def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str, Any]) -> None:
     wrong = [name for name in overrides if name not in constructor.names and not constructor.takes_any]
     if wrong:
-        raise MisuseError(
-            f"load_from_checkpoint was given {', '.join(map(repr, wrong))}, and {cls.__name__}.__init__ takes "
-            f"{', '.join(constructor.names) or 'no arguments'}: leave it out, or correct the name"
-        )
+        raise _not_accepted(cls, constructor, wrong)
+
+
+def _not_accepted(cls: type, constructor: Constructor, wrong: list[str]) -> MisuseError:
+    return MisuseError(
+        f"load_from_checkpoint was given {', '.join(map(repr, wrong))}, and {cls.__name__}.__init__ takes "
+        f"{', '.join(constructor.names) or 'no arguments'}: leave it out, or correct the name"
+    )
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], path: str | Path | IO[bytes], *, strict: bool) -> None:

@@ -8,10 +8,11 @@ import inspect
 import numbers
 import sys
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path, PurePath
-from types import SimpleNamespace, UnionType
+from types import MappingProxyType, SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
@@ -99,29 +100,110 @@ def _plain_scalar(value: Any) -> Any:
     return str.__str__(value) if isinstance(value, str) else str(value)
 
 
-def from_plain(value: Any, annotation: Any = None) -> Any:
-    """Return plain values in the type of an annotation; without one a dict becomes an :class:`AttributeDict`."""
+def from_plain(
+    value: Any, annotation: Any = None, name: str = "", types: Mapping[str, str] = MappingProxyType({})
+) -> Any:
+    """Return plain values in their original types; without annotation and type a dict is an :class:`AttributeDict`.
+
+    Args:
+        value: The plain value.
+        annotation: The annotation of the argument, which precedes the recorded types.
+        name: Name of the value, as for :func:`to_plain`.
+        types: The result of :func:`standard_types`.
+    """
     classes = _classes_of(annotation)
+    standard = _STANDARD.get(types.get(name, ""))
     if isinstance(value, Mapping):
-        cls = next(filter(_has_fields, classes), AttributeDict)
+        cls: Any = next(filter(_has_fields, classes), standard if standard is not Path else None) or AttributeDict
         hints = type_hints(cls) if dataclasses.is_dataclass(cls) else {}
-        return cls(**{name: from_plain(item, hints.get(name)) for name, item in value.items()})
+        of_items = _annotation_of_items(annotation, dict, -1)
+        return cls(
+            **{
+                key: from_plain(item, hints.get(key, of_items), _item_name(name, key), types)
+                for key, item in value.items()
+            }
+        )
     if isinstance(value, list | tuple):
-        items = [from_plain(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) or (tuple in classes and list not in classes) else items
+        is_tuple = isinstance(value, tuple) or (tuple in classes and list not in classes)
+        kind = tuple if is_tuple else list
+        items = [
+            from_plain(item, _annotation_of_items(annotation, kind, index), f"{name}[{index}]", types)
+            for index, item in enumerate(value)
+        ]
+        named = next((cls for cls in classes if issubclass(cls, tuple) and hasattr(cls, "_fields")), None)
+        return kind(items) if named is None else named(*items)
     if value is None or type(value) in classes:
         return value
     enums = [one for one in classes if issubclass(one, Enum)]
     if enums:
         return enums[0](value)
-    return Path(value) if isinstance(value, str) and any(issubclass(one, PurePath) for one in classes) else value
+    is_path = standard is Path or any(issubclass(one, PurePath) for one in classes)
+    return Path(value) if isinstance(value, str) and is_path else value
+
+
+def _item_name(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _members_of(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _classes_of(annotation: Any) -> list[type]:
     """Return the classes that an annotation allows: int and list of ``int | list[str]``."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    classes = (get_origin(member) or member for member in members)
+    classes = (get_origin(member) or member for member in _members_of(annotation))
     return [member for member in classes if inspect.isclass(member)]
+
+
+def _annotation_of_items(annotation: Any, kind: type, index: int) -> Any:
+    """Return the annotation of an item of a container: ``Block`` of ``list[Block]``; None if there is none."""
+    arguments = next((get_args(member) for member in _members_of(annotation) if get_origin(member) is kind), ())
+    if kind is list or arguments[1:] == (...,):
+        index = 0
+    return arguments[index] if -len(arguments) <= index < len(arguments) else None
+
+
+# Types that plain values lack
+
+
+_STANDARD: dict[str, Any] = {cls.__name__: cls for cls in (Path, Namespace, SimpleNamespace, OrderedDict)}
+"""The types that a checkpoint records by name: a closed list, since it must not choose what is constructed."""
+
+
+def standard_types(value: Any, name: str) -> dict[str, str]:
+    """Return the type of each item that is a path, a namespace or an ordered dict, by the name of the item."""
+    if is_container(value):
+        return {}
+    types = {name: next((kind for kind, cls in _STANDARD.items() if isinstance(value, cls)), "")}
+    for item_name, item in _items_of(value, name):
+        types |= standard_types(item, item_name)
+    return {item_name: kind for item_name, kind in types.items() if kind}
+
+
+def _items_of(value: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    return [(_item_name(name, key), item) for key, item in (fields_of(value) or {}).items()]
+
+
+def changed_items(value: Any, restored: Any, name: str) -> dict[str, Any]:
+    """Return the items of a value that have another type after they were converted and restored, by name.
+
+    Args:
+        value: The value.
+        restored: The result of :func:`from_plain`.
+        name: Name of the value.
+    """
+    if is_container(value):
+        return {}
+    # Of other subclasses only the methods are lost: numpy's numbers become Python's, and a CfgNode becomes a dict.
+    has_fields = hasattr(value, "_fields") or _has_fields(type(value))
+    if (has_fields or isinstance(value, Enum)) and not isinstance(restored, type(value)):
+        return {name: value}
+    changed: dict[str, Any] = {}
+    for (item_name, item), (_, other) in zip(_items_of(value, name), _items_of(restored, name), strict=True):
+        changed |= changed_items(item, other, item_name)
+    return changed
 
 
 def _has_fields(cls: type) -> bool:
