@@ -53,6 +53,12 @@ class RemotePath:
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(f"{self._url.removesuffix('/')}/{name}")
 
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
+
     @property
     def name(self) -> str:
         """The last component of the path."""
@@ -195,6 +201,22 @@ class RemotePath:
             raise StoreError(f"{self._url!r} cannot be used: {reason}") from error
 
 
+if TYPE_CHECKING:
+    _Path = Path
+else:  # Path itself cannot be subclassed before Python 3.12, only the class of its instances
+    _Path = type(Path())
+
+
+class LocalPath(_Path):
+    """A local path that can be added to a str, as programs for Lightning do: ``trainer.log_dir + "/images"``."""
+
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
+
+
 CheckpointPath: TypeAlias = Path | RemotePath
 
 
@@ -216,21 +238,21 @@ def as_path(path: str | os.PathLike[str] | RemotePath, name: str = "path") -> Ch
     if not isinstance(path, str):
         raise RequestError(f"{name}={path!r} is of the type {type(path).__name__}: give a str or a Path")
     if path.startswith(_FILE):  # a local path, with the locks and renames that stores lack
-        return Path(path.removeprefix(_FILE))
+        return LocalPath(path.removeprefix(_FILE))
     if not _URL.match(path):
         return home_path(path)
     _store(path)  # raises now, not when the first checkpoint is saved
     return RemotePath(path)
 
 
-def home_path(path: str | os.PathLike[str]) -> Path:
+def home_path(path: str | os.PathLike[str]) -> LocalPath:
     """Return a local path; a leading ``~`` is the home folder."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser fails where there is no such user
+    return LocalPath(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser fails where there is no such user
 
 
 def local_folder(path: CheckpointPath) -> Path:
     """Return a local path unchanged and the working directory for a URL, for writers that need a file system."""
-    return path if isinstance(path, Path) else Path.cwd()
+    return path if isinstance(path, Path) else LocalPath.cwd()
 
 
 def _store(url: str) -> tuple[Any, str]:
