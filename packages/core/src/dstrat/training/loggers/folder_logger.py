@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.paths import home_path
+from dstrat.checkpoint.paths import LocalPath, home_path
 from dstrat.errors import LoggerError, RequestError
 from dstrat.training.loggers.logger import Logger, as_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class FolderLogger(Logger):
-    """A logger whose files are in ``<save_dir>/<name>/version_<n>``.
+    """A logger whose files are in ``<save_dir>/<name>/version_<n>``; a subclass may override each of the three.
 
     Args:
         save_dir: Folder of all runs; by default the Trainer's ``default_root_dir``.
         name: Subfolder of all versions; None and ``""`` are ``save_dir`` itself.
         version: A number, or the name of a folder; by default the next free number.
         prefix: Prefix of names, separated by a hyphen.
+
+    Raises:
+        RequestError: The version is neither a number nor a name.
     """
 
     def __init__(
@@ -32,22 +35,30 @@ class FolderLogger(Logger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
+        if version is not None and (not isinstance(version, int | str) or isinstance(version, bool)):
+            raise RequestError(f"version={version!r} must be a number, a folder's name, or None for the next number")
         self.root_dir = None if save_dir is None else home_path(save_dir)
-        self._folder = VersionFolder(name or "", version)
+        self._name, self._version = name or "", version
+        self._folder = VersionFolder()
         self._prefix = prefix
         self._hparams: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
-        return self._folder.name
+        return self._name
 
     @property
     def version(self) -> int | str | None:
-        return self._folder.version
+        """The number or name; None before the first write without one."""
+        claimed = self._folder.claimed
+        if self._version is not None or claimed is None:
+            return self._version
+        match = _VERSION.fullmatch(claimed.name)
+        return int(match[1]) if match else claimed.name
 
     @property
     def log_dir(self) -> Path | None:
-        return self._folder.claim(self.root_dir) if self.writes else self._folder.claimed
+        return self._claim() if self.writes else self._folder.claimed
 
     def join(self, log_dir: Path | None) -> None:
         self._folder.join(log_dir)
@@ -63,7 +74,12 @@ class FolderLogger(Logger):
     @property
     def claimed_dir(self) -> Path:
         """The folder of this run, in the process that writes."""
-        return self._folder.claim(self.root_dir)
+        folder = home_path(self.log_dir or self._claim())  # of a subclass possibly a str, and not created
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _claim(self) -> Path:
+        return self._folder.claim(LocalPath(self.save_dir or LocalPath.cwd()) / (self.name or ""), self.version)
 
 
 # The folder of a run: ``<root>/<name>/version_<n>``
@@ -75,52 +91,26 @@ _VERSION = re.compile(r"version_(\d+)")
 class VersionFolder:
     """A numbered folder of one run, also if several runs start at the same time.
 
-    Args:
-        name: Folder of all versions; empty for the root itself.
-        version: A number, or the name of a folder; None is the next free number.
-
     Attributes:
-        name: Folder of all versions; empty for the root itself.
         claimed: The folder; None before the first claim.
-
-    Raises:
-        RequestError: The version is neither a number nor a name.
     """
 
-    def __init__(self, name: str, version: int | str | None) -> None:
-        if version is not None and (not isinstance(version, int | str) or isinstance(version, bool)):
-            raise RequestError(f"version={version!r} must be a number, a folder's name, or None for the next number")
-        self.name = name
-        self.claimed: Path | None = None
-        self._version = version
+    claimed: Path | None = None
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the folder is created for this run; a version that the user has passed may exist."""
-        return self._version is None
-
-    @property
-    def version(self) -> int | str | None:
-        """The number or name; None before the first claim."""
-        if self._version is not None or self.claimed is None:
-            return self._version
-        match = _VERSION.fullmatch(self.claimed.name)
-        return int(match[1]) if match else self.claimed.name
-
-    def claim(self, root: Path | None) -> Path:
+    def claim(self, parent: Path, version: int | str | None) -> Path:
         """Return the folder; the first call creates it, since only an existing folder reserves its number.
 
         Args:
-            root: Folder of all runs; None is the working directory.
+            parent: Folder of all versions.
+            version: The number or name of this one; None is the next free number.
 
         Raises:
             LoggerError: The folder cannot be created, for example because its name is too long.
         """
         if self.claimed is None:
-            parent = Path(root or Path.cwd()) / self.name
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                self.claimed = _next_version(parent) if self._version is None else _named_version(parent, self._version)
+                self.claimed = _next_version(parent) if version is None else _named_version(parent, version)
             except OSError as error:
                 raise LoggerError(
                     f"the folder of a logger cannot be made ({error.strerror}: {str(error.filename)!r}): choose "

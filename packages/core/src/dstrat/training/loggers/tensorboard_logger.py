@@ -174,7 +174,7 @@ class TensorBoardLogger(FolderLogger):
     @override
     def bookmark(self) -> int | None:
         """Return the step after the last one with logged numbers; None if an earlier job may have logged later ones."""
-        return self._next_step if self._next_step or self._folder.is_new else None
+        return self._next_step if self._next_step or self._version is None else None
 
     @override
     def rewind(self, bookmark: int) -> None:
