@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from dstrat.data.combined_loader import CombinedLoader
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+
+_log = logging.getLogger(__name__)
 
 Order = Callable[[int, int], Iterable[Any]]
 """Function of an epoch and of the number of earlier readings in it; returns its indices, or batches."""
@@ -212,3 +215,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for target in {id(target): target for target in targets}.values():  # each once: both may be one object
         if hasattr(target, "set_epoch"):
             target.set_epoch(epoch)
+    if hasattr(targets[-1], "set_epoch"):
+        _restart_workers(loader)
+
+
+def _restart_workers(loader: Any) -> None:
+    """Let the next reading start new workers in place of persistent ones, whose dataset has the old epoch."""
+    if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None  # noqa: SLF001 - DataLoader's (torch 2.9 to 2.13); there is no public way
+        _log.info(
+            "persistent workers are restarted, as %s.set_epoch does not reach them", type(loader.dataset).__name__
+        )

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -391,3 +392,31 @@ def test_a_limit_counts_batches_of_each_loader(quiet_trainer, make_line, loader)
 
     quiet_trainer(limit_val_batches=2).validate(make_line(Several), {"a": loader(), "b": [loader(count=8)]})
     assert seen == {0: 2, 1: 1}
+
+
+class Epochs(Dataset):
+    """Its samples are its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+def test_set_epoch_reaches_persistent_workers(quiet_trainer, line_class):
+    seen = []
+
+    class Seeing(line_class):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch.item())
+            return self.layer.weight.sum()
+
+    loader = DataLoader(Epochs(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    quiet_trainer(max_epochs=3).fit(Seeing(), loader)
+    assert seen == [0, 0, 1, 1, 2, 2]
