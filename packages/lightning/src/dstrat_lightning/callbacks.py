@@ -131,7 +131,7 @@ class PredictionWriterCallback(LightningCallback):
         vars(self).update(hooks)
 
     def _start(self, trainer: Any, _module: Any) -> None:
-        count = len(trainer.predict_dataloaders)
+        count = len(trainer.num_predict_batches)
         self._predictions, self._indices = [[] for _ in range(count)], [[] for _ in range(count)]
 
     def _write_batch(

@@ -142,23 +142,6 @@ class TrainerView:
         """The first of them, None without one."""
         return next(iter(self.early_stopping_callbacks), None)
 
-    # One loader as itself
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loader of this process, a list if there are several."""
-        return _one_or_all(self._trainer.val_dataloaders)
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The test loader of this process, a list if there are several."""
-        return _one_or_all(self._trainer.test_dataloaders)
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The prediction loader of this process, a list if there are several."""
-        return _one_or_all(self._trainer.predict_dataloaders)
-
     @property
     def distributed_sampler_kwargs(self) -> Any:
         """Arguments of distributed samplers."""
@@ -224,7 +207,3 @@ def _number(count: int | None) -> float:
 
 def _numbers(counts: Sequence[int | None]) -> list[float]:
     return [_number(count) for count in counts]
-
-
-def _one_or_all(loaders: list[Any]) -> Any:
-    return loaders[0] if len(loaders) == 1 else loaders or None

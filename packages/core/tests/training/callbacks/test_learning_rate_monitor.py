@@ -138,3 +138,24 @@ def test_without_a_logger_a_line_says_so(fit, caplog):
 def test_another_interval_is_refused():
     with pytest.raises(RequestError, match=r"logging_interval='batch' must be 'step', 'epoch' or None"):
         LearningRateMonitor("batch")
+
+
+def test_a_rate_without_scheduler_is_written_in_epochs_without_a_written_step(rates):
+    monitor = LearningRateMonitor()
+    assert rates(sgd, monitor=monitor, log_every_n_steps=50) == {0: {"lr-SGD": 1.0}, 2: {"lr-SGD": 1.0}}
+    assert monitor.lrs == {"lr-SGD": [1.0, 1.0]}
+    assert list(rates(sgd, log_every_n_steps=2, max_epochs=3)) == [0, 2, 4, 6]
+
+
+def test_a_group_that_a_callback_adds_is_written_too(rates):
+    class Adding(LearningRateMonitor):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
+            super().on_train_epoch_start(trainer, module)
+
+    monitor = Adding()
+    written = rates(sgd, monitor=monitor)
+    both = {"lr-SGD/pg1": 1.0, "lr-SGD/pg2": 0.5}
+    assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 1.0}, 3: both, 4: both}
+    assert monitor.lrs == {"lr-SGD/pg1": [1.0] * 4, "lr-SGD/pg2": [0.5] * 2}

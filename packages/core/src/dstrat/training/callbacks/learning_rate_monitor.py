@@ -33,11 +33,12 @@ class LearningRateMonitor(Callback):
     Names are ``lr-AdamW``, for a second optimizer of that class ``lr-AdamW-1``, and with several parameter groups
     ``lr-AdamW/pg1``, ``lr-AdamW/pg2``.  The ``name`` in a scheduler's dict replaces ``lr-AdamW``, that of a parameter
     group replaces ``pg1``.  A rate is written with the number of the step that uses it, every ``log_every_n_steps``.
-    ``trainer.callback_metrics`` has the latest rates on every rank.
+    ``trainer.callback_metrics`` has the latest rates on every rank.  Groups that a callback adds later are written too.
 
     Args:
         logging_interval: ``"step"``, or ``"epoch"`` for the rate at the start of each epoch; None is the interval of
-            each optimizer's schedulers, ``"step"`` without one.
+            each optimizer's schedulers; without one it is ``"step"``, and the start of epochs in which no step is
+            written.
         log_momentum: Whether to write the momentum too (for Adam the first beta), as ``...-momentum``.
         log_weight_decay: Whether to write the weight decay too, as ``...-weight_decay``.
 
@@ -59,42 +60,51 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self.lrs: dict[str, list[float]] = {}
-        self._groups: list[_Group] = []
         self._due_at_step: float = math.inf
+        self._written_at_step = -1
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor writes nothing, as the Trainer has no logger")
-        self._groups = list(_groups(trainer.strategy))
-        self.lrs = {group.name: [] for group in self._groups}
+        self.lrs = {group.name: [] for group in _groups(trainer.strategy)}
         self._set_due(trainer, trainer.global_step)
+        self._written_at_step = -1
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._write(trainer, "epoch", trainer.global_step)
+        step = trainer.global_step
+        is_written_anyway = step == self._written_at_step or step + 1 == self._due_at_step
+        self._write(trainer, ("epoch",) if is_written_anyway else ("epoch", None), step)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1  # the step that uses the rate
         if step >= self._due_at_step:
             self._set_due(trainer, step)
-            self._write(trainer, "step", step)
+            self._write(trainer, ("step", None), step)
+            self._written_at_step = step
 
     def _set_due(self, trainer: Trainer, step: int) -> None:
         every = trainer.log_every_n_steps  # 0 where nothing is written in steps
-        self._due_at_step = (step // every + 1) * every if self._groups and every else math.inf
+        self._due_at_step = (step // every + 1) * every if self.lrs and every else math.inf
 
-    def _write(self, trainer: Trainer, interval: Interval, step: int) -> None:
+    def _write(self, trainer: Trainer, intervals: tuple[Interval | None, ...], step: int) -> None:
         values: dict[str, float] = {}
-        for group in self._groups:
-            if (self.logging_interval or group.interval) == interval:
+        for group in _groups(trainer.strategy):  # each time, since callbacks such as BaseFinetuning add groups
+            if (self.logging_interval or group.interval) in intervals:
                 values |= self._values(group)
-                self.lrs[group.name].append(values[group.name])
+                self._rates_of(group.name).append(values[group.name])
         if values:
             trainer.metrics.note(values)  # on every rank, since callbacks may monitor a rate
         if values and trainer.is_global_zero:
             call_loggers(trainer.loggers, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
+
+    def _rates_of(self, name: str) -> list[float]:
+        """Return the written rates of a group, which was the only one of its optimizer before ``/pg1`` had a name."""
+        if name not in self.lrs and name.endswith("/pg1"):
+            self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
+        return self.lrs.setdefault(name, [])
 
     def _values(self, group: _Group) -> dict[str, float]:
         settings = group.settings
@@ -105,10 +115,6 @@ class LearningRateMonitor(Callback):
             values[f"{group.name}-weight_decay"] = float(settings.get("weight_decay", 0.0))
         return values
 
-    @override
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._groups = []  # they refer to the parameters, which would stay in memory
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
@@ -117,12 +123,12 @@ class _Group:
     Attributes:
         name: Name of the rate in loggers.
         settings: The entry in the optimizer's ``param_groups``, which schedulers change.
-        interval: The interval at which the rate is written.
+        interval: The interval at which the rate is written; None without a scheduler.
     """
 
     name: str
     settings: Mapping[str, Any]
-    interval: Interval
+    interval: Interval | None
 
 
 def _groups(strategy: Strategy) -> Iterator[_Group]:
@@ -133,7 +139,9 @@ def _groups(strategy: Strategy) -> Iterator[_Group]:
         used[name] += 1
         if used[name] > 1:
             name = f"{name}-{used[name] - 1}"
-        interval: Interval = "step" if not configs or any(c.interval == "step" for c in configs) else "epoch"
+        interval: Interval | None = None
+        if configs:
+            interval = "step" if any(config.interval == "step" for config in configs) else "epoch"
         several = len(optimizer.param_groups) > 1
         for number, settings in enumerate(optimizer.param_groups, 1):
             group_name = settings.get("name", f"pg{number}" if several else None)

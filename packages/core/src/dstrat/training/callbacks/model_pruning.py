@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,7 +54,7 @@ class ModelPruning(Callback):
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"`` or ``"random_structured"``, or
-            a class derived from :class:`torch.nn.utils.prune.BasePruningMethod`.
+            a class derived from :class:`torch.nn.utils.prune.BasePruningMethod`, which need not take an ``amount``.
         parameters_to_prune: Pairs of a module and a parameter's name; by default all ``parameter_names``.
         parameter_names: Names of the pruned parameters without such pairs; by default ``("weight", "bias")``.
         use_global_unstructured: Whether ``amount`` applies to all parameters together, not to each.
@@ -315,7 +316,8 @@ def _pruner(
             "torch.nn.utils.prune.BasePruningMethod (the class, not an instance)"
         )
     if not is_global:
-        return partial(_prune_each, partial(function, **options))
+        takes_amount = _takes_amount(function) or _takes_amount(method.__init__)
+        return partial(_prune_each if takes_amount else _prune_each_by_itself, partial(function, **options))
     if getattr(method, "PRUNING_TYPE", None) != "unstructured":
         raise RequestError(
             f"pruning_fn={pruning_fn!r} prunes whole slices, and use_global_unstructured=True compares single elements "
@@ -341,8 +343,19 @@ def _prune_each(function: Callable[..., Any], parameters: Parameters, amount: fl
         function(layer, name, amount=amount)
 
 
+def _prune_each_by_itself(function: Callable[..., Any], parameters: Parameters, _amount: float) -> None:
+    for layer, name in parameters:
+        function(layer, name)
+
+
 def _prune_together(method: type[prune.BasePruningMethod], parameters: Parameters, amount: float) -> None:
-    prune.global_unstructured(parameters, pruning_method=method, amount=amount)
+    options = {"amount": amount} if _takes_amount(method.__init__) else {}
+    prune.global_unstructured(parameters, pruning_method=method, **options)
+
+
+def _takes_amount(function: Callable[..., Any]) -> bool:
+    """Return whether a function has an ``amount`` among its named arguments; a mask may depend on the values alone."""
+    return "amount" in inspect.signature(function).parameters
 
 
 def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:

@@ -109,8 +109,8 @@ class PredictionWriter(Callback):
         """
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: ARG002 - a hook
-        self._predictions = [[] for _ in trainer.predict_dataloaders]
-        self._indices = [[] for _ in trainer.predict_dataloaders]
+        self._predictions = [[] for _ in trainer.num_predict_batches]
+        self._indices = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -186,7 +186,7 @@ class TorchPredictionWriter(PredictionWriter):
         predictions: list[Any],
         batch_indices: list[Any],
     ) -> None:
-        several = len(trainer.predict_dataloaders) != 1
+        several = len(trainer.num_predict_batches) != 1
         for index, batches in enumerate(predictions if several else [predictions]):
             indices = batch_indices[index] if several else batch_indices
             self._write(f"rank{trainer.global_rank}_loader{index}.pt", batches, indices)
