@@ -203,6 +203,8 @@ def check_loaders(loaders: Any, name: str) -> None:
     """Raise MisuseError unless the argument is a loader, a structure of loaders, or a CombinedLoader."""
     for leaf_name, loader in named_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders, name):
         kind = type(loader).__name__
+        if isinstance(loader, type):
+            raise MisuseError(f"{leaf_name} is the class {loader.__name__}: pass an instance, {loader.__name__}(...)")
         if isinstance(loader, Tensor | str | bytes) and is_structure(loaders):
             raise MisuseError(
                 f"{leaf_name} is of type {kind}, which is no loader: lists, tuples and dicts hold loaders, "

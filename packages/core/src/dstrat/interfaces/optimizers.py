@@ -43,6 +43,11 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if not callable(getattr(self.scheduler, "step", None)):
             raise MisuseError(f"a scheduler needs a step method, and {self.scheduler!r} has none")
+        if isinstance(self.scheduler, type):
+            name = self.scheduler.__name__
+            raise MisuseError(
+                f"configure_optimizers returned the class {name}: make an instance, {name}(optimizer, ...)"
+            )
         if self.interval not in ("step", "epoch"):
             raise MisuseError(f"interval {self.interval!r} of a scheduler is not 'step' or 'epoch'")
         if not isinstance(self.frequency, int) or self.frequency < 1:
@@ -97,6 +102,11 @@ def _read(returned: Any) -> Optimization:
         return _read_dict(returned)
     if isinstance(returned, Sequence) and not isinstance(returned, str):
         return _read_sequence(returned)
+    if isinstance(returned, type):
+        name = returned.__name__
+        raise MisuseError(
+            f"configure_optimizers returned the class {name}: make an instance, {name}(self.parameters(), ...)"
+        )
     raise MisuseError(f"configure_optimizers returned {returned!r}; it must return {_SHAPES}")
 
 

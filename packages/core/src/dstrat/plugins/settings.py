@@ -28,11 +28,17 @@ def normalized(distribution: str) -> str:
     return _SEPARATORS.sub("-", distribution.strip()).lower()
 
 
-def nearest(name: str, candidates: Iterable[str], *, count: int = 3) -> tuple[str, ...]:
+def nearest(name: str, candidates: Iterable[str], *, count: int = 3, least: float = _LEAST_SCORE) -> tuple[str, ...]:
     """Return the candidates that are most similar to the name, the best one first.
 
     Case, separators and a class name's ending are ignored: ``"DDPStrategy"`` is near ``"ddp"``.  A candidate that is
     equal but for those is the only result.
+
+    Args:
+        name: The misspelled name.
+        candidates: The names that exist.
+        count: The maximal number of results.
+        least: The minimal similarity, up to 1.
     """
     from difflib import SequenceMatcher
 
@@ -40,10 +46,10 @@ def nearest(name: str, candidates: Iterable[str], *, count: int = 3) -> tuple[st
     scores: dict[str, float] = {}
     for candidate in sorted(set(candidates)):
         matcher.set_seq1(_folded(candidate))
-        is_possible = matcher.quick_ratio() >= _LEAST_SCORE  # an upper bound, which takes a fraction of the time
+        is_possible = matcher.quick_ratio() >= least  # an upper bound, which takes a fraction of the time
         scores[candidate] = matcher.ratio() if is_possible else 0.0
     best = max(scores.values(), default=0.0)
-    least = 1.0 if best == 1.0 else max(_LEAST_SCORE, best - _SCORE_MARGIN)
+    least = 1.0 if best == 1.0 else max(least, best - _SCORE_MARGIN)
     near = (candidate for candidate, score in scores.items() if score >= least)
     return tuple(sorted(near, key=lambda candidate: -scores[candidate])[:count])
 

@@ -37,6 +37,56 @@ _STATEMENTS = ("sync_batchnorm", "detect_anomaly", "use_distributed_sampler", "i
 _ENABLED = ("progress_bar", "model_summary", "checkpointing")
 
 
+RETIRED_ARGUMENTS = {
+    **dict.fromkeys(("gpus", "gpu"), "it is accelerator='gpu' with devices=..."),
+    "tpu_cores": "it is accelerator='tpu' with devices=...",
+    "ipus": "it is accelerator='ipu' with devices=...",
+    "hpus": "it is accelerator='hpu' with devices=...",
+    "num_processes": "it is accelerator='cpu' with devices=...",
+    "auto_select_gpus": "it is accelerator='gpu' with devices=..., a number of devices",
+    "num_gpu_nodes": "it is num_nodes",
+    "nb_gpu_nodes": "it is num_nodes",
+    "distributed_backend": "it is strategy",
+    "resume_from_checkpoint": "it is an argument of fit, ckpt_path=...",
+    "auto_lr_find": "call Tuner(trainer).lr_find(module), or pass callbacks=LearningRateFinder()",
+    "auto_scale_batch_size": "call Tuner(trainer).scale_batch_size(module), or pass callbacks=BatchSizeFinder()",
+    **dict.fromkeys(("amp_backend", "amp_level", "use_amp"), "it is precision, such as precision='16-mixed'"),
+    **dict.fromkeys(("replace_sampler_ddp", "replace_sampler"), "it is use_distributed_sampler"),
+    "multiple_trainloader_mode": "pass CombinedLoader(loaders, mode) as the loader",
+    "reload_dataloaders_every_epoch": "it is reload_dataloaders_every_n_epochs=1",
+    "track_grad_norm": "log grad_norm(self, norm_type=2) in the module's on_before_optimizer_step",
+    "terminate_on_nan": "it is detect_anomaly=True, or EarlyStopping(monitor, check_finite=True)",
+    "checkpoint_callback": "it is enable_checkpointing, and a ModelCheckpoint belongs to callbacks",
+    "early_stop_callback": "pass callbacks=EarlyStopping(monitor)",
+    "weights_save_path": "it is default_root_dir, or ModelCheckpoint(dirpath=...)",
+    "default_save_path": "it is default_root_dir",
+    "weights_summary": "it is enable_model_summary, or ModelSummary(max_depth=...)",
+    "progress_bar_refresh_rate": "it is enable_progress_bar, or callbacks=TQDMProgressBar(refresh_rate=...)",
+    "process_position": "pass callbacks=TQDMProgressBar(process_position=...)",
+    "show_progress_bar": "it is enable_progress_bar",
+    "stochastic_weight_avg": "pass callbacks=StochasticWeightAveraging(swa_lrs)",
+    "log_gpu_memory": "pass callbacks=DeviceStatsMonitor()",
+    "flush_logs_every_n_steps": "it is an argument of CSVLogger",
+    "row_log_interval": "it is log_every_n_steps",
+    "log_save_interval": "it is flush_logs_every_n_steps of CSVLogger",
+    "move_metrics_to_cpu": "leave it out: logged values stay where they are until they are read",
+    "prepare_data_per_node": "leave it out: prepare_data is called once on each machine",
+    "truncated_bptt_steps": "split the batch in training_step, with automatic_optimization = False",
+    "automatic_optimization": "it is an attribute of the module",
+    "max_nb_epochs": "it is max_epochs",
+    "min_nb_epochs": "it is min_epochs",
+    "nb_sanity_val_steps": "it is num_sanity_val_steps",
+    "train_percent_check": "it is limit_train_batches",
+    "val_percent_check": "it is limit_val_batches",
+    "test_percent_check": "it is limit_test_batches",
+    "overfit_pct": "it is overfit_batches",
+    "gradient_clip": "it is gradient_clip_val",
+    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module instead",
+    "model_registry": "it belongs to a service of Lightning AI: leave it out",
+}
+"""The successors of arguments of Lightning's Trainer."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureDefaults:
     """Features of the Trainer that run beside the training.
@@ -295,6 +345,8 @@ def adapt_all(values: Iterable[Any], expected: type[Any]) -> list[Any]:
 
 
 def install_hint(value: object) -> str:
-    """Return the end of a message: the plugin to install that converts an object; empty if none is known."""
+    """Return the end of a message: how an object of another library, or a class, is accepted; empty if unknown."""
+    if isinstance(value, type):
+        return f"; it is a class: pass an instance, {value.__name__}(...)"
     requirement = known_adapter(type(value))
     return f"; {pip_command(requirement)} lets it run as it is" if requirement else ""

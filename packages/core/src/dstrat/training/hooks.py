@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
+from dstrat.plugins.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
@@ -173,3 +177,38 @@ def _takes(method: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+# Misspelled hooks, which would silently never be called either
+
+
+_HOOKS = ("on_", "configure_")
+_LIKELY = 0.85  # a user's own method may be similar to a hook
+
+
+def methods_beside(owner: object, base: type) -> list[str]:
+    """Return the public methods of an object that its base class does not have."""
+    kind = type(owner)
+    return [
+        name
+        for name in dir(kind)
+        if name[0] != "_" and not hasattr(base, name) and inspect.isroutine(getattr(kind, name))
+    ]
+
+
+def warn_of_misspelled_hooks(owner: object, base: type) -> None:
+    """Log a warning for each method whose name is almost that of a hook that the object lacks.
+
+    Args:
+        owner: A module, a data module or a callback.
+        base: The class with the hooks.
+    """
+    hooks = [name for name in dir(base) if name.startswith(_HOOKS) and not overrides(owner, name, base)]
+    for name in methods_beside(owner, base):
+        if name.startswith(_HOOKS) and (near := nearest(name, hooks, count=1, least=_LIKELY)):
+            _log.warning(
+                "%s.%s is no hook, and is never called by the Trainer: did you mean %s? Give it another name if not",
+                type(owner).__name__,
+                name,
+                near[0],
+            )

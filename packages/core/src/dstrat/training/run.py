@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.data.random_state import RandomState
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.keywords import explain_keyword
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.interfaces.strategy import log_out_of_memory
 from dstrat.training.anomaly import watched_fit
+from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
 from dstrat.training.checkpoint.recovery import continued_checkpoint, join_attempt, rewind_loggers
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
 from dstrat.training.contexts import numerics
-from dstrat.training.hooks import HookRunner, hook_of, overrides
+from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
 from dstrat.training.loggers.defaults import agree_on_folders
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loops.sources import DataSources
     from dstrat.training.run_context import Stage
@@ -85,6 +86,7 @@ def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path
             raise
         raise KeyboardInterrupt from None  # for this class only, not for subclasses, Python exits as after a SIGINT
     except BaseException as exception:
+        explain_keyword(exception, (type(module), Callback, type(trainer)))
         _on_exception(trainer, exception)
         raise
     outcome = RunResult.of(trainer, result)
@@ -124,6 +126,12 @@ def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     _set_logging_module(trainer.callbacks, module)
     context.hooks = HookRunner(trainer, module, trainer.called_callbacks)
+    if trainer.is_global_zero:
+        for callback in trainer.called_callbacks:
+            warn_of_misspelled_hooks(callback, Callback)
+        if sources.datamodule is not None:
+            warn_of_misspelled_hooks(sources.datamodule, DataModule)
+        warn_of_misspelled_hooks(module, TrainModule)
     context.is_running = True
 
 
@@ -180,7 +188,7 @@ def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
     with watched_fit(trainer, module):
         loop.setup(module, sources)
         hooks.call("on_fit_start")
-        validates = sources.has("val") and sources.has_step("validation_step") and trainer.limit_val_batches != 0
+        validates = trainer.limit_val_batches != 0 and sources.validates(warns=trainer.is_global_zero)
         # Not in a resumed fit, whose validation has run before.
         sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0
         if sanity_checks:

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.paths import local_folder
+from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.errors import MisuseError
+from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
-    from dstrat.checkpoint.paths import CheckpointPath
+    from dstrat.checkpoint.paths import CheckpointPath, LocalPath
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.precision import Precision
@@ -113,7 +112,7 @@ class TrainerState:
         return self.status.stopped
 
 
-class RunState:
+class RunState(NamedArguments):
     """The attributes of a Trainer that callbacks and modules read.
 
     Attributes:
@@ -340,15 +339,13 @@ class RunState:
         return self.interruption.requested == signal.SIGTERM
 
     @property
-    def log_dir(self) -> Path:
+    def log_dir(self) -> LocalPath:
         """The folder of the first logger that has one; without such a logger ``default_root_dir``.
 
         Before a run only global rank 0 knows the folder of a logger: reading this attribute creates it.
         """
-        if self.context.log_dir is not None:
-            return self.context.log_dir
-        folders = (logger.log_dir for logger in self.loggers)
-        return next(filter(None, folders), None) or local_folder(self.default_root_dir)
+        folder = self.context.log_dir or next(filter(None, (logger.log_dir for logger in self.loggers)), None)
+        return home_path(folder or local_folder(self.default_root_dir))  # a user's logger may return a str
 
     @property
     def current_epoch(self) -> int:
@@ -425,26 +422,23 @@ class RunState:
         return self.fit_loop.data.loader
 
     @property
-    def val_dataloaders(self) -> list[Any]:
-        """The validation loaders of this process, in a fit or in ``validate``."""
+    def val_dataloaders(self) -> Any:
+        """The validation loader of this process, or the list or dict of them, in a fit or in ``validate``."""
         return self._loaders_of("fit", "validate")
 
     @property
-    def test_dataloaders(self) -> list[Any]:
-        """The test loaders of this process."""
+    def test_dataloaders(self) -> Any:
+        """The test loader of this process, or the list or dict of them."""
         return self._loaders_of("test")
 
     @property
-    def predict_dataloaders(self) -> list[Any]:
-        """The prediction loaders of this process."""
+    def predict_dataloaders(self) -> Any:
+        """The prediction loader of this process, or the list or dict of them."""
         return self._loaders_of("predict")
 
-    def _loaders_of(self, *stages: Stage) -> list[Any]:
-        return (
-            self.context.evaluation_loop.loaders
-            if self.context.evaluation_loop is not None and self.stage in stages
-            else []
-        )
+    def _loaders_of(self, *stages: Stage) -> Any:
+        loop = self.context.evaluation_loop
+        return loop.structure if loop is not None and self.stage in stages else None
 
     @property
     def predict_batch_indices(self) -> list[Any] | None:

@@ -16,6 +16,7 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import (
+    RETIRED_ARGUMENTS,
     check_arguments,
     check_fast_dev_run,
     check_preemption,
@@ -132,6 +133,8 @@ class Trainer(RunState):
     Raises:
         DstratError: The request is not possible; the message says what is.
     """
+
+    retired_arguments = RETIRED_ARGUMENTS
 
     def __init__(
         self,
@@ -321,6 +324,8 @@ class Trainer(RunState):
         sources = DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
         sources.require("train", "training_step")
         sources.require_optimizers()
+        if self.limit_val_batches != 0:
+            sources.validates()  # before anything starts, as it finds misspelled names
         if requested is None:  # a resumed run has the learning rate and batch size that were found before
             for callback in self.callbacks:
                 if overrides(callback, "on_before_fit", Callback):
@@ -379,7 +384,7 @@ class Trainer(RunState):
         model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,  # noqa: ARG002 - as for fit
     ) -> list[Any]:
@@ -390,7 +395,7 @@ class Trainer(RunState):
         as in :meth:`test`.
         """
         predictions: list[Any] = self._evaluate(
-            "predict", model, datamodule, dataloaders, ckpt_path, return_predictions=return_predictions
+            "predict", model, datamodule, dataloaders, ckpt_path, return_predictions=return_predictions is not False
         )
         return predictions
 

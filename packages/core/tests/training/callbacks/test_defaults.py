@@ -49,7 +49,7 @@ def test_what_is_no_length_of_time_is_refused_by_the_name_of_the_argument():
 
 
 def test_what_is_no_callback_is_refused():
-    with pytest.raises(RequestError, match=r"is not a Callback \(pass an instance, not a class\)"):
+    with pytest.raises(RequestError, match=r"is not a Callback; it is a class: pass an instance, Timer\("):
         complete_callbacks([Timer], **NOTHING)
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dstrat.plugins.settings import nearest
+from dstrat.training.arguments import RETIRED_ARGUMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +58,8 @@ def _unknown_option(text: str, *, options: Iterable[str]) -> str:
     name = re.split(r"[ =]", text.removeprefix("--"))[0]
     if not text.startswith("-") and "." not in text:
         return f"{text!r} is not understood: write options as --name=value"
+    if (successor := RETIRED_ARGUMENTS.get(name.removeprefix("trainer."))) and name.startswith("trainer."):
+        return f"there is no option --{name}: {successor}"
     names = [option.removeprefix("--") for option in options]
     near = nearest(name, names) or nearest(name.partition(".")[0], names)
     meant = f": did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "; --help lists all"

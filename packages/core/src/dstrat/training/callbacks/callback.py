@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dstrat.interfaces.keywords import NamedArguments
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-class Callback:
+class Callback(NamedArguments):
     """Hooks of a run, independent of the module.
 
     A callback overrides the hooks that it needs; other hooks cost nothing.  They are called in every process: those of

@@ -109,7 +109,7 @@ def _as_list(value: Any, name: str) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             hint = install_hint(callback)
-            raise RequestError(f"{name}={callback!r} is not a Callback (pass an instance, not a class){hint}")
+            raise RequestError(f"{name}={callback!r} is not a Callback{hint}")
         check_no_removed_hooks(callback, is_callback=True)
     return callbacks
 

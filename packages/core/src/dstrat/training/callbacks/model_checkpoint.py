@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -36,6 +36,16 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 DEFAULT_NAME = "{epoch}-{step}"
+
+_TEMPLATE = "write the whole name, such as ModelCheckpoint(filename='{epoch}_{step}', auto_insert_metric_name=False)"
+_FIXED = {
+    "CHECKPOINT_JOIN_CHAR": ("-", _TEMPLATE),
+    "CHECKPOINT_EQUALS_CHAR": ("=", _TEMPLATE),
+    "CHECKPOINT_NAME_LAST": (LAST, "read last_model_path, or pass ckpt_path='last', which find the last checkpoint"),
+    "FILE_EXTENSION": (EXTENSION, f"the extension of checkpoints is {EXTENSION!r}, by which they are found"),
+    "STARTING_VERSION": (1, "the first suffix of a used name is -v1"),
+}
+"""Parts of names that Lightning's users change, with their value and the advice about a change."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +100,15 @@ class ModelCheckpoint(Callback):
 
     runs_last = True
     saves_checkpoints = True
+    retired_arguments: ClassVar[Mapping[str, str]] = {
+        "period": "it is every_n_epochs",
+        "every_n_val_epochs": "it is every_n_epochs",
+        "prefix": "write it into the template, filename='prefix-{epoch}'",
+        "filepath": "it is dirpath and filename",
+    }
+    # Lightning's names of parts that are fixed here: programs read them, and a change is an error.
+    CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, STARTING_VERSION = "-", "=", 1
+    CHECKPOINT_NAME_LAST, FILE_EXTENSION = LAST, EXTENSION
 
     def __init__(
         self,
@@ -269,6 +288,7 @@ class ModelCheckpoint(Callback):
         self._is_evaluating = stage != "fit"
         if self._is_evaluating:
             return
+        _check_constants(self)
         root = trainer.default_root_dir
         if trainer.log_dir is not None and storage_of(root).is_local:
             root = trainer.log_dir
@@ -520,3 +540,11 @@ def _resumed_path(trainer: Trainer) -> str:
     if path.is_symlink():  # a link of save_last="link", whose target changes with the next save
         return str(path.parent / path.readlink())
     return str(resolve(path) if path.name == LAST and not path.is_dir() else path)
+
+
+def _check_constants(callback: ModelCheckpoint) -> None:
+    """Raise a RequestError if a subclass or the user has changed a part of the names that is fixed."""
+    for name, (fixed, advice) in _FIXED.items():
+        value = getattr(callback, name)
+        if value != fixed:
+            raise RequestError(f"{type(callback).__name__}.{name} = {value!r} would have no effect: {advice}")

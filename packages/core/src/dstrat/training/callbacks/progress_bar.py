@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 from dstrat.checkpoint.paths import as_path
-from dstrat.errors import RequestError
+from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.progress import EvaluationProgress, Progress, format_duration, format_value
 from dstrat.training.checkpoint.path import written_ns
@@ -71,6 +71,74 @@ class ProgressBar(Callback):
         self._stop: BaseException | None = None
         self._start: tuple[float, int, int] = (0.0, 0, 0)  # time, epochs and steps done before this fit
         self._summary = ""
+        self._trainer: Trainer | None = None
+        self._is_enabled = True
+
+    # For subclasses, by Lightning's names
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer of the current run, or of the last one.
+
+        Raises:
+            MisuseError: There was no run yet, or a subclass overrides ``setup`` without calling it.
+        """
+        if self._trainer is None:
+            raise MisuseError(
+                f"{type(self).__name__}.trainer is known from setup on: read it in a later hook, and call "
+                "super().setup(trainer, module, stage) in a setup of your own"
+            )
+        return self._trainer
+
+    @property
+    def total_train_batches(self) -> float:
+        """Number of training batches until the epoch or the training ends; infinite if it is unknown."""
+        return _as_total(_batches_of_epoch(self.trainer))
+
+    @property
+    def total_val_batches(self) -> float:
+        """Number of batches of all validation loaders, of the sanity check during it; infinite if it is unknown."""
+        trainer = self.trainer
+        return _sum_of(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @property
+    def total_test_batches(self) -> float:
+        """Number of batches of all test loaders; infinite if it is unknown."""
+        return _sum_of(self.trainer.num_test_batches)
+
+    @property
+    def total_predict_batches(self) -> float:
+        """Number of batches of all prediction loaders; infinite if it is unknown."""
+        return _sum_of(self.trainer.num_predict_batches)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the bar is shown."""
+        return self._is_enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the bar is not shown."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show the bar again, from the next loop on."""
+        self._is_enabled = True
+
+    def disable(self) -> None:
+        """Hide the bar."""
+        self._is_enabled = False
+        self._close()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print a line; the bar continues below it."""
+        print(*args, **kwargs)
+
+    # The run
+
+    @override
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -265,7 +333,7 @@ class ProgressBar(Callback):
 
     def _open(self, trainer: Trainer) -> None:
         # A sanity check has opened it before on_train_start.
-        if self._display is not None or not trainer.is_global_zero or self.refresh_rate == 0:
+        if self._display is not None or not trainer.is_global_zero or self.is_disabled:
             return
         self._training = self._evaluation = self._stop = None
         self._values = {}
@@ -286,6 +354,14 @@ class ProgressBar(Callback):
             ticker.stop()
         if display is not None:
             display.close()
+
+
+def _as_total(count: int | None) -> float:
+    return math.inf if count is None else count
+
+
+def _sum_of(counts: Sequence[int | None]) -> float:
+    return sum(map(_as_total, counts))
 
 
 def _epoch_title(trainer: Trainer) -> str:

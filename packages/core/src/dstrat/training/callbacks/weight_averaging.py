@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat.interfaces.keywords import check_keywords
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.checkpoint.save import replace_rank_buffers
 
@@ -52,6 +54,9 @@ class WeightAveraging(Callback):
     """
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        accepted = [*inspect.signature(type(self)).parameters.values()][:-1]  # without **kwargs
+        accepted += inspect.signature(AveragedModel).parameters.values()
+        check_keywords(accepted, kwargs, type(self).__name__)
         if kwargs.get("avg_fn") and kwargs.get("multi_avg_fn"):
             raise RequestError("avg_fn and multi_avg_fn are both passed, and each is an average: pass one of them")
         self._device = None if device is None else torch.device(device)

@@ -43,8 +43,7 @@ def complete_loggers(
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(
-                f"logger={logger!r} is not a Logger, True or False: pass an instance, such as CSVLogger()"
-                f"{install_hint(logger)}"
+                f"logger={logger!r} is not a Logger, True or False{install_hint(logger) or ': pass CSVLogger(), say'}"
             )
     if is_tried:
         loggers = [SilentLogger() for _ in loggers]

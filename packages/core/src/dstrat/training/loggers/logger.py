@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from dstrat.checkpoint.paths import as_path
 from dstrat.errors import MissingRequirementError, RequestError
+from dstrat.interfaces.keywords import NamedArguments
 from dstrat.plugins.known import pip_command
 from dstrat.training.module.plain_values import fields_of
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
 
 
-class Logger(ABC):
+class Logger(NamedArguments, ABC):
     """A destination of logged values.  Only global rank 0 writes; the first write opens files.
 
     The smallest complete subclass::

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from dstrat.data.combined_loader import CombinedLoader, map_leaves
 from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, round_to_items
-from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader
+from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader, sequential
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.launch.job import describe_unpicklable
@@ -89,6 +90,9 @@ class EvaluationLoop:
     def load(self, loaders: Any) -> None:
         """Replace the loaders."""
         trainer = self._trainer
+        if trainer.overfit_batches and trainer.is_fitting and loaders is not None:
+            loaders = sequential(loaders)  # as for training: the same batches in every epoch
+        self._passed_structure = loaders
         passed = as_list(loaders)
         prepared = [
             prepare_evaluation_loader(
@@ -113,6 +117,14 @@ class EvaluationLoop:
                     count,
                     self._per_item,
                 )
+
+    @property
+    def structure(self) -> Any:
+        """The loaders of this process in the user's structure: one, or a list or dict; None without a loader."""
+        passed, prepared = self._passed_structure, iter(self.loaders)
+        if isinstance(passed, CombinedLoader) and passed.mode == "sequential":
+            passed = passed.iterables
+        return map_leaves(passed, lambda _: next(prepared)) if self.loaders else None
 
     @property
     def num_batches(self) -> list[int | None]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dstrat.errors import MisuseError
@@ -212,6 +213,9 @@ class AutomaticOptimization:
             self._clears = True
 
     def _closure(self) -> Tensor:
+        if not torch.is_grad_enabled():  # the optimizer's step is under no_grad, and calls the closure there
+            with torch.enable_grad():
+                return self._closure()
         if self._clears:
             for hook in self._before_zero_grad:
                 hook(self._optimizer)

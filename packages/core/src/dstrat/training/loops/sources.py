@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.data.combined_loader import is_structure, leaves
 from dstrat.data.loaders import check_loaders
 from dstrat.errors import MisuseError
+from dstrat.plugins.settings import nearest
 from dstrat.training.arguments import adapt, install_hint
-from dstrat.training.hooks import check_no_removed_hooks, hook_of, overrides
+from dstrat.training.hooks import check_no_removed_hooks, hook_of, methods_beside, overrides
 from dstrat.training.module.compiling import wrapped_module
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hooks import DataHooks
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Source = Literal["train", "val", "test", "predict"]
+
+_LIKELY = 0.75  # similarity of a misspelled step or loader: that of a user's own method may be lower
+
+_log = logging.getLogger(__name__)
 
 
 class DataSources:
@@ -74,18 +80,67 @@ class DataSources:
         # TrainModule has a predict_step, but a user may set it to None.
         is_needed = step != "predict_step" or getattr(self.module, step) is None
         if is_needed and not self.has_step(step):
-            _raise_missing(self.module, step)
+            self._raise_missing(step)
         if source in self._passed:
             _check_any(self._passed[source], f"what was passed as the {source} loader")
         elif not self.has(source):
             raise MisuseError(
                 f"there is no {source} loader: pass one, pass a datamodule, or define {name}.{source}_dataloader"
+                f"{self._meant(f'{source}_dataloader')}"
             )
 
     def require_optimizers(self) -> None:
         """Raise a MisuseError unless the module overrides ``configure_optimizers``."""
         if not overrides(self.module, "configure_optimizers", TrainModule):
-            _raise_missing(self.module, "configure_optimizers")
+            self._raise_missing("configure_optimizers")
+
+    def validates(self, *, warns: bool = False) -> bool:
+        """Return whether a fit can validate: there are a loader and a step.
+
+        Args:
+            warns: Whether to log a warning about a loader without a step.
+
+        Raises:
+            MisuseError: One of the two is missing, and a method has almost its name.
+        """
+        name = type(self.module).__name__
+        has_loader, has_step = self.has("val"), self.has_step("validation_step")
+        if has_loader and not has_step:
+            if meant := self._meant("validation_step", least=_LIKELY):
+                raise MisuseError(
+                    f"there is a val loader, and {name} has no validation_step{meant}; limit_val_batches=0 turns "
+                    "validation off"
+                )
+            if warns:
+                _log.warning(
+                    "there is a val loader, and %s has no validation_step%s: the fit does not validate",
+                    *(name, self._meant("validation_step")),
+                )
+        if has_step and "val" not in self._passed and (meant := self._meant("val_dataloader", least=_LIKELY)):
+            raise MisuseError(
+                f"{name} has a validation_step, and there is no val_dataloader{meant}; limit_val_batches=0 turns "
+                "validation off"
+            )
+        return has_loader and has_step
+
+    def _meant(self, hook: str, **options: float) -> str:
+        """Return the end of a message: a method of module or data module with almost the name of a hook."""
+        if self._owner_of(hook):
+            return ""
+        near = {
+            f"{type(owner).__name__}.{name}"
+            for owner, base in self._owners
+            for name in nearest(hook, methods_beside(owner, base), count=1, **options)
+        }
+        return f" (did you mean it by {' or '.join(sorted(near))}?)" if near else ""
+
+    def _raise_missing(self, name: str) -> None:
+        if name == "predict_step":
+            raise MisuseError(f"{type(self.module).__name__}.predict_step is None: define it, or leave it as it is")
+        try:
+            getattr(TrainModule, name)(self.module)  # the base class raises the error
+        except MisuseError as error:
+            raise MisuseError(f"{error}{self._meant(name)}") from None
 
     def loader(self, source: Source, *, may_be_none: bool = False) -> Any:
         """Return the loader, or the structure of loaders, of a source.
@@ -109,10 +164,17 @@ class DataSources:
         return loaders
 
     def _owner(self, source: Source) -> DataModule | TrainModule | None:
-        name = f"{source}_dataloader"
-        if self.datamodule is not None and overrides(self.datamodule, name, DataModule):
-            return self.datamodule
-        return self.module if overrides(self.module, name, TrainModule) else None
+        owner: DataModule | TrainModule | None = self._owner_of(f"{source}_dataloader")
+        return owner
+
+    @property
+    def _owners(self) -> list[tuple[Any, type]]:
+        """The objects with hooks, each with its base class; the data module first."""
+        of_data: list[tuple[Any, type]] = [] if self.datamodule is None else [(self.datamodule, DataModule)]
+        return [*of_data, (self.module, TrainModule)]
+
+    def _owner_of(self, hook: str) -> Any:
+        return next((owner for owner, base in self._owners if overrides(owner, hook, base)), None)
 
     def passed(self, source: Source) -> Any:
         """Return the loaders passed to the Trainer's method; None if a hook makes them."""
@@ -133,12 +195,6 @@ class DataSources:
                 hook_of(owner, "prepare_data", DataHooks)()
 
 
-def _raise_missing(module: TrainModule, name: str) -> None:
-    if name == "predict_step":
-        raise MisuseError(f"{type(module).__name__}.predict_step is None: define it, or leave it as it is")
-    getattr(TrainModule, name)(module)  # the base class raises the error
-
-
 def _is_empty(loaders: Any) -> bool:
     return loaders is None or (is_structure(loaders) and not list(leaves(loaders)))
 
@@ -150,6 +206,10 @@ def _check_any(loaders: Any, origin: str) -> None:
 
 def _check_datamodule(candidate: Any) -> None:
     """Raise a MisuseError for a data module of another library."""
+    if isinstance(candidate, type) and issubclass(candidate, DataModule):
+        raise MisuseError(
+            f"the class {candidate.__name__} was passed as data: pass an instance, {candidate.__name__}()"
+        )
     kind = type(candidate)
     if not isinstance(candidate, DataModule) and callable(getattr(candidate, "train_dataloader", None)):
         raise MisuseError(
@@ -162,6 +222,10 @@ def _check_datamodule(candidate: Any) -> None:
 def _check_module(module: Any) -> None:
     if isinstance(module, TrainModule):
         return
+    if isinstance(module, type):
+        raise MisuseError(
+            f"the class {module.__name__} was passed as the module: pass an instance, {module.__name__}()"
+        )
     if isinstance(wrapped_module(module), TrainModule):
         raise MisuseError(
             "torch.compile(module) wraps the module, and its steps would run uncompiled: call module.compile() and "

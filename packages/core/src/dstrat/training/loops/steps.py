@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.errors import MisuseError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
@@ -28,7 +29,16 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def bind_step(strategy: Strategy, module: TrainModule, name: StepName) -> Callable[..., Any]:
-    """Return the function that runs a step of the module."""
+    """Return the function that runs a step of the module.
+
+    Raises:
+        MisuseError: The step takes an iterator of batches, which Lightning passes for this name of its argument.
+    """
+    if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+        raise MisuseError(
+            f"{type(module).__name__}.{name}(self, dataloader_iter) would get a batch, and no iterator: write "
+            f"{name}(self, batch, batch_idx), and let the loader, or CombinedLoader, return what one step needs"
+        )
     step: Callable[..., Any]
     if overrides(strategy, name, Strategy):
         step = getattr(strategy, name)

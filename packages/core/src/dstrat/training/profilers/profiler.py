@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dstrat.interfaces.keywords import NamedArguments
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class Profiler(ABC):
+class Profiler(NamedArguments, ABC):
     """Measurement of the actions of a run, by their names.
 
     A run wraps its functions when it looks them up, so that it costs nothing without a profiler.  The calls in each

@@ -1,0 +1,113 @@
+"""Suggestions for misspelled keyword arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import Self
+
+from dstrat.errors import MisuseError
+from dstrat.plugins.settings import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_MOST_LISTED = 12
+_NONE: Mapping[str, str] = MappingProxyType({})
+_UNEXPECTED = re.compile(r"([\w.]+)\(\) got an unexpected keyword argument '(\w+)'$")
+
+
+class _SignatureOfInit:
+    """The signature of a class with a ``__new__`` for any arguments, which ``inspect.signature`` would show."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:  # which has a signature only if it can be called, and that is another one
+            raise AttributeError("__signature__")
+        return inspect.Signature(_parameters(owner))
+
+
+class NamedArguments:
+    """Base of classes whose constructor explains a misspelled or retired keyword argument.
+
+    Subclasses have this too, also those of users.
+
+    Attributes:
+        retired_arguments: The successor of each argument that Lightning had, as a text.
+    """
+
+    retired_arguments: ClassVar[Mapping[str, str]] = {}
+    __signature__ = _SignatureOfInit()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_keywords(_parameters(cls), kwargs, cls.__name__, cls.retired_arguments)
+        if args and not _parameters(cls):
+            # object.__init__ ignores arguments where a class has a __new__.
+            raise MisuseError(f"{cls.__name__} takes no arguments, and got {', '.join(map(repr, args))}")
+        return super().__new__(cls)
+
+
+def _parameters(cls: type[Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a class's constructor."""
+    if cls.__init__ is object.__init__:
+        return []  # its signature has *args and **kwargs
+    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+
+
+def check_keywords(
+    parameters: Iterable[inspect.Parameter], keywords: Iterable[str], label: str, retired: Mapping[str, str] = _NONE
+) -> None:
+    """Check that a function accepts keyword arguments.
+
+    Args:
+        parameters: The parameters of the function.
+        keywords: The names of the arguments.
+        label: The function's name in the message.
+        retired: The successors of retired arguments.
+
+    Raises:
+        MisuseError: It has no such argument; the message has the nearest names.
+    """
+    parameters = list(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    for keyword in keywords:
+        if keyword not in names:
+            raise MisuseError(_describe(keyword, names, label, retired))
+
+
+def _describe(keyword: str, names: list[str], label: str, retired: Mapping[str, str]) -> str:
+    problem = f"{label} has no argument {keyword!r}"
+    if keyword in retired:
+        return f"{problem}: {retired[keyword]}"
+    if near := nearest(keyword, names):
+        return f"{problem}: did you mean {' or '.join(map(repr, near))}?"
+    if len(names) > _MOST_LISTED:
+        return f"{problem}: help({label}) lists all"
+    return f"{problem}: it has {', '.join(names) or 'none'}"
+
+
+def explain_keyword(error: BaseException, owners: Iterable[type]) -> None:
+    """Add the nearest names to Python's error about a keyword argument of a method.
+
+    A check in the method itself would cost time in each call, such as of ``log``.
+
+    Args:
+        error: Any exception; changed if it is such an error.
+        owners: Classes with the methods.
+    """
+    unexpected = _UNEXPECTED.search(str(error)) if type(error) is TypeError else None
+    if unexpected is None:
+        return
+    for owner in owners:
+        method = getattr(owner, unexpected[1].rpartition(".")[2], None)
+        if getattr(method, "__qualname__", None) == unexpected[1]:
+            _, *parameters = inspect.signature(method).parameters.values()  # type: ignore[arg-type]  # it exists
+            try:
+                check_keywords(parameters, [unexpected[2]], unexpected[1].rpartition(".")[2])
+            except MisuseError as explained:
+                error.args = (str(explained),)
+            return

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    SimpleProfiler,
+    Trainer,
+    TrainModule,
+)
+from dstrat.errors import MisuseError
+
+
+class Mine(ModelCheckpoint):
+    pass
+
+
+class Bare(Callback):
+    pass
+
+
+class Open(Callback):
+    def __init__(self, **options):
+        self.options = options
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Trainer(max_epoch=2), "Trainer has no argument 'max_epoch': did you mean 'max_epochs'?"),
+        (lambda: Trainer(gpus=2), "Trainer has no argument 'gpus': it is accelerator='gpu' with devices=..."),
+        (
+            lambda: Trainer(resume_from_checkpoint="x"),
+            "Trainer has no argument 'resume_from_checkpoint': it is an argument of fit, ckpt_path=...",
+        ),
+        (lambda: Trainer(zzz=1), "Trainer has no argument 'zzz': help(Trainer) lists all"),
+        (lambda: EarlyStopping("loss", patient=3), "EarlyStopping has no argument 'patient': did you mean 'patience'?"),
+        (lambda: Mine(monitr="loss"), "Mine has no argument 'monitr': did you mean 'monitor'?"),
+        (lambda: Mine(period=2), "Mine has no argument 'period': it is every_n_epochs"),
+        (lambda: EMAWeightAveraging(decays=0.9), "EMAWeightAveraging has no argument 'decays': did you mean 'decay'?"),
+        (lambda: CSVLogger(save_dirs="x"), "CSVLogger has no argument 'save_dirs': did you mean 'save_dir'?"),
+        (lambda: SimpleProfiler(dir_path="x"), "SimpleProfiler has no argument 'dir_path': did you mean 'dirpath'?"),
+        (lambda: Bare(x=1), "Bare has no argument 'x': it has none"),
+        (lambda: Bare(1), "Bare takes no arguments, and got 1"),
+    ],
+)
+def test_a_misspelled_or_retired_argument_gets_a_suggestion(make, message):
+    with pytest.raises(MisuseError) as raised:
+        make()
+    assert str(raised.value) == message
+
+
+def test_arguments_stay_as_they_are():
+    assert Open(anything=1).options == {"anything": 1}
+    assert "monitor" in inspect.signature(Mine).parameters  # not those of a base class's __new__
+    assert not inspect.signature(Bare).parameters
+    assert pickle.loads(pickle.dumps(Mine(monitor="loss"))).monitor == "loss"
+
+
+class Logging(TrainModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.options = options
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).sum()
+        self.log("loss", loss, **self.options)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LoggingCallback(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.log("x", 1.0, progbar=True)
+
+
+def fit(module, **options):
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, **off, **options)
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(2, 1))))
+
+
+def test_a_misspelled_option_of_log_gets_a_suggestion():
+    with pytest.raises(TypeError, match=r"^log has no argument 'on_epochs': did you mean 'on_epoch'\?$"):
+        fit(Logging(on_epochs=True))
+    with pytest.raises(TypeError, match=r"^log has no argument 'progbar': did you mean 'prog_bar'\?$"):
+        fit(Logging(), callbacks=LoggingCallback())

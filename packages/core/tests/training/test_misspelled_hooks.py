@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dstrat import Callback, DataModule
+from dstrat.errors import MisuseError
+
+
+def without(cls, name, **methods):
+    """Returns a subclass without a hook, and with other methods."""
+    return type("Net", (cls,), {name: None, **methods})
+
+
+def step(self, batch, batch_idx):
+    return self.loss(batch)
+
+
+@pytest.mark.parametrize("name", ["validation_steps", "validate_step", "valid_step"])
+def test_a_misspelled_validation_step_is_an_error(quiet_trainer, line_class, loader, name):
+    module = without(line_class, "validation_step", **{name: step})()
+    message = rf"val loader, and Net has no validation_step \(did you mean it by Net\.{name}\?\); limit_val_batches=0"
+    with pytest.raises(MisuseError, match=message):
+        quiet_trainer().fit(module, loader(), loader())
+    quiet_trainer(limit_val_batches=0).fit(module, loader(), loader())
+
+
+def test_a_loader_without_a_step_is_logged(quiet_trainer, line_class, loader, caplog):
+    module = without(line_class, "validation_step", shared_step=step)()
+    quiet_trainer().fit(module, loader(), loader())
+    assert "there is a val loader, and Net has no validation_step: the fit does not validate" in caplog.messages
+    caplog.clear()
+    quiet_trainer().fit(module, loader())
+    assert not caplog.messages
+
+
+def test_a_misspelled_loader_of_validation_is_an_error(quiet_trainer, line, loader):
+    class Data(DataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def val_dataloder(self):
+            return loader()
+
+    with pytest.raises(MisuseError, match=r"no val_dataloader \(did you mean it by Data\.val_dataloder\?\)"):
+        quiet_trainer().fit(line, datamodule=Data())
+    quiet_trainer().fit(line, loader(), loader())
+
+
+def test_a_missing_step_names_the_method_that_was_meant(quiet_trainer, line_class, loader):
+    module = without(line_class, "test_step", test_steps=step)()
+    with pytest.raises(MisuseError, match=r"test_step.*did you mean it by Net\.test_steps\?"):
+        quiet_trainer().test(module, loader())
+    module = without(line_class, "training_step", train_step=step)()
+    with pytest.raises(MisuseError, match=r"training_step.*did you mean it by Net\.train_step\?"):
+        quiet_trainer().fit(module, loader())
+    module = without(line_class, "configure_optimizers", configure_optimizer=step)()
+    with pytest.raises(MisuseError, match=r"configure_optimizers.*did you mean it by Net\.configure_optimizer\?"):
+        quiet_trainer().fit(module, loader())
+
+
+def test_other_misspelled_hooks_are_logged(quiet_trainer, line_class, loader, caplog):
+    class Misspelled(line_class):
+        def on_training_epoch_end(self):
+            pass
+
+        def on_message(self):
+            pass
+
+    class Counting(Callback):
+        def on_train_epoch_ended(self, trainer, module):
+            pass
+
+    with caplog.at_level(logging.WARNING):
+        quiet_trainer(callbacks=Counting()).fit(Misspelled(), loader())
+    end = "is no hook, and is never called by the Trainer: did you mean on_train_epoch_end? Give it another name if not"
+    assert caplog.messages == [
+        f"Counting.on_train_epoch_ended {end}",
+        f"Misspelled.on_training_epoch_end {end}",
+    ]
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step"])
+def test_a_step_that_takes_an_iterator_is_an_error(quiet_trainer, line_class, loader, name):
+    def of_iterator(self, dataloader_iter):
+        pass
+
+    module = type("Net", (line_class,), {name: of_iterator})()
+    with pytest.raises(MisuseError, match=rf"Net\.{name}\(self, dataloader_iter\) would get a batch, and no iterator"):
+        quiet_trainer().fit(module, loader(), loader())
+
+
+def test_a_class_in_place_of_an_instance_is_an_error(quiet_trainer, line_class, line, loader):
+    with pytest.raises(MisuseError, match=r"the class Line was passed as the module: pass an instance, Line\("):
+        quiet_trainer().fit(line_class, loader())
+    with pytest.raises(MisuseError, match=r"the class DataModule was passed as data: pass an instance, DataModule\("):
+        quiet_trainer().fit(line, datamodule=DataModule)
+    with pytest.raises(MisuseError, match=r"the train loader is the class DataLoader: pass an instance, DataLoader\("):
+        quiet_trainer().fit(line, type(loader()))
