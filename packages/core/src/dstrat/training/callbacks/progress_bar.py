@@ -74,6 +74,9 @@ class ProgressBar(Callback):
         self._trainer: Trainer | None = None
         self._is_enabled = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_trainer": None}  # that of an earlier run, which cannot be pickled
+
     # For subclasses, by Lightning's names
 
     @property
