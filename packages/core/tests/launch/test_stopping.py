@@ -1,6 +1,7 @@
 """Stopping a job in unusual ways."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -35,8 +36,41 @@ def test_ranks_that_agree_to_stop_by_a_signal_to_one_of_them_have_not_failed(pro
     os.kill(pids[1], signal.SIGTERM)
     outcome = program.finish()
     assert outcome.code == 128 + signal.SIGTERM
-    assert outcome.errors == ""
+    assert re.fullmatch(
+        "ranks? 0(, 1)? of 2 exited with code 143, as after SIGTERM: all ranks have to stop\n", outcome.errors
+    )
     assert (program.folder / "stopped-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "code"),
+    [("leave_as_interrupted", signal.SIGINT, -signal.SIGINT), ("leave_as_ended", signal.SIGTERM, 143)],
+)
+def test_rank_that_exits_with_the_code_of_a_signal_is_named(program, case, number, code):
+    outcome = program.run("train.py", "fork", case)
+    assert outcome.code == code
+    assert (
+        f"rank 1 of 2 exited with code {128 + number}, as after {number.name}: all ranks have to stop\n"
+        in outcome.errors
+    )
+
+
+@pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
+def test_rank_that_waits_in_native_code_for_an_interrupted_one_is_ended(program, method):
+    """No signal ends the opening of a process group, for which the other rank never comes."""
+    program.start("train.py", method, "open_group_alone")
+    program.wait_for("waits-0")
+    pid = int(program.wait_for("opens-1"))
+    wait_until(lambda: is_asleep(pid))
+    os.kill(program.process.pid, signal.SIGINT)
+    outcome = program.finish()
+    assert outcome.code == -signal.SIGINT
+    assert "did not stop" not in outcome.errors
+
+
+def is_asleep(pid):
+    """Return whether the main thread of a process waits in the kernel."""
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def test_rank_that_was_asked_to_stop_from_outside_is_named(program, waiting):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -11,8 +10,7 @@ from dstrat.errors import LaunchError
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import fast_exit
 from dstrat.launch.failures import text_of, write_failure
-from dstrat.launch.progress import launched_file
-from dstrat.launch.rank import ThisRank, main_guard_error, this_rank
+from dstrat.launch.rank import ThisRank, main_guard_error, note_launch, this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,8 +63,7 @@ def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
     if (failed := past_failure(launch)) is not None:
         raise failed
     if not is_replaying():
-        with contextlib.suppress(OSError):  # the folder may have been removed
-            launched_file(rank.folder, os.getpid()).touch()
+        note_launch()
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - any exception ends the rank

@@ -80,7 +80,8 @@ def start_forked(
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked, args=(job, local_rank, call, interrupts, watchdog, os.getpid())
     )
-    with warnings.catch_warnings(), _no_garbage_collection():
+    # A signal between the fork and the rank's set-up would only reach the handler that it has inherited.
+    with warnings.catch_warnings(), _no_garbage_collection(), interrupts.blocked():
         # A process with torch always has threads, of which Python warns; _run_forked avoids using them.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
@@ -131,13 +132,18 @@ def _run_forked(
     gc.freeze()  # before gc.enable: it exempts what exists now, which is the parent's
     gc.enable()
     os.setsid()  # its own group, which the supervisor ends with its children
-    interrupts.restore()  # the parent's handlers record signals and do nothing else
     watchdog.let_go()
     _replace_environment(job.rank_environment(local_rank))
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # fork does not copy the threads of the parent's pool, and using it would hang
     rank.enter_rank(job.folder, runs_script=False, parent=parent)
-    sys.exit(rank.exit_code_of(job.folder, lambda: rank.write_result(job.folder, call())))
+
+    def run() -> None:
+        rank.note_launch()
+        interrupts.restore()  # the parent's handlers record signals and do nothing else
+        rank.write_result(job.folder, call())
+
+    sys.exit(rank.exit_code_of(job.folder, run))
 
 
 def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:

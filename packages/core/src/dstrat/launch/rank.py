@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import LaunchError, MisuseError
 from dstrat.launch.failures import write_failure
 from dstrat.launch.job import JOB_VARIABLE, PID_VARIABLE, describe_unpicklable, read_payload, write_payload
+from dstrat.launch.progress import launched_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +93,13 @@ def note_signal(number: int) -> None:
             signal_file(_this_rank.folder, os.getpid()).write_text(str(number))
 
 
+def note_launch() -> None:
+    """Record for the supervisor that this rank has come to the launch that it is for."""
+    if _this_rank is not None:
+        with contextlib.suppress(OSError):  # the folder may have been removed
+            launched_file(_this_rank.folder, os.getpid()).touch()
+
+
 def result_file(folder: Path) -> Path:
     """Return the path of the file with the function's result, which rank 0 writes."""
     return folder / "result.pickle"
@@ -134,6 +142,7 @@ def run_function(folder: Path) -> None:
     spawn.prepare(json.loads((folder / _MAIN_FILE).read_text()))
     rank.imports_main = False
     function, args, kwargs = read_payload(folder / _FUNCTION_FILE)
+    note_launch()
     write_result(folder, function(*args, **kwargs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.launch.job import JOB_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import FrameType, TracebackType
 
@@ -48,6 +49,7 @@ class Interrupts:
         self.received: list[signal.Signals] = []
         self.pauses = False
         self._previous: dict[signal.Signals, Any] = {}
+        self._mask: set[Any] | None = None  # to restore, while the signals are blocked
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -63,9 +65,24 @@ class Interrupts:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers; a forked rank does this first."""
+        """Restore the previous handlers, also in a forked rank."""
         while self._previous:
             signal.signal(*self._previous.popitem())
+        self._unblock()
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Block the signals within a ``with`` block; a fork in it receives them when it calls :meth:`restore`."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        try:
+            yield
+        finally:
+            self._unblock()
+
+    def _unblock(self) -> None:
+        mask, self._mask = self._mask, None
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of handlers
         if number == signal.SIGTSTP:
