@@ -50,6 +50,7 @@ class Interrupts:
         self.pauses = False
         self._previous: dict[signal.Signals, Any] = {}
         self._mask: set[Any] | None = None  # to restore, while the signals are blocked
+        self._raises = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -69,6 +70,27 @@ class Interrupts:
         while self._previous:
             signal.signal(*self._previous.popitem())
         self._unblock()
+
+    def raise_received(self) -> None:
+        """Raise for the first signal that has arrived, if any.
+
+        Raises:
+            KeyboardInterrupt: It is SIGINT.
+            SystemExit: It is another one.
+        """
+        if self.received:
+            number = self.received[0]
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise for a signal within a ``with`` block at once, as in a call that waits and does not look for signals."""
+        self.raise_received()
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -92,6 +114,8 @@ class Interrupts:
             return
         self.received.append(signal.Signals(number))
         leave_lost_terminal()  # SIGHUP says that it has closed
+        if self._raises:
+            self.raise_received()
 
 
 def leave_lost_terminal() -> None:
