@@ -193,10 +193,14 @@ def die_with_supervisor(pid: int) -> None:
     threading.Thread(target=wait, name="dstrat-supervisor-watch", daemon=True).start()
 
 
-def _die_with(parent: int | None) -> None:
-    """Make the kernel kill this process when its parent dies."""
-    # More exactly, when the thread ends that has started it; that one waits in ``launch``, see prctl(2).
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies; without effect elsewhere than on Linux."""
+    # More exactly, when the thread ends that has started it, see prctl(2).
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _die_with(parent: int | None) -> None:
+    die_with_parent()  # the thread that has started a rank waits in ``launch``
     if parent is not None and os.getppid() != parent:  # it died before prctl
         os._exit(1)
