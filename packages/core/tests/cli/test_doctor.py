@@ -85,6 +85,16 @@ def test_an_accelerator_that_lacks_a_requirement_is_reported_once():
     assert "needs no-such>=2" in finding.text
 
 
+def test_a_package_that_several_components_lack_is_reported_once():
+    catalog = Catalog({})
+    for alias in ("far", "farther", "farthest"):
+        component = Component(kind="accelerator", alias=alias, summary="", target=Driven, requires=("no-such>=2",))
+        catalog.register(component)
+    (finding,) = [finding for finding in check_plugins(catalog) if "no-such" in finding.text]
+    assert finding.subject == "accelerator far and 2 more"
+    assert "needs no-such>=2, which is not installed: pip install" in finding.text
+
+
 def test_an_accelerator_says_why_it_is_not_there():
     catalog = Catalog({})
     catalog.register(Component(kind="accelerator", alias="asleep", target=Asleep, summary=""))

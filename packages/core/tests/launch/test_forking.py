@@ -3,11 +3,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 
 import pytest
 
 from dstrat.errors import LaunchError
 from dstrat.launch.local import LocalLauncher
+from dstrat.launch.signals import Interrupts
 
 
 class Thread:
@@ -33,6 +36,29 @@ def test_a_forked_rank_does_not_free_the_garbage_of_its_parent(tmp_path):
     assert not (tmp_path / "freed").exists()
     LocalLauncher(num_processes=2, start_method="fork").launch(gc.collect)
     assert gc.isenabled()
+
+
+def take_signal(interrupts):
+    """Receive an interrupt as a forked rank does in its set-up; the exit code says when it acted."""
+    code = 1
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        code = 2
+        interrupts.restore()
+    except KeyboardInterrupt:
+        sys.exit(code)
+
+
+def test_an_interrupt_of_a_rank_that_is_being_forked_acts_after_its_set_up():
+    with Interrupts() as interrupts:
+        with interrupts.blocked():
+            process = multiprocessing.get_context("fork").Process(target=take_signal, args=(interrupts,))
+            process.start()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupts.received == []
+        assert interrupts.received == [signal.SIGINT]
+        process.join()
+    assert process.exitcode == 2
 
 
 def launch_in_daemon(start_method, pipe):

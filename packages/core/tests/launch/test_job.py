@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import stat
+import tempfile
 
 import pytest
 
@@ -102,3 +103,25 @@ def test_folder_is_locked_as_cleaners_of_temporary_files_respect():
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
+
+
+def test_folders_that_nobody_has_locked_for_an_hour_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = {name: tmp_path / f"dstrat-job-{name}" for name in ("stale", "locked", "new")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "file").touch()
+        if name != "new":
+            os.utime(folder, (0, 0))
+    (tmp_path / "dstrat-job-link").symlink_to(folders["new"])
+    descriptor = os.open(folders["locked"], os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        variables()
+    finally:
+        os.close(descriptor)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dstrat-job-link",
+        "dstrat-job-locked",
+        "dstrat-job-new",
+    ]

@@ -1,6 +1,7 @@
 """Stopping a job in unusual ways."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -35,8 +36,72 @@ def test_ranks_that_agree_to_stop_by_a_signal_to_one_of_them_have_not_failed(pro
     os.kill(pids[1], signal.SIGTERM)
     outcome = program.finish()
     assert outcome.code == 128 + signal.SIGTERM
-    assert outcome.errors == ""
+    assert re.fullmatch(
+        "ranks? 0(, 1)? of 2 exited with code 143, as after SIGTERM: all ranks have to stop\n", outcome.errors
+    )
     assert (program.folder / "stopped-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "code"),
+    [("leave_as_interrupted", signal.SIGINT, -signal.SIGINT), ("leave_as_ended", signal.SIGTERM, 143)],
+)
+def test_rank_that_exits_with_the_code_of_a_signal_is_named(program, case, number, code):
+    outcome = program.run("train.py", "fork", case)
+    assert outcome.code == code
+    assert (
+        f"rank 1 of 2 exited with code {128 + number}, as after {number.name}: all ranks have to stop\n"
+        in outcome.errors
+    )
+
+
+@pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
+def test_rank_that_waits_in_native_code_for_an_interrupted_one_is_ended(program, method):
+    """No signal ends the opening of a process group, for which the other rank never comes."""
+    program.start("train.py", method, "open_group_alone")
+    program.wait_for("waits-0")
+    pid = int(program.wait_for("opens-1"))
+    wait_until(lambda: is_asleep(pid))
+    os.kill(program.process.pid, signal.SIGINT)
+    outcome = program.finish()
+    assert outcome.code == -signal.SIGINT
+    assert "did not stop" not in outcome.errors
+
+
+SLOW_LIBRARY = """
+import pickle, sys, time
+from pathlib import Path
+
+def save(payload, file, pickle_protocol):
+    pickle.dump(payload, file)
+
+if "forkserver" in str(sys.orig_argv):
+    Path("imports").touch()
+    while not Path("enough").exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_signal_while_the_fork_server_imports_ends_the_job(program, number, code):
+    """As from a terminal, to the server too; it would answer when it has imported everything."""
+    (program.folder / "torch.py").write_text(SLOW_LIBRARY)
+    (program.folder / "script.py").write_text(
+        "import torch\nfrom train import launcher, work\n"
+        "if __name__ == '__main__': launcher('forkserver').launch(work, 'succeed')\n"
+    )
+    program.start("script.py")
+    program.wait_for("imports")
+    os.killpg(program.process.pid, number)
+    assert program.process.wait(60) == code
+    (program.folder / "enough").touch()  # for the server, which holds the program's output open
+    assert "EOFError" not in program.finish().errors
+    assert program.wait_until_gone() == []
+
+
+def is_asleep(pid):
+    """Return whether the main thread of a process waits in the kernel."""
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def test_rank_that_was_asked_to_stop_from_outside_is_named(program, waiting):
@@ -157,8 +222,9 @@ def test_signal_after_the_ranks_have_ended_leaves_no_folder(program):
     assert program.wait_until_gone() == []
 
 
-def test_ranks_die_with_their_supervisor_even_without_a_watchdog(program, waiting):
-    waiting("wait")
+@pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
+def test_ranks_die_with_their_supervisor_even_without_a_watchdog(program, waiting, method):
+    waiting("wait", method)
     (watchdog,) = (pid for pid, command in program.processes().items() if "dstrat-watchdog" in command)
     os.kill(watchdog, signal.SIGKILL)
     program.process.kill()

@@ -199,6 +199,27 @@ def leave_well(rank):
     sys.exit(0)
 
 
+def leave_as_interrupted(rank):
+    if rank == 1:
+        os._exit(130)
+
+
+def leave_as_ended(rank):
+    if rank == 1:
+        os._exit(143)
+
+
+def open_group_alone(rank):
+    """Rank 1 waits in native code for rank 0, which is interrupted before it comes."""
+    if rank == 0:
+        wait(rank)
+    import torch.distributed as dist
+
+    write("opens-1", os.getpid())
+    store = dist.FileStore(os.environ["DSTRAT_JOB"] + "/test")
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+
+
 def leave_without_a_word(rank):
     os._exit(0)
 
@@ -209,6 +230,7 @@ ACTIONS = {
         succeed, fail, die, leave, fail_stubbornly, wait, wait_deaf, wait_with_workers, die_with_workers,
         wait_with_sessions, die_with_sessions, die_with_sockets, fail_without_folder, stop_gently,
         stop_badly, stop_together, stop_together_and_note, count, hang_up, leave_well, leave_without_a_word,
+        leave_as_interrupted, leave_as_ended, open_group_alone,
     )
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from dstrat import Callback, Trainer
-from dstrat.errors import RankFailedError
+from dstrat.errors import MisuseError, RankFailedError
 from dstrat.launch.rank import stack_file, this_rank
 
 from .conftest import Averaging, Line, numbers
@@ -68,6 +68,28 @@ def test_rank_that_hangs_is_named_after_the_timeout(fit, hook, rank):
     with pytest.raises(RankFailedError, match=f"rank {rank} of 2 hung: (rank {1 - rank} timed out|nothing)") as caught:
         fit(Misbehaves(hook, rank, fall_asleep), seconds=5.0)
     assert "in fall_asleep" in caught.value.rank_traceback
+
+
+def fit_again():
+    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=Averaging(), logger=False)
+    trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_batch_start"])
+def test_fit_within_a_rank_is_refused_at_once(fit, hook):
+    """Its process group would wait for the other rank, which is in a step of the outer run."""
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed: dstrat\.errors\.MisuseError: a run of") as caught:
+        fit(Misbehaves(hook, 1, fit_again))
+    assert "within another one: this process is rank 1 of 2 in a run that has not ended" in str(caught.value)
+    assert "in fit_again" in caught.value.rank_traceback
+
+
+def test_run_goes_on_where_the_program_catches_the_refusal_of_another_one(fit):
+    def fit_in_vain():
+        with pytest.raises(MisuseError, match="Call it before or after that run"):
+            fit_again()
+
+    fit(Misbehaves("on_train_batch_start", 1, fit_in_vain))
 
 
 def test_ranks_that_all_hang_are_found(fit):

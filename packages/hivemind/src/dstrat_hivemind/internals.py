@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import logging
 import signal
-import sys
 import warnings
 from functools import partial
 from multiprocessing.context import ForkProcess
@@ -21,9 +19,10 @@ from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
+from dstrat.launch.rank import die_with_parent
+
 __all__ = ["CollaborativeOptimizer", "P2PDaemonError", "PeerDHT", "known_options"]
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WITHDRAWAL = 2.0  # seconds for the message to the other peers
 _END = 1.0  # seconds for a killed process
 
@@ -33,21 +32,15 @@ _logger = logging.getLogger(__name__)
 # Processes that end with the one that has started them
 
 
-def _die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies; without effect elsewhere than on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
 class PeerDHT(hivemind.DHT):  # type: ignore[misc]  # hivemind has no types that mypy sees
     """hivemind's node of the distributed hash table, which does not outlive its process, and nor does its daemon."""
 
     def run(self) -> None:
-        _die_with_parent()
+        die_with_parent()
         warnings.simplefilter("ignore", DeprecationWarning)  # of what hivemind uses; an error would end this process
         # hivemind leaves its daemon (p2pd) alive where this process is killed.  Only this process sees the change.
         asyncio.subprocess.create_subprocess_exec = partial(
-            asyncio.subprocess.create_subprocess_exec, preexec_fn=_die_with_parent
+            asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent
         )
         super().run()
 
@@ -60,7 +53,7 @@ class _ForkedAverager:
     """
 
     def run(self) -> None:
-        _die_with_parent()
+        die_with_parent()
         super().run()  # type: ignore[misc]  # of the averager
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:

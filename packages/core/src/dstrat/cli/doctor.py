@@ -25,7 +25,7 @@ from dstrat.plugins.offer import kind_label, owner_label
 from dstrat.plugins.settings import DISABLE, normalized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.plugins.catalog import Catalog
@@ -98,7 +98,7 @@ def check_plugins(catalog: Catalog) -> Iterator[Finding]:
     findings = [
         *_about_settings(catalog),
         *(finding for plugin in catalog.plugins for finding in _about_plugin(plugin)),
-        *(finding for offer in offers for finding in _about_offer(offer, catalog)),
+        *_merged(finding for offer in offers for finding in _about_offer(offer, catalog)),
     ]
     yield from findings
     if not findings:
@@ -132,9 +132,20 @@ def _about_offer(offer: Offer, catalog: Catalog) -> Iterator[Finding]:
         catalog.check_requirements(offer)
         catalog.load(offer)
     except (AmbiguousAliasError, MissingRequirementError) as error:  # no problem until a user asks for it
-        yield Finding(subject=subject, text=str(error), state="note")
+        text = str(error).removeprefix(f"{offer.title} ")  # the same for all components with this cause
+        yield Finding(subject=subject, text=f"{offer.owner_label} {text}" if text != str(error) else text, state="note")
     except DstratError as error:
         yield Finding(subject=subject, text=str(error), state="problem")
+
+
+def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield one finding for components with the same text and state, such as for a package that they all need."""
+    subjects: dict[tuple[str, FindingState], list[str]] = {}
+    for finding in findings:
+        subjects.setdefault((finding.text, finding.state), []).append(finding.subject)
+    for (text, state), names in subjects.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Finding(subject=f"{names[0]}{more}", text=text, state=state)
 
 
 # Installed versions

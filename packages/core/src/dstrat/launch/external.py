@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from dstrat.errors import LaunchError
+from dstrat.errors import LaunchError, MisuseError
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import fast_exit
 from dstrat.launch.failures import text_of, write_failure
-from dstrat.launch.progress import launched_file
-from dstrat.launch.rank import ThisRank, main_guard_error, this_rank
+from dstrat.launch.rank import ThisRank, main_guard_error, note_launch, this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,6 +30,9 @@ class ExternalLauncher(Launcher):
 
     Args:
         environ: The environment, in which torchrun names its error file.
+
+    Raises:
+        MisuseError: In ``launch``: this process is in a run of several processes that has not ended.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -41,6 +43,7 @@ class ExternalLauncher(Launcher):
         return is_replaying()
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        _refuse_within_job()
         launch = next_launch()  # counted in every process, as launches are numbered alike in all of them
         rank = this_rank()
         if rank is not None:
@@ -56,6 +59,18 @@ class ExternalLauncher(Launcher):
             raise
 
 
+def _refuse_within_job() -> None:
+    """Refuse a launch in a step or hook of a run, which other ranks may not call."""
+    process_group = sys.modules.get("dstrat.parallel.process_group")
+    if process_group is not None and process_group.is_in_job():
+        rank, size = process_group.rank_and_size()
+        raise MisuseError(
+            f"a run of several processes cannot begin within another one: this process is rank {rank} of {size} in a "
+            "run that has not ended, whose other ranks may not begin this one. Call it before or after that run, or in "
+            "a program of its own: subprocess.run([sys.executable, 'program.py'])"
+        )
+
+
 def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
     """Call the function in a rank that dstrat has started."""
     if rank.imports_main:
@@ -65,8 +80,7 @@ def _launch_in(rank: ThisRank, launch: int, call: Callable[[], T]) -> T:
     if (failed := past_failure(launch)) is not None:
         raise failed
     if not is_replaying():
-        with contextlib.suppress(OSError):  # the folder may have been removed
-            launched_file(rank.folder, os.getpid()).touch()
+        note_launch()
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - any exception ends the rank

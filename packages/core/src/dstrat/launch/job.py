@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -132,6 +133,7 @@ def _locked_folder() -> Iterator[Path]:
         LaunchError: Neither the folder of temporary files nor shared memory supports locks.
     """
     for parent in (tempfile.gettempdir(), "/dev/shm"):  # noqa: S108 - the folder is made for this user only
+        _remove_stale_folders(Path(parent))
         try:
             folder = Path(tempfile.mkdtemp(prefix="dstrat-job-", dir=parent))
         except FileNotFoundError:  # no /dev/shm: not Linux
@@ -154,6 +156,23 @@ def _locked_folder() -> Iterator[Path]:
         f"the folder of temporary files, {tempfile.gettempdir()!r}, is on a file system whose files cannot be locked "
         "(flock): set TMPDIR to a folder of this machine"
     )
+
+
+_STALE_SECONDS = 3600.0  # much longer than a job takes to lock its new folder
+
+
+def _remove_stale_folders(parent: Path) -> None:
+    """Remove this user's folders of jobs whose supervisor and watchdog were both killed: nobody holds their lock."""
+    for folder in parent.glob("dstrat-job-*"):
+        with contextlib.suppress(OSError):  # locked, removed meanwhile, a link, or another user's
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(descriptor)
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > _STALE_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def threads_per_rank(num_processes: int) -> int:

@@ -162,7 +162,7 @@ class LocalLauncher(Launcher):
             raise _pickle_error(call, self.start_method, error) from None
         if self.start_method == "spawn":
             return partial(processes.start_spawned, job)
-        return partial(processes.start_served, job)
+        return partial(processes.start_served, job, interrupts=interrupts)
 
     def _supervise(
         self, job: Job, start: Callable[[int], RankProcess], interrupts: Interrupts, watchdog: Watchdog
@@ -185,8 +185,11 @@ class LocalLauncher(Launcher):
             for local_rank in range(self.num_processes):
                 ranks.append(start(local_rank))
                 watchdog.guard(ranks[-1].pid)  # at once: this process may be killed before the next rank starts
-        except OSError as error:  # too many processes, no memory, an unusable folder of temporary files
+        except BaseException as error:
             supervisor.end_all()
+            if not isinstance(error, OSError):  # such as a signal
+                raise
+            # Too many processes, no memory, an unusable folder of temporary files.
             rank = f"local rank {len(ranks)} of {self.num_processes}"
             raise LaunchError(f"{rank} cannot be started: {error}{_hint(error)}") from None
         supervisor.run()

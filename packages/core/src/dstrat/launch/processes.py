@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,7 +58,7 @@ def start_spawned(job: Job, local_rank: int) -> RankProcess:
     return _start_interpreter(job, local_rank, command.interpreter_flags(), ["function"], directory=None)
 
 
-def start_served(job: Job, local_rank: int) -> RankProcess:
+def start_served(job: Job, local_rank: int, interrupts: Interrupts) -> RankProcess:
     """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
     context = multiprocessing.get_context("forkserver")
     # Has no effect if the server runs already.
@@ -68,7 +69,9 @@ def start_served(job: Job, local_rank: int) -> RankProcess:
     # The environment is passed, because the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)
-    with hidden_main():
+    with interrupts.blocked():  # until it has left this process group, see fork_server
+        forkserver.ensure_running()
+    with hidden_main(), interrupts.raised():  # the server answers when it has imported torch, after seconds
         process.start()
     return _rank_process(job, local_rank, process)
 
@@ -80,7 +83,8 @@ def start_forked(
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked, args=(job, local_rank, call, interrupts, watchdog, os.getpid())
     )
-    with warnings.catch_warnings(), _no_garbage_collection():
+    # A signal between the fork and the rank's set-up would only reach the handler that it has inherited.
+    with warnings.catch_warnings(), _no_garbage_collection(), interrupts.blocked():
         # A process with torch always has threads, of which Python warns; _run_forked avoids using them.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
@@ -131,16 +135,23 @@ def _run_forked(
     gc.freeze()  # before gc.enable: it exempts what exists now, which is the parent's
     gc.enable()
     os.setsid()  # its own group, which the supervisor ends with its children
-    interrupts.restore()  # the parent's handlers record signals and do nothing else
     watchdog.let_go()
     _replace_environment(job.rank_environment(local_rank))
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # fork does not copy the threads of the parent's pool, and using it would hang
     rank.enter_rank(job.folder, runs_script=False, parent=parent)
-    sys.exit(rank.exit_code_of(job.folder, lambda: rank.write_result(job.folder, call())))
+
+    def run() -> None:
+        rank.note_launch()
+        interrupts.restore()  # the parent's handlers record signals and do nothing else
+        rank.write_result(job.folder, call())
+
+    sys.exit(rank.exit_code_of(job.folder, run))
 
 
 def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:
+    if not folder.exists():  # a signal has ended the job while it waited for the server
+        os._exit(1)
     os.setsid()
     # The fork server outlives the supervisor if another copy of that holds the pipe open.
     rank.die_with_supervisor(supervisor)

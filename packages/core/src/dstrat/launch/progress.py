@@ -260,7 +260,7 @@ def progress_file(folder: Path, pid: int) -> Path:
 
 
 def launched_file(folder: Path, pid: int) -> Path:
-    """Return the path of a file that exists once a rank that runs the script has come to the launch it is for."""
+    """Return the path of a file that exists once a rank has come to the launch that it is for."""
     return folder / f"launched-{pid}"
 
 

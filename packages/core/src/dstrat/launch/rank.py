@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import LaunchError, MisuseError
 from dstrat.launch.failures import write_failure
 from dstrat.launch.job import JOB_VARIABLE, PID_VARIABLE, describe_unpicklable, read_payload, write_payload
+from dstrat.launch.progress import launched_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +93,13 @@ def note_signal(number: int) -> None:
             signal_file(_this_rank.folder, os.getpid()).write_text(str(number))
 
 
+def note_launch() -> None:
+    """Record for the supervisor that this rank has come to the launch that it is for."""
+    if _this_rank is not None:
+        with contextlib.suppress(OSError):  # the folder may have been removed
+            launched_file(_this_rank.folder, os.getpid()).touch()
+
+
 def result_file(folder: Path) -> Path:
     """Return the path of the file with the function's result, which rank 0 writes."""
     return folder / "result.pickle"
@@ -134,6 +142,7 @@ def run_function(folder: Path) -> None:
     spawn.prepare(json.loads((folder / _MAIN_FILE).read_text()))
     rank.imports_main = False
     function, args, kwargs = read_payload(folder / _FUNCTION_FILE)
+    note_launch()
     write_result(folder, function(*args, **kwargs))
 
 
@@ -184,10 +193,14 @@ def die_with_supervisor(pid: int) -> None:
     threading.Thread(target=wait, name="dstrat-supervisor-watch", daemon=True).start()
 
 
-def _die_with(parent: int | None) -> None:
-    """Make the kernel kill this process when its parent dies."""
-    # More exactly, when the thread ends that has started it; that one waits in ``launch``, see prctl(2).
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies; without effect elsewhere than on Linux."""
+    # More exactly, when the thread ends that has started it, see prctl(2).
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _die_with(parent: int | None) -> None:
+    die_with_parent()  # the thread that has started a rank waits in ``launch``
     if parent is not None and os.getppid() != parent:  # it died before prctl
         os._exit(1)

@@ -306,9 +306,7 @@ def wait_for_restart(seconds: float, interrupts: Interrupts) -> None:
     # In short sleeps: time.sleep goes on after a signal whose handler raises nothing.
     while time.monotonic() < deadline and not interrupts.received:
         time.sleep(_POLL)
-    if interrupts.received:
-        number = interrupts.received[0]
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    interrupts.raise_received()
 
 
 def _is_repeated(earlier: FailedAttempt, failed: FailedAttempt, error: RankFailedError) -> bool:

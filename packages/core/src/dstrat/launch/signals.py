@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.launch.job import JOB_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import FrameType, TracebackType
 
@@ -48,6 +49,8 @@ class Interrupts:
         self.received: list[signal.Signals] = []
         self.pauses = False
         self._previous: dict[signal.Signals, Any] = {}
+        self._mask: set[Any] | None = None  # to restore, while the signals are blocked
+        self._raises = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -63,9 +66,45 @@ class Interrupts:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers; a forked rank does this first."""
+        """Restore the previous handlers, also in a forked rank."""
         while self._previous:
             signal.signal(*self._previous.popitem())
+        self._unblock()
+
+    def raise_received(self) -> None:
+        """Raise for the first signal that has arrived, if any.
+
+        Raises:
+            KeyboardInterrupt: It is SIGINT.
+            SystemExit: It is another one.
+        """
+        if self.received:
+            number = self.received[0]
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise for a signal within a ``with`` block at once, as in a call that waits and does not look for signals."""
+        self.raise_received()
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Block the signals within a ``with`` block; a fork in it receives them when it calls :meth:`restore`."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        try:
+            yield
+        finally:
+            self._unblock()
+
+    def _unblock(self) -> None:
+        mask, self._mask = self._mask, None
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of handlers
         if number == signal.SIGTSTP:
@@ -75,6 +114,8 @@ class Interrupts:
             return
         self.received.append(signal.Signals(number))
         leave_lost_terminal()  # SIGHUP says that it has closed
+        if self._raises:
+            self.raise_received()
 
 
 def leave_lost_terminal() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dstrat.errors import LaunchError, RankFailedError
 from dstrat.launch.failures import RankEnd, failure_error, hang_error, list_ranks, read_failure, waits
 from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
-from dstrat.launch.progress import RankWatch, descendants_of
+from dstrat.launch.progress import RankWatch, descendants_of, launched_file
 from dstrat.launch.rank import STACK_SIGNAL, signal_file, stack_file
 from dstrat.launch.signals import stop_signals
 
@@ -112,7 +112,13 @@ class Supervisor:
                 self._report_late_ranks(self.stop_signal)
                 return True
             # Failures that follow from the stop are normal, such as a connection to a rank that stopped first.
-            return len(self.interrupts.received) >= self._max_signals or self._has_cause()
+            # No signal ends native code that waits for such a rank, as when a process group opens.
+            has_ended = len(self._running()) < len(self.processes)
+            return (
+                len(self.interrupts.received) >= self._max_signals
+                or self._has_cause()
+                or (has_ended and self._all_wait(self._running()))
+            )
         if not self._failures():
             return self._has_hung()
         # The first failure that arrives is often a consequence.
@@ -205,12 +211,18 @@ class Supervisor:
         if self.interrupts.received:
             self.stop_signal = self.interrupts.received[0]
             self._max_signals = 2  # this one, and the second that ends the ranks at once
-            # Ranks that systemd or scancel --full has signalled already would take a second signal as "end at once".
-            files = {process: signal_file(self.folder, process.pid) for process in self._running()}
-            _send(self.stop_signal, [process.pid for process, file in files.items() if not file.exists()])
+            for process in self._running():
+                # An interrupt of imports may be swallowed, or become another error, and there is nothing to save yet.
+                if not launched_file(self.folder, process.pid).exists():
+                    _send(signal.SIGTERM, [process.pid])
+                # Not to ranks that systemd or scancel --full has signalled: a second signal would end them at once.
+                elif not signal_file(self.folder, process.pid).exists():
+                    _send(self.stop_signal, [process.pid])
             _show(f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once")
         else:
             self.stop_signal = next(filter(None, map(_stopped_by, self.ends.values())), None)
+            if self.stop_signal is not None:
+                self._report_exit_codes(self.stop_signal)
         if self.stop_signal is not None:
             self._deadline = time.monotonic() + self.stop_grace
             # For ranks that still wait for peers to start, which may have stopped already.
@@ -234,6 +246,15 @@ class Supervisor:
                 "outside of this job, and all ranks have stopped after the same step"
             )
 
+    def _report_exit_codes(self, number: signal.Signals) -> None:
+        """Print which ranks exited with a signal's code, unless they have recorded that they received it."""
+        if not any(signal_file(self.folder, process.pid).exists() for process in self.processes):
+            ranks = list_ranks([end.rank for end in self.ends.values() if _stopped_by(end) == number])
+            _show(
+                f"{ranks} of {self.world_size} exited with code {128 + number}, as after {number.name}: all ranks have "
+                "to stop"
+            )
+
     def _pause(self) -> None:
         """Stop all ranks and this process on Ctrl-Z, until the shell continues this process."""
         self._send_to_groups(signal.SIGSTOP)  # SIGTSTP has no effect in orphaned process groups
@@ -247,7 +268,7 @@ class Supervisor:
 
     def _was_requested(self, end: RankEnd) -> bool:
         """Return whether a rank ended because of a stop signal."""
-        killed = self.stop_signal is not None and end.exit_code == -self.stop_signal
+        killed = self.stop_signal is not None and end.exit_code in (-self.stop_signal, -signal.SIGTERM)
         return killed or _stopped_by(end) is not None
 
     # End of the ranks

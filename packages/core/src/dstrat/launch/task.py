@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -85,6 +87,8 @@ class RankTask:
         """Run the function as this rank; an exception becomes the outcome's failure."""
         folder = Path(tempfile.gettempdir(), self.folder)
         folder.mkdir(mode=0o700, exist_ok=True)  # the first rank of each machine makes it
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # until this process ends, as other jobs' folders
         os.environ.update(self._job(folder).rank_environment(self.local_rank))
         if (torch := sys.modules.get("torch")) is not None:  # which has read the variable already
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))

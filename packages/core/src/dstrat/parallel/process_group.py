@@ -129,6 +129,11 @@ def channel_factory() -> Callable[[], Channel] | None:
     return _channel_factories[-1] if _channel_factories else None
 
 
+def is_in_job() -> bool:
+    """Return whether this process has opened a process group, or joined a job, which is still open."""
+    return bool(_job_stores)
+
+
 def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the size of the open process group or joined job; 0 and 1 without one."""
     if dist.is_available() and dist.is_initialized():

@@ -43,7 +43,8 @@ def numerics(*, deterministic: bool | Literal["warn"] | None, benchmark: bool | 
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
+        if deterministic is not None:  # the call imports inductor, and fails where Ctrl-C has broken off that import
+            torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
         torch.backends.cudnn.benchmark = had_benchmark
 
 

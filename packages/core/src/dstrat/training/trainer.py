@@ -25,7 +25,7 @@ from dstrat.training.arguments import (
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.loops.stopping import Interruption, end_by, is_by_signal
+from dstrat.training.loops.stopping import Interruption, end_by, hide_library_frames, is_by_signal
 from dstrat.training.metrics.publisher import Metrics, Publisher
 from dstrat.training.profilers.defaults import make_profiler
 from dstrat.training.run_context import RunContext
@@ -233,7 +233,11 @@ class Trainer(RunState):
             max_restarts=max_restarts,
             preemption_deadline=preemption_deadline,
         )
-        self.plan, self.strategy = resolve_request(self.request)
+        try:
+            self.plan, self.strategy = resolve_request(self.request)  # imports the components
+        except KeyboardInterrupt as error:
+            hide_library_frames(error)
+            raise
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             features.logger,
@@ -534,8 +538,10 @@ class Trainer(RunState):
         self.status = TrainerStatus.RUNNING
         try:
             result = self._launch_stage(module, sources, ckpt_path)
-        except BaseException:  # KeyboardInterrupt too
+        except BaseException as error:  # KeyboardInterrupt too
             self.status = TrainerStatus.INTERRUPTED
+            if isinstance(error, KeyboardInterrupt):
+                hide_library_frames(error)
             raise
         self.status = TrainerStatus.FINISHED
         return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.launch.failures import FailureKind, kind_of
 from dstrat.launch.processes import hidden_main
+from dstrat.launch.rank import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -194,9 +194,6 @@ def _text(path: Path) -> str:
 # Entry point of a rank, forked from the warm process
 
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """The report that a rank sends back.
@@ -266,8 +263,7 @@ def _is_as_before() -> bool:
 def _prepare(rank: int, folder: Path) -> None:
     gc.freeze()  # a search for garbage would visit, and so copy, all that the process it was forked from has loaded
     os.setsid()  # so that what the rank starts can be ended with it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent()
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
