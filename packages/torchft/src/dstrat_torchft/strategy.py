@@ -305,10 +305,10 @@ def _describe_difference(group: int, current: History, received: History) -> str
             f"replica group {group} is {behind} steps behind the others, which continued without it, as it was slow or "
             "cut off"
         )
-    others = received.num_participants if behind == 0 else "others"
+    num_peers = received.num_participants if behind == 0 else "others"
     return (
         f"replica group {group} has other weights than the others: its step {current.step} was completed by "
-        f"{current.num_participants} of the groups, and theirs by {others}, "
+        f"{current.num_participants} of the groups, and theirs by {num_peers}, "
         "as a connection was lost at its end"
     )
 
