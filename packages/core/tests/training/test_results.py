@@ -336,3 +336,24 @@ def test_predictions_that_cannot_be_pickled_are_an_error(quiet_trainer, line_cla
         RankFailedError, match=r"MisuseError: predictions .* cannot be pickled: let predict_step return"
     ):
         quiet_trainer(strategy=averaging(), devices=2).predict(Odd(), loader())
+
+
+def test_an_evaluation_of_no_batches_calls_no_hook(quiet_trainer, line_class, loader):
+    class Collecting(line_class):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def validation_step(self, batch, batch_idx):
+            self.losses.append(self.loss(batch))
+
+        test_step = validation_step
+
+        def on_validation_epoch_end(self):
+            self.log("mean", torch.stack(self.losses).mean())  # an error for an empty list
+
+        on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    limits = {"limit_val_batches": 0, "limit_test_batches": 0.0, "limit_predict_batches": 0}
+    trainer, module = quiet_trainer(**limits), Collecting()
+    assert trainer.validate(module, loader()) == trainer.test(module, loader()) == trainer.predict(module, loader()) == []

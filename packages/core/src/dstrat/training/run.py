@@ -218,6 +218,9 @@ def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
 
 
 def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[dict[str, float]]:
+    limit = trainer.limit_val_batches if trainer.stage == "validate" else trainer.limit_test_batches
+    if limit == 0:  # no hook is called either: those at the end of an epoch compute with what its steps have collected
+        return []
     if trainer.stage == "validate":
         loop = EvaluationLoop(trainer, module, sources.loader("val"), "validation")
     else:
@@ -228,6 +231,8 @@ def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> li
 
 
 def _predict(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[Any]:
+    if trainer.limit_predict_batches == 0:
+        return []
     loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
     loop.keeps_outputs = trainer.context.return_predictions
     with trainer.interruption:

@@ -202,3 +202,15 @@ def test_the_least_number_of_epochs_is_done_in_any_case(fit):
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(RequestError, match=message):
         EarlyStopping("score", **arguments)
+
+
+def test_a_fast_dev_run_does_not_stop_early(fit):
+    callback = EarlyStopping("score", patience=0, mode="max", stopping_threshold=1.0)
+    trainer = fit(callback, [5, 4], fast_dev_run=2, limit_train_batches=None)
+    assert not trainer.should_stop
+    assert (callback.best_score, callback.stopping_reason) == (None, None)
+
+
+def test_a_fast_dev_run_finds_a_misspelled_monitor(fit):
+    with pytest.raises(MisuseError, match="monitor='scroe'"):
+        fit(EarlyStopping("scroe"), [5, 4], fast_dev_run=2, limit_train_batches=None)

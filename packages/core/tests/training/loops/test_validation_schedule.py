@@ -36,6 +36,7 @@ def validated_at(quiet_trainer, line, loader):
         ({"val_check_interval": 4}, [4, 10]),
         ({"val_check_interval": 0.5}, [3, 6, 9, 12]),
         ({"val_check_interval": 1.0}, [6, 12]),
+        ({"val_check_interval": 0.25, "limit_train_batches": 2}, [1, 2, 3, 4]),
         ({"check_val_every_n_epoch": 2}, [12]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [4, 8, 12]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9]),

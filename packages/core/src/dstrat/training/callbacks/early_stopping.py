@@ -155,10 +155,11 @@ class EarlyStopping(Callback):
         # Of rank 0: values without sync_dist differ between ranks, and all must stop alike.
         value = trainer.callback_metrics.get(self.monitor) if trainer.is_global_zero else None
         score: float | None = trainer.strategy.broadcast(None if value is None else float(value))
-        if score is not None:
+        if score is None:
+            if requires_value:
+                self._miss(trainer)
+        elif not trainer.fast_dev_run:  # which has too few values to judge, and must leave should_stop alone
             self._judge(trainer, score)
-        elif requires_value:
-            self._miss(trainer)
 
     def _judge(self, trainer: Trainer, score: float) -> None:
         before = self._best_score

@@ -119,6 +119,9 @@ class ValidationSchedule:
             )
         if self._epochs is None:
             return int(interval)
+        if isinstance(interval, float) and num_batches is not None:
+            # At least one: an epoch may be shortened for a trial, and that shows nothing about the interval.
+            return max(1, int(interval * num_batches))
         return limit_of(interval, num_batches, "val_check_interval") or 1
 
     def is_due(self, *, batches_done: int, is_last: bool, epoch: int, batches_seen: int, batches: int = 1) -> bool:
