@@ -406,7 +406,11 @@ def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
-    folders = [ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS)]
+    folders = [
+        ROOT / "tests" / "neighbours",
+        ROOT / "tests" / "differential",
+        *(ROOT / "packages" / name / "tests" for name in ADAPTERS),
+    ]
     arguments = pytest_arguments(session, *folders, by_default=workers("loadgroup", more=1))
     run_beside_others(session, "-m", "not variant and not (clusters and slow)", *arguments)
 

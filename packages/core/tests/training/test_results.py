@@ -356,4 +356,6 @@ def test_an_evaluation_of_no_batches_calls_no_hook(quiet_trainer, line_class, lo
 
     limits = {"limit_val_batches": 0, "limit_test_batches": 0.0, "limit_predict_batches": 0}
     trainer, module = quiet_trainer(**limits), Collecting()
-    assert trainer.validate(module, loader()) == trainer.test(module, loader()) == trainer.predict(module, loader()) == []
+    assert (
+        trainer.validate(module, loader()) == trainer.test(module, loader()) == trainer.predict(module, loader()) == []
+    )

@@ -197,3 +197,21 @@ def test_means_go_on_over_an_epoch_that_was_broken_off_and_early_stopping_judges
     watched(stopping, max_steps=7)
     assert stopping.wait_count == 0
     assert watched(EarlyStopping("loss_epoch", patience=1), ckpt_path=tmp_path / "checkpoints" / "last") == whole
+
+
+def test_a_resume_within_the_last_batch_ends_its_epoch(quiet_trainer, line_class, loader, tmp_path):
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+        def on_train_epoch_end(self, trainer, module):
+            ended.append(trainer.current_epoch)
+
+    ended = []
+    trainer = quiet_trainer(max_epochs=2, max_steps=6, callbacks=Saving())
+    trainer.fit(line_class(), loader())
+    assert (ended, trainer.current_epoch) == ([0], 1)
+    resumed = quiet_trainer(max_epochs=2, max_steps=6, callbacks=Saving())
+    resumed.fit(line_class(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert (ended, resumed.current_epoch, resumed.global_step) == ([0, 0], 1, 6)

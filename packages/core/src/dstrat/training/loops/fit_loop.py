@@ -131,7 +131,9 @@ class FitLoop(Position):
         self.logged.start_epoch()  # values that on_train_start logs belong to the first epoch
         trainer.context.hooks.call("on_train_start")
         _warn_of_evaluation_mode(self._module)
-        if self.finished and trainer.is_global_zero:
+        # A checkpoint of the last batch may have been saved before what follows that batch, such as the epoch's end.
+        is_between_hooks = self.phase != "done" and self._steps_done
+        if self.finished and not is_between_hooks and trainer.is_global_zero:
             _log.warning(
                 "nothing is left to train: %d of max_epochs=%d epochs and %d of max_steps=%d steps are done",
                 self.epochs_done,
@@ -141,7 +143,8 @@ class FitLoop(Position):
             )
         with trainer.interruption:
             self._stops = self._decide()
-            while not (self.finished or self._stops or self.data.num_batches == 0):
+            while not ((self.finished and not is_between_hooks) or self._stops or self.data.num_batches == 0):
+                is_between_hooks = False
                 self._run_epoch()
                 self._stops = self._stops or self._decide()
         trainer.context.hooks.call("on_train_end")

@@ -1,0 +1,38 @@
+"""Random programs: equal under Lightning and dstrat, after a resume, and on two ranks.
+
+``python -m tests.differential lightning 0 2000`` compares more of them, in the environment of ``nox -s neighbours``;
+instead of ``lightning`` also ``resumes``, ``ddp``, ``fsdp`` and ``deepspeed_stage_1`` to ``deepspeed_stage_3``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.differential.comparisons import compare
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and Lightning, about the smallest programs
+
+has_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="this environment has no Lightning: nox -s neighbours has"
+)
+
+
+@pytest.mark.neighbours
+@has_lightning
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_programs_do_what_they_do_under_lightning(tmp_path, first):
+    found = {seed: compare("lightning", seed, tmp_path / str(seed)) for seed in range(first, first + 20)}
+    assert {seed: texts for seed, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize("first", range(0, 20, 10))
+def test_a_resume_after_a_random_batch_changes_nothing(tmp_path, first):
+    found = {seed: compare("resumes", seed, tmp_path / str(seed)) for seed in range(first, first + 10)}
+    assert {seed: texts for seed, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(("alias", "seed"), [("ddp", 0), ("fsdp", 1), ("deepspeed_stage_2", 2)])
+def test_two_ranks_compute_what_one_device_does(tmp_path, alias, seed):
+    assert compare(alias, seed, tmp_path) == []
