@@ -1,4 +1,4 @@
-"""Random programs: equal under Lightning and dstrat, after a resume, and on two ranks.
+"""Random programs: equal after a resume, and on two ranks; tests/neighbours compares them with Lightning.
 
 ``python -m tests.differential lightning 0 2000`` compares more of them, in the environment of ``nox -s neighbours``;
 instead of ``lightning`` also ``resumes``, ``ddp``, ``fsdp`` and ``deepspeed_stage_1`` to ``deepspeed_stage_3``.
@@ -6,25 +6,10 @@ instead of ``lightning`` also ``resumes``, ``ddp``, ``fsdp`` and ``deepspeed_sta
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
-
 from tests.differential.comparisons import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and Lightning, about the smallest programs
-
-has_lightning = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="this environment has no Lightning: nox -s neighbours has"
-)
-
-
-@pytest.mark.neighbours
-@has_lightning
-@pytest.mark.parametrize("first", range(0, 40, 20))
-def test_programs_do_what_they_do_under_lightning(tmp_path, first):
-    found = {seed: compare("lightning", seed, tmp_path / str(seed)) for seed in range(first, first + 20)}
-    assert {seed: texts for seed, texts in found.items() if texts} == {}
 
 
 @pytest.mark.parametrize("first", range(0, 20, 10))
