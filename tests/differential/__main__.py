@@ -1,6 +1,6 @@
 """Compare random programs: ``python -m tests.differential lightning 0 2000``.  Prints each difference with its seed.
 
-The first argument is what to compare: ``lightning``, ``resumes``, ``ranks`` or an alias such as ``ddp``.
+The first argument is what to compare: ``lightning``, ``resumes``, or an alias such as ``ddp`` with one device.
 """
 
 from __future__ import annotations
