@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestError
-from dstrat.interfaces.state_dict import groups_misfit, load_named_state, named_state
+from dstrat.interfaces.state_dict import groups_misfit, load_named_state, named_state, named_weights
 from dstrat.parallel.optimizer_checks import check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
@@ -116,6 +116,9 @@ class DDPShardedStrategy(ParallelStrategy):
             optimizer_state=math.ceil(layout.optimizer_state / ranks),
             optimizer_temporaries=math.ceil(layout.optimizer_temporaries / ranks),
         )
+
+    def local_weights(self) -> dict[str, Any]:
+        return named_weights(self.module)  # of the optimizer's state only are there shards
 
     # The life cycle
 

@@ -282,11 +282,11 @@ def test_it_can_be_pickled(train):
     pickle.loads(pickle.dumps(averaging))
 
 
-def test_a_strategy_that_shards_the_weights_is_a_conflict(train, averaging):
+def test_a_strategy_that_does_not_say_where_its_weights_are_is_a_conflict(train, averaging):
     class Sharding(averaging):
         replicates_state = False
 
-    with pytest.raises(ConflictError, match=r"WeightAveraging needs the whole weights in each process, and Sharding"):
+    with pytest.raises(ConflictError, match=r"WeightAveraging cannot average the weights: Sharding does not say which"):
         train(WeightAveraging(), devices=1, strategy=Sharding())
 
 
@@ -295,6 +295,10 @@ def test_a_strategy_that_shards_the_weights_is_a_conflict(train, averaging):
     [
         (lambda: EMAWeightAveraging(decay=1.5), r"decay=1.5 must be between 0 and 1"),
         (lambda: EMAWeightAveraging(update_every_n_steps=0), r"update_every_n_steps=0 must be an int of at least 1"),
+        (
+            lambda: WeightAveraging(decay=0.9),
+            r"WeightAveraging has no argument decay: possible are device, use_buffers",
+        ),
         (lambda: WeightAveraging(avg_fn=len, multi_avg_fn=len), r"avg_fn and multi_avg_fn are both passed"),
     ],
 )
