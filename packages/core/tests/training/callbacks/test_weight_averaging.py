@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from dstrat.errors import ConflictError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
 
@@ -295,13 +295,14 @@ def test_a_strategy_that_does_not_say_where_its_weights_are_is_a_conflict(train,
     [
         (lambda: EMAWeightAveraging(decay=1.5), r"decay=1.5 must be between 0 and 1"),
         (lambda: EMAWeightAveraging(update_every_n_steps=0), r"update_every_n_steps=0 must be an int of at least 1"),
-        (
-            lambda: WeightAveraging(decay=0.9),
-            r"WeightAveraging has no argument decay: possible are device, use_buffers",
-        ),
         (lambda: WeightAveraging(avg_fn=len, multi_avg_fn=len), r"avg_fn and multi_avg_fn are both passed"),
     ],
 )
 def test_arguments_out_of_range_are_refused(make, message):
     with pytest.raises(RequestError, match=message):
         make()
+
+
+def test_an_argument_that_is_none_is_refused():
+    with pytest.raises(MisuseError, match="WeightAveraging"):
+        WeightAveraging(strategy="fsdp")

@@ -60,7 +60,8 @@ class WeightAveraging(Callback):
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         accepted = [*inspect.signature(type(self)).parameters.values()][:-1]  # without **kwargs
-        accepted += inspect.signature(AveragedWeights).parameters.values()
+        parameters = inspect.signature(AveragedWeights).parameters
+        accepted += [parameters[name] for name in ("avg_fn", "multi_avg_fn")]
         check_keywords(accepted, kwargs, type(self).__name__)
         functions = {name: kwargs.get(name) for name in ("avg_fn", "multi_avg_fn")}
         if functions["avg_fn"] and functions["multi_avg_fn"]:
