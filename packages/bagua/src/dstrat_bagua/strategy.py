@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -316,6 +316,14 @@ class BaguaStrategy(ParallelStrategy):
         if self._differs:
             missing, unexpected = load_by_names(self.module, state)
             check_names(self.module, missing, unexpected, strict=False, logs=self.is_global_zero)
+
+    def local_weights(self) -> dict[str, Any]:
+        if not self.replicates_state:
+            raise ConflictError(
+                f"with the algorithm {type(self.algorithm).__name__} each process trains weights of its own, and "
+                'evaluation and checkpoints use their mean; algorithm="gradient_allreduce" has the same in all of them'
+            )
+        return super().local_weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from dstrat.errors import ConflictError, MisuseError
-from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
+from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state, named_weights
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
@@ -327,6 +327,14 @@ class ColossalAIStrategy(ParallelStrategy):
         return {name.removeprefix("module."): value for name, value in wrapper.state_dict(**arguments).items()}
 
     sharded_module_state = module_state_dict
+
+    def local_weights(self) -> dict[str, Any]:
+        if self.plugin in ("gemini", "torch_fsdp"):
+            raise ConflictError(
+                f"ColossalAI's plugin {self.plugin!r} joins parameters in shards without their names; "
+                "plugin='low_level_zero' and strategy='fsdp' do not"
+            )
+        return named_weights(self.module)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which each rank has; collective."""

@@ -96,11 +96,16 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     model.reducer.prepare_for_forward()
     model.reducer.prepare_for_backward([])
     with torch.enable_grad():
-        zeros = (_zero_of_row(p) if id(p) in sparse else (p * 0).sum() for p in parameters)
+        zeros = (_zero_of_row(p) if id(p) in sparse else _zero_of(p) for p in parameters)
         zero: Tensor = sum(zeros, torch.zeros(()))
     zero.backward()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+def _zero_of(parameter: Parameter) -> Tensor:
+    zero = (parameter * 0).sum()
+    return zero.real if zero.is_complex() else zero  # a backward pass begins with a real number
 
 
 def _zero_of_row(table: Parameter) -> Tensor:

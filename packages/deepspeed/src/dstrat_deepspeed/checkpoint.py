@@ -13,11 +13,13 @@ from dstrat.checkpoint.full_state import (
     scatter_module_state,
     scatter_optimizer_entries,
 )
+from dstrat.errors import ConflictError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import groups_misfit
+from dstrat.interfaces.state_dict import groups_misfit, named_weights
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
+from dstrat_deepspeed.nvme import parameters_in_files
 from dstrat_deepspeed.optimizer_state import PartitionedState, partitions_of, shard_of_stage_3
 
 if TYPE_CHECKING:
@@ -74,6 +76,24 @@ class CheckpointedStrategy(ParallelStrategy):
         """Return the state of the module, with this rank's shards of stage 3's parameters."""
         self._accept_changes(moves=False)
         return sharded_state(self.module)
+
+    def local_weights(self) -> dict[str, Any]:
+        """Return the parameters, of stage 3 this rank's shards, and the buffers, by name.
+
+        Raises:
+            ConflictError: Parameters are in files.
+        """
+        if parameters_in_files(self.module):
+            raise ConflictError(
+                "parameters that are offloaded to 'nvme' are in files, which are not written between steps; offload "
+                "them to 'cpu'"
+            )
+        self._accept_changes(moves=False)
+        return with_shards(self.module, named_weights(self.module))
+
+    def accept_local_weights(self) -> None:
+        """Gather changed shards anew where stage 3 keeps parameters gathered; master weights stay."""
+        self._after_loading()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the full state of the optimizer on global rank 0, and an empty dict on the others; collective."""
@@ -223,7 +243,11 @@ class CheckpointedStrategy(ParallelStrategy):
 
 def sharded_state(module: Module) -> dict[str, Any]:
     """Return the state of a module, with this rank's shards of parameters that stage 3 has sharded."""
-    state: dict[str, Any] = module.state_dict()
+    return with_shards(module, module.state_dict())
+
+
+def with_shards(module: Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in which this rank's shards replace the parameters that stage 3 has sharded."""
     shards: dict[int, FlatShard] = {}  # by parameter: tied parameters have one shard object, and are saved once
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and hasattr(parameter, "ds_tensor"):

@@ -15,6 +15,7 @@ from torch.utils import swap_tensors
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import reset_method
+from dstrat.parallel.optimizer_checks import check_one_dtype
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.nvme import free_buffers
 from dstrat_deepspeed.unused_parameters import is_same_on_all_ranks
@@ -170,7 +171,25 @@ class _WatchedParameters(dict[str, "Parameter | None"]):
 
 
 def check_layers(module: Module, *, stage: int, world_size: int) -> None:
-    """Raise a MisuseError for embeddings with sparse gradients, or weights that each batch scales (``max_norm``)."""
+    """Raise a MisuseError for a module that the stage cannot train.
+
+    It has complex parameters, trained parameters of two dtypes, one without elements, embeddings with sparse gradients,
+    or weights that each batch scales (``max_norm``).
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise MisuseError(
+                f"parameter {name!r} has the dtype {parameter.dtype}, and DeepSpeed has no complex gradients: make it "
+                "of real numbers, torch.view_as_real(...), and use torch.view_as_complex of it in forward; or choose "
+                "strategy='ddp'"
+            )
+        if stage == 3 and not getattr(parameter, "ds_numel", parameter.numel()):
+            raise MisuseError(
+                f"parameter {name!r} has no elements, which stage 3 of ZeRO cannot gather: make it a buffer, or choose "
+                "stage 2"
+            )
+    if stage > 0:
+        check_one_dtype(module, f"stage {stage} of ZeRO")
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue

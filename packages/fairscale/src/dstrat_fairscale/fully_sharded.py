@@ -216,6 +216,17 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         missing, unexpected = ([name.removeprefix("module.") for name in side] for side in names)
         check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
+    def local_weights(self) -> dict[str, Any]:
+        """Raise an error: FairScale's shards are of joined parameters.
+
+        Raises:
+            ConflictError: Always.
+        """
+        raise ConflictError(
+            f"{type(self).__name__} has shards of flat tensors, in which FairScale joins parameters without "
+            "their names; strategy='fsdp' can"
+        )
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
         return self.model.gather_full_optim_state_dict(optimizer, recipient_rank=0) or {}

@@ -205,15 +205,21 @@ def check_shapes(module: Module) -> None:
 
 
 def check_gradients(module: Module, strategy: str) -> None:
-    """Check that no layer has sparse gradients.
+    """Check that no layer has sparse gradients, and that each trained parameter has elements.
 
     Args:
         module: The module to be trained.
         strategy: Name of the strategy.
 
     Raises:
-        MisuseError: An embedding has sparse gradients.
+        MisuseError: An embedding has sparse gradients, or a parameter has no elements.
     """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not parameter.numel():
+            raise MisuseError(
+                f"parameter {name!r} has no elements, and {strategy} cannot reduce its gradient: freeze it, make it a "
+                "buffer, or choose a strategy that does not shard parameters"
+            )
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise MisuseError(
@@ -281,14 +287,21 @@ def _sharded_as(sharded: DTensor, tensor: Tensor) -> list[Tensor]:
 
 @contextmanager
 def explain_shards() -> Iterator[None]:
-    """Replace torch's error for computing with sharded parameters by one that names the cause.
+    """Replace torch's errors for computing with sharded or freed parameters by ones that name the cause.
 
     Raises:
-        MisuseError: The ``with`` block computed with sharded parameters.
+        MisuseError: The ``with`` block computed with sharded or freed parameters.
     """
     try:
         yield
     except RuntimeError as error:
+        if "setStorage" in str(error) and "storage of size 0" in str(error):
+            raise MisuseError(
+                "a step computes gradients within its forward pass (torch.autograd.grad, as for forces), which frees "
+                "blocks that the backward pass of the loss needs again: call torch.autograd.grad in the forward of a "
+                "layer, not in the step, and shard that layer as one block, for a class Net with "
+                f"auto_wrap_policy={{Net}}. Torch says: {error}"
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise MisuseError(

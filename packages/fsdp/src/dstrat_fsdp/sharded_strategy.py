@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dstrat.checkpoint.full_state import gather_state, scatter_module_state
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import load_named_state, named_state
+from dstrat.interfaces.state_dict import load_named_state, named_state, named_weights
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_optimizers
@@ -247,11 +247,20 @@ class ShardedStrategy(ParallelStrategy):
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module by its own names; parameters are DTensors of this rank's shards."""
-        if self._sharded is not None:
-            self._sharded.free()  # else the state dict would have the gathered parameters
-            self._sharded.leave_low_precision()
+        self._leave_step()
         state: dict[str, Any] = self.module.state_dict()
         return state
+
+    def local_weights(self) -> dict[str, Any]:
+        """Return parameters and buffers by name; parameters are DTensors of this rank's shards."""
+        self._leave_step()
+        return named_weights(self.module)
+
+    def _leave_step(self) -> None:
+        """Let the module have its shards, and buffers in their original dtype, until the next step."""
+        if self._sharded is not None:
+            self._sharded.free()
+            self._sharded.leave_low_precision()
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters, as DTensors of this rank's shards."""

@@ -408,6 +408,17 @@ class IPUStrategy(SingleDeviceStrategy):
         # Reading a parameter of poptorch's class would copy all weights from the device again.
         return dict(apply_to_tensors(super().module_state_dict(), runtime.plain))
 
+    def local_weights(self) -> dict[str, Any]:
+        compiled = self._steps.get("training_step")
+        if compiled is not None and compiled.executor.isCompiled():
+            compiled.executor.copyWeightsToHostIfNeeded()
+        weights = super().local_weights()
+        tensors = {id(tensor): runtime.plain(tensor) for tensor in weights.values()}  # tied ones stay one object
+        return {name: tensors[id(tensor)] for name, tensor in weights.items()}
+
+    def accept_local_weights(self) -> None:
+        self._detach_except(None)  # attaching copies the weights of the host to the device
+
     def module_state_dict(self) -> dict[str, Any]:
         return self._state_of_module()
 

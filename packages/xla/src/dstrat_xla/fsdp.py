@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.checkpoint.full_state import name_parameters, number_parameters
-from dstrat.errors import CheckpointError, RequestError
+from dstrat.errors import CheckpointError, ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.state_dict import is_extra_state, load_named_state, misfit, named_state
 from dstrat.interfaces.strategy import Strategy
@@ -233,6 +233,17 @@ class XLAFSDPStrategy(XLAStrategy):
             elif name in state and isinstance(value, torch.Tensor):
                 value.copy_(state[name])
         self.mark_step()
+
+    def local_weights(self) -> dict[str, Any]:
+        """Raise an error: an average would be on the lazy device, where its shards cannot be saved.
+
+        Raises:
+            ConflictError: Always.
+        """
+        raise ConflictError(
+            f"{type(self).__name__} saves copies of its shards on the host, and an average would be on the device; "
+            "strategy='xla' can"
+        )
 
     def _entries(self) -> dict[str, Any]:
         """Return the module's state under the module's names, with parameters that are not detached."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dstrat.checkpoint.portable.format import checksum
+from dstrat.checkpoint.portable.shards import is_sharded, local_tensor
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import check_names, is_extra_state
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.checkpoint_io import CheckpointIO, FlatShard
     from dstrat.interfaces.strategy import Strategy
 
 
-_SHARDED = ("state_dict", "optimizers")
+CURRENT_WEIGHTS = "current_model_state"
+"""Key of the weights with which a training resumes, if those of ``"state_dict"`` are an average."""
+
+_SHARDED = ("state_dict", CURRENT_WEIGHTS, "optimizers")
 """Keys of a checkpoint below which tensors may be sharded."""
 
 _MISMATCH_ADVICE = (
@@ -38,14 +42,33 @@ _log = logging.getLogger(__name__)
 
 def module_entries(strategy: Strategy) -> dict[str, Any]:
     """Return the module's entries of a checkpoint; collective."""
-    is_sharded = _shards(strategy, strategy.checkpoint_io)
-    state = strategy.sharded_module_state() if is_sharded else strategy.module_state_dict()
+    shards = _shards(strategy, strategy.checkpoint_io)
+    state = strategy.sharded_module_state() if shards else strategy.module_state_dict()
+    return {"state_dict": _without_other_buffers(strategy, state)}
+
+
+def replaced_weights(strategy: Strategy, state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the module's state in a checkpoint with other weights; collective.
+
+    Args:
+        strategy: Of the run.
+        state: The result of :func:`module_entries`.
+        weights: The other weights by name, sharded as those of ``strategy.local_weights()``.
+    """
+    if not _shards(strategy, strategy.checkpoint_io) and any(map(is_sharded, weights.values())):
+        from dstrat.checkpoint.full_state import gather_state
+
+        weights = gather_state(weights, strategy)
+    return _without_other_buffers(strategy, {name: weights.get(name, value) for name, value in state.items()})
+
+
+def _without_other_buffers(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
     if not strategy.is_global_zero:
         # A plain tensor must be the same on every rank, and buffers may differ: those of global rank 0 are saved, the
         # others by rank_buffers.
         buffers = {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
         state = {name: value for name, value in state.items() if name not in buffers}
-    return {"state_dict": state}
+    return state
 
 
 def optimization_entries(strategy: Strategy) -> dict[str, Any]:
@@ -64,7 +87,7 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def rank_buffers(strategy: Strategy, module: nn.Module | None = None) -> dict[str, Tensor]:
+def rank_buffers(strategy: Strategy, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return this rank's buffers that differ from those of global rank 0, by name, on the CPU; collective.
 
     Running statistics of batch-norm layers differ: each rank computes them from its own batches.  Ranks exchange
@@ -72,11 +95,12 @@ def rank_buffers(strategy: Strategy, module: nn.Module | None = None) -> dict[st
 
     Args:
         strategy: Broadcasts the checksums.
-        module: Has the buffers; the strategy's by default.
+        values: The values of buffers by name, by default those of the module.
     """
     if strategy.world_size == 1:
         return {}
-    buffers = {name: buffer.detach().cpu() for name, buffer in _plain_buffers(module or strategy.module)}
+    values = values or {}
+    buffers = {name: values.get(name, buffer).detach().cpu() for name, buffer in _plain_buffers(strategy.module)}
     checksums = {name: checksum(buffer.reshape(-1).view(torch.uint8).numpy().data) for name, buffer in buffers.items()}
     saved = strategy.broadcast(checksums)
     return {name: buffer.clone() for name, buffer in buffers.items() if checksums[name] != saved.get(name)}
@@ -127,7 +151,13 @@ def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[
 
 
 def load_module(
-    strategy: Strategy, io: CheckpointIO, path: str | Path, values: Mapping[str, Any], *, has_optimizers: bool
+    strategy: Strategy,
+    io: CheckpointIO,
+    path: str | Path,
+    values: Mapping[str, Any],
+    *,
+    has_optimizers: bool,
+    key: str = "state_dict",
 ) -> dict[str, Any]:
     """Load the module's state, and return the checkpoint for :func:`restore_optimization`; collective.
 
@@ -137,6 +167,7 @@ def load_module(
         path: Of the checkpoint.
         values: The result of :func:`read_values`.
         has_optimizers: Whether :func:`restore_optimization` will be called with the result.
+        key: Of the module's state in the checkpoint.
 
     Raises:
         CheckpointError: The state does not fit the module; missing and unexpected names are logged instead if the
@@ -145,25 +176,54 @@ def load_module(
     strict = getattr(strategy.module, "strict_loading", True)
     if not _shards(strategy, io):
         with _naming_checkpoint(path):
-            strategy.load_module_state_dict(values["state_dict"], strict=strict)
+            strategy.load_module_state_dict(values[key], strict=strict)
         return dict(values)
     state = strategy.sharded_module_state()
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     # None for all other values, which read_values has read already.
-    template: dict[str, Any] = {**dict.fromkeys(values), "state_dict": tensors}
+    template: dict[str, Any] = {**dict.fromkeys(values), key: tensors}
     if has_optimizers and "optimizers" in values:
         check_same_number("optimizers", strategy.optimizers, values["optimizers"], path)
         template["optimizers"] = [strategy.optimizer_template(optimizer) for optimizer in strategy.optimizers]
     filled = io.load_into(path, template)  # one pass over the files for module and optimizers
     with _naming_checkpoint(path):
-        _check_all_names(strategy, state, filled["state_dict"], strict=strict)
-    strategy.load_sharded_module_state(filled["state_dict"])
+        _check_all_names(strategy, state, filled[key], strict=strict)
+    strategy.load_sharded_module_state(filled[key])
     tensors_of_module = {name for name, _ in strategy.module.named_parameters(remove_duplicate=False)}
     tensors_of_module |= {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
-    extra = {name: value for name, value in filled["state_dict"].items() if name not in tensors_of_module}
+    extra = {name: value for name, value in filled[key].items() if name not in tensors_of_module}
     if extra:  # extra states, and what a layer's state_dict computes: load_into could not fill the originals
         strategy.module.load_state_dict(extra, strict=False)
-    return {**values, **{key: filled[key] for key in _SHARDED if key in filled}}
+    return {**values, **{name: filled[name] for name in _SHARDED if name in filled}}
+
+
+@torch.no_grad()
+def load_weights(
+    strategy: Strategy,
+    io: CheckpointIO,
+    path: str | Path,
+    values: Mapping[str, Any],
+    targets: Mapping[str, Tensor | FlatShard],
+) -> None:
+    """Load the weights of a checkpoint into other tensors than the module's, each process its shards.
+
+    Args:
+        strategy: Of the run.
+        io: Reads the checkpoint.
+        path: Of the checkpoint.
+        values: The result of :func:`read_values`.
+        targets: Tensors by name, sharded as those of ``strategy.local_weights()``; those that the checkpoint lacks
+            stay as they are.
+    """
+    if _shards(strategy, io):
+        io.load_into(path, {**dict.fromkeys(values), "state_dict": OptionalTensors(targets)})
+        return
+    from dstrat.checkpoint.full_state import copy_full
+
+    for name, target in targets.items():
+        if name in values["state_dict"]:
+            full = values["state_dict"][name]
+            copy_full(target, full.to(local_tensor(target).device))
 
 
 def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from dstrat.data.samplers import (
     AgreedSampler,
     BroadcastOrder,
+    CutBatches,
     RankBatchSampler,
     RankSampler,
     RepeatedBatches,
@@ -79,12 +80,15 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
     return with_sampler(loader, RankSampler(_order(sampler, strategy, loader), length=len(sampler), **share))
 
 
-def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to: int | None = None) -> DataLoader[Any]:
+def divide_evaluation(
+    loader: DataLoader[Any], strategy: Strategy, *, cuts: bool = False, repeat_to: int | None = None
+) -> DataLoader[Any]:
     """Return the loader with every n-th batch.
 
     Args:
         loader: The loader of the whole job.
         strategy: Says how many processes share the data, and which this one is.
+        cuts: Whether batches are cut where they are fewer than the processes.
         repeat_to: Number of batches of the whole job up to which the loader is repeated; None does not.
     """
     share = strategy.distributed_sampler_kwargs
@@ -98,6 +102,9 @@ def divide_evaluation(loader: DataLoader[Any], strategy: Strategy, *, repeat_to:
     batches: Any = AgreedSampler(order, length=len(sampler))
     if _groups_samples(loader):
         batches = _regrouped(batch_sampler, batches)
+        if cuts and len(batches) < share["num_replicas"]:
+            num_samples = len(batches) * batches.batch_size if batches.drop_last else len(sampler)
+            batches = CutBatches(batches, num_samples=num_samples, num_replicas=share["num_replicas"])
     if repeat_to is not None:
         batches = RepeatedBatches(batches, repeat_to)
     rank_batches = RankBatchSampler(batches, order, **share)

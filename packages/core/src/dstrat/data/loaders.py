@@ -70,17 +70,19 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
 
 
 def prepare_evaluation_loader(
-    loader: Any, strategy: Strategy, *, distribute: bool, records_indices: bool = False
+    loader: Any, strategy: Strategy, *, distribute: bool, records_indices: bool = False, keeps_batches: bool = False
 ) -> tuple[Any, bool]:
     """Return the loader that this process evaluates from, and whether its batches are divided between processes.
 
-    In the whole job each sample is read once: process r of n reads the batches r, r + n, r + 2n and so on.
+    In the whole job each sample is read once: process r of n reads the batches r, r + n, r + 2n and so on.  Fewer
+    batches than processes are cut, so that each process has samples, as long as there are as many.
 
     Args:
         loader: A DataLoader or any other iterable, or a CombinedLoader.
         strategy: Says how many processes share the data, and which this one is.
         distribute: Whether dstrat may divide the data.
         records_indices: Whether :func:`~dstrat.data.division.take_indices` is going to be called for each batch.
+        keeps_batches: Whether batches are never cut, as the results for each of them are returned.
 
     Raises:
         MisuseError: The loader has no batch.
@@ -94,7 +96,9 @@ def prepare_evaluation_loader(
         repeats = isinstance(loader, CombinedLoader) and loader.mode == "max_size_cycle"
         # Shorter loaders start again as in one process, before the division and not after it.
         repeat_to = length_of(loader) if repeats else None
-        loader = _map_loaders(loader, lambda leaf: divide_evaluation(leaf, strategy, repeat_to=repeat_to))
+        # Batches that are read together stay together.
+        cuts = not keeps_batches and not isinstance(loader, CombinedLoader)
+        loader = _map_loaders(loader, lambda leaf: divide_evaluation(leaf, strategy, cuts=cuts, repeat_to=repeat_to))
     else:
         loader = _map_loaders(loader, _for_all_workers)
     loader = _map_loaders(loader, lambda leaf: _with_worker_seeds(leaf, strategy.distributed_sampler_kwargs))

@@ -83,7 +83,8 @@ class RankSampler(Sampler[int]):
 class RankBatchSampler(Sampler[Any]):
     """Every n-th batch of another batch sampler, for evaluation: each sample is read once in the whole job.
 
-    Batches are the same ones as on one device; processes may differ by one batch.
+    Batches are the same ones as on one device, unless :class:`CutBatches` has cut them; processes may differ by one
+    batch.
 
     Args:
         batches: The batches of the whole job, in the same order in every process.
@@ -107,6 +108,32 @@ class RankBatchSampler(Sampler[Any]):
         for index, batch in enumerate(self.batches):
             if index % self._num_replicas == self._rank:
                 yield batch
+
+
+class CutBatches(Sampler[Any]):
+    """The samples of fewer batches than there are processes, in their order, in a batch for each process.
+
+    Args:
+        batches: A batch sampler.
+        num_samples: Number of samples in its batches.
+        num_replicas: Number of processes; there are as many batches, or one for each sample if these are fewer.
+
+    Attributes:
+        batches: As they were given.
+    """
+
+    def __init__(self, batches: Any, *, num_samples: int, num_replicas: int) -> None:
+        self.batches = batches
+        self._num_samples, self._count = num_samples, min(num_replicas, num_samples)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(itertools.chain.from_iterable(self.batches))
+        ends = [self._num_samples * number // self._count for number in range(self._count + 1)]
+        for begin, end in itertools.pairwise(ends):
+            yield samples[begin:end]
 
 
 class RepeatedBatches(Sampler[Any]):

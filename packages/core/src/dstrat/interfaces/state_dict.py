@@ -20,6 +20,14 @@ _MOST_NAMES = 20
 _log = logging.getLogger(__name__)
 
 
+def named_weights(module: Module) -> dict[str, Any]:
+    """Return the parameters and buffers of a module by all their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
 def load_by_names(
     module: Module, state: Mapping[str, Any], *, label: str = "the weights"
 ) -> tuple[list[str], list[str]]:

@@ -9,9 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from dstrat.errors import CheckpointError, MisuseError
+from dstrat.errors import CheckpointError, ConflictError, MisuseError
 from dstrat.interfaces.batch import move_to_device
-from dstrat.interfaces.state_dict import check_names, groups_misfit, load_by_names, load_named_state, named_state
+from dstrat.interfaces.state_dict import (
+    check_names,
+    groups_misfit,
+    load_by_names,
+    load_named_state,
+    named_state,
+    named_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -751,6 +758,29 @@ class Strategy(ABC):
         """Load a state of :meth:`sharded_module_state`, after a checkpoint was loaded into its tensors; collective.
 
         It does nothing if these tensors are the module's own; otherwise it copies them to the device.
+        """
+
+    def local_weights(self) -> dict[str, Any]:
+        """Return this process's parameters and buffers by name, in the memory that forward passes read; collective.
+
+        Of sharded parameters they are the shards: DTensors, or
+        :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.  Tied parameters are the same object.  Callbacks that
+        average the weights read them after steps, and change them in place for an evaluation; they call
+        :meth:`accept_local_weights` then.  A strategy with ``replicates_state=False`` overrides both.
+
+        Raises:
+            ConflictError: The strategy has no such tensors.
+        """
+        if not self.replicates_state:
+            raise ConflictError(
+                f"{type(self).__name__} does not say which shards of the weights a process has (local_weights)"
+            )
+        return named_weights(self.module)
+
+    def accept_local_weights(self) -> None:
+        """Compute with the tensors of :meth:`local_weights`, which were changed in place; collective.
+
+        Copies of the weights that an optimizer has are not changed: the same values come back before the next step.
         """
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -56,6 +56,26 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
                 )
 
 
+def check_one_dtype(module: Module, strategy: str) -> None:
+    """Check that all trained parameters of a module have one dtype.
+
+    Args:
+        module: The module to be trained.
+        strategy: Name of the strategy, which joins parameters of one dtype in flat tensors.
+
+    Raises:
+        MisuseError: Dtypes differ.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    first = next(iter(trained), None)
+    for name, parameter in trained.items():
+        if first is not None and parameter.dtype != trained[first].dtype:
+            raise MisuseError(
+                f"parameters {first!r} of {trained[first].dtype} and {name!r} of {parameter.dtype} are both trained, "
+                f"and {strategy} takes one dtype: convert one of them, or choose strategy='ddp', which keeps both"
+            )
+
+
 def state_after_one_step(optimizer: Optimizer, group: int, like: Tensor) -> dict[str, Any]:
     """Return an optimizer's state of a parameter of two elements after a step with zero gradients.
 

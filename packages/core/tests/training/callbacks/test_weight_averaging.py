@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from dstrat.errors import ConflictError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
 
@@ -282,11 +282,11 @@ def test_it_can_be_pickled(train):
     pickle.loads(pickle.dumps(averaging))
 
 
-def test_a_strategy_that_shards_the_weights_is_a_conflict(train, averaging):
+def test_a_strategy_that_does_not_say_where_its_weights_are_is_a_conflict(train, averaging):
     class Sharding(averaging):
         replicates_state = False
 
-    with pytest.raises(ConflictError, match=r"WeightAveraging needs the whole weights in each process, and Sharding"):
+    with pytest.raises(ConflictError, match=r"WeightAveraging cannot average the weights: Sharding does not say which"):
         train(WeightAveraging(), devices=1, strategy=Sharding())
 
 
@@ -301,3 +301,8 @@ def test_a_strategy_that_shards_the_weights_is_a_conflict(train, averaging):
 def test_arguments_out_of_range_are_refused(make, message):
     with pytest.raises(RequestError, match=message):
         make()
+
+
+def test_an_argument_that_is_none_is_refused():
+    with pytest.raises(MisuseError, match="WeightAveraging"):
+        WeightAveraging(strategy="fsdp")

@@ -148,3 +148,86 @@ def test_steps_of_the_second_loader_may_communicate_where_those_of_the_first_do_
     trainer = quiet_trainer(strategy=averaging(timeout=timedelta(seconds=20)), devices=2)
     results = trainer.validate(make_line(Two))
     assert [sum(values.values()) for values in results] == [5.0, 6.0]
+
+
+# Fewer batches than ranks
+
+
+@pytest.fixture
+def measured_class(line_class):
+    """A module whose metrics begin with integers and with zeros, and which logs what a hook computes."""
+    import torchmetrics
+
+    class Sums(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("sum", default=torch.tensor(0), dist_reduce_fx="sum")
+            self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
+            self.add_state("largest", default=torch.tensor(0), dist_reduce_fx="max")
+            self.add_state("latest", default=torch.tensor(0), dist_reduce_fx="mean")
+
+        def update(self, x):
+            values = x.double().sum(1)
+            self.sum, self.count = self.sum + values.sum(), self.count + len(values)
+            self.largest = values.max() if self.update_count == 1 else torch.maximum(self.largest, values.max())
+            self.latest = torch.full((3,), 7.5)
+
+        def compute(self):
+            return torch.stack([self.sum / self.count, self.largest, self.latest.sum()])
+
+    class Measured(line_class):
+        def __init__(self):
+            super().__init__()
+            self.sums = Sums()
+            self.seen = []
+
+        def test_step(self, batch, batch_idx, dataloader_idx=0):
+            self.sums.update(-batch[0].abs())
+            self.seen += (-batch[0].abs()).sum(1).tolist()
+            self.log("mean of steps", -batch[0].abs().sum(1).mean(), add_dataloader_idx=False)
+
+        validation_step = test_step
+
+        def on_validation_epoch_end(self):
+            mean, largest, latest = self.sums.compute()
+            self.log_dict({"mean": mean, "largest": largest, "latest": latest})
+            value = sum(self.seen) / len(self.seen) if self.seen else float("nan")
+            self.log_dict({"mean of ranks": value}, sync_dist=True)
+            self.log("largest of ranks", max(self.seen, default=0.0), reduce_fx="max")
+            self.sums.reset()
+
+        on_test_epoch_end = on_validation_epoch_end
+
+    return Measured
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_samples_of_few_batches_are_divided_and_a_rank_without_any_adds_nothing(
+    quiet_trainer, make_line, measured_class, loader, averaging, count, stage
+):
+    [alone] = getattr(quiet_trainer(), stage)(make_line(measured_class), loader(count=count))
+    trainer = quiet_trainer(strategy=averaging(), devices=2)
+    [together] = getattr(trainer, stage)(make_line(measured_class), loader(count=count))
+    if count in (3, 7):  # a mean of the means of ranks with different numbers of samples
+        del alone["mean of ranks"], together["mean of ranks"]
+    assert together == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_limit_and_several_loaders_count_divided_batches(quiet_trainer, make_line, measured_class, loader, averaging):
+    class PerLoader(measured_class):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log("samples", float(len(batch[0])), reduce_fx="sum")
+
+        def on_validation_epoch_end(self):
+            pass
+
+    loaders = [loader(count=1), loader(count=8), loader(count=24)]
+    trainer = quiet_trainer(strategy=averaging(), devices=2, limit_val_batches=1)
+    results = trainer.validate(make_line(PerLoader), loaders)
+    assert [next(iter(values.values())) for values in results] == [1.0, 8.0, 16.0]
+
+
+def test_predictions_keep_the_batches_of_one_device(quiet_trainer, line, loader, averaging):
+    trainer = quiet_trainer(strategy=averaging(), devices=2)
+    assert [len(batch) for batch in trainer.predict(line, loader(count=8))] == [8]

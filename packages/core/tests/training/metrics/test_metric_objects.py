@@ -145,7 +145,7 @@ def test_a_loader_with_fewer_batches_than_processes_counts_beside_another(
             self.mse.update(*self.error(batch))
             self.log("mse", self.mse)
 
-    loaders = [loader(count=4 if index == short else 48) for index in range(2)]
+    loaders = [loader(count=1 if index == short else 48) for index in range(2)]
     alone, together = (
         quiet_trainer(strategy=strategy, devices=devices).test(make_scored(test_step=test_step), loaders)
         for strategy, devices in (("single_device", 1), (averaging(), 2))
@@ -162,7 +162,7 @@ def test_a_process_that_lacks_a_loader_may_log_nothing_that_the_others_do_not(
 
     module = make_scored(test_step=test_step)
     with pytest.raises(RankFailedError, match="rank 1 logged 'error/dataloader_idx_0' and rank 0 did not"):
-        quiet_trainer(strategy=averaging(), devices=2).test(module, [loader(), loader(count=4)])
+        quiet_trainer(strategy=averaging(), devices=2).test(module, [loader(), loader(count=1)])
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_has_metrics_that_begin_anew(quiet_trainer, make_scored, loader, tmp_path):

@@ -46,6 +46,36 @@ def is_sharded(tensor: Tensor | FlatShard) -> bool:
     return isinstance(tensor, FlatShard) or is_distributed(tensor)
 
 
+def local_tensor(tensor: Tensor | FlatShard) -> Tensor:
+    """Return the elements that this process holds, in the same memory."""
+    if isinstance(tensor, FlatShard):
+        return tensor.local
+    distributed: Any = tensor
+    with torch.no_grad():
+        local: Tensor = distributed.to_local() if is_distributed(tensor) else tensor
+    return local.detach()
+
+
+def with_local(like: Tensor | FlatShard, local: Tensor) -> Tensor | FlatShard:
+    """Return a tensor that is sharded like another, of this process's elements."""
+    if isinstance(like, FlatShard):
+        return FlatShard(local=local, start=like.start, shape=like.shape)
+    if not is_distributed(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    distributed: Any = like
+    sharded: Tensor = DTensor.from_local(
+        local,
+        distributed.device_mesh,
+        distributed.placements,
+        run_check=False,  # it would communicate; shape and stride are needed as shards may differ in size
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return sharded
+
+
 def check_kind(tensor: Tensor | FlatShard, name: str) -> None:
     """Raise a :class:`CheckpointError` for a tensor that cannot be saved: sparse, quantized, on meta ..."""
     if isinstance(tensor, FlatShard):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.interfaces.keywords import NamedArguments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -208,3 +208,13 @@ class Callback(NamedArguments):
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Read entries of a checkpoint."""
+
+    def restore_average(self, trainer: Trainer, load: Callable[[Mapping[str, Any]], None]) -> None:
+        """Read an average of the weights from a checkpoint, from which a fit resumes, after the strategy's setup.
+
+        Every process calls it, if the checkpoint has an average as its ``state_dict``.
+
+        Args:
+            trainer: In the fit.
+            load: Loads the average into tensors by name, which are sharded as those of ``strategy.local_weights()``.
+        """

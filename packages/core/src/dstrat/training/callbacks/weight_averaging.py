@@ -7,23 +7,22 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
+from dstrat.checkpoint.strategy_state import CURRENT_WEIGHTS, replaced_weights
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.keywords import check_keywords
+from dstrat.training.callbacks.averaged_weights import AveragedWeights, move_towards
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.checkpoint.save import replace_rank_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
-
-_PREFIX = "module."
 
 _log = logging.getLogger(__name__)
 
@@ -41,33 +40,43 @@ class WeightAveraging(Callback):
     Before the first update validation uses the current weights.
 
     A checkpoint has the average as its ``state_dict``, which an evaluation loads, and the current weights, with which a
-    resumed training continues, as ``current_model_state``.  The average needs as much memory as the module.
+    resumed training continues, as ``current_model_state``; a training resumes from these also without this callback.
+
+    It works with every strategy that has the weights or shards of them in each process (``Strategy.local_weights``).
+    The average of a shard is a shard, and takes as much memory; for weights in 16 bits it is in float32.  These weights
+    are averaged as forward passes use them, not an optimizer's master weights.
 
     Args:
         device: Device of the average; by default the module's.
         use_buffers: Whether buffers are averaged too; otherwise they are copied.  Integer buffers are always copied,
             except with ``avg_fn`` or ``multi_avg_fn``.
-        **kwargs: Arguments of :class:`torch.optim.swa_utils.AveragedModel`: ``avg_fn`` or ``multi_avg_fn``.
+        **kwargs: ``avg_fn`` or ``multi_avg_fn``, as of :class:`torch.optim.swa_utils.AveragedModel`; they get shards
+            of sharded weights, and so work element by element.
 
     Raises:
         RequestError: Both ``avg_fn`` and ``multi_avg_fn`` are passed.
+        MisuseError: Another argument is passed.
     """
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         accepted = [*inspect.signature(type(self)).parameters.values()][:-1]  # without **kwargs
-        accepted += inspect.signature(AveragedModel).parameters.values()
+        parameters = inspect.signature(AveragedWeights).parameters
+        accepted += [parameters[name] for name in ("avg_fn", "multi_avg_fn")]
         check_keywords(accepted, kwargs, type(self).__name__)
-        if kwargs.get("avg_fn") and kwargs.get("multi_avg_fn"):
+        functions = {name: kwargs.get(name) for name in ("avg_fn", "multi_avg_fn")}
+        if functions["avg_fn"] and functions["multi_avg_fn"]:
             raise RequestError("avg_fn and multi_avg_fn are both passed, and each is an average: pass one of them")
-        self._device = None if device is None else torch.device(device)
-        self._options = {"use_buffers": use_buffers, **kwargs}
-        self._has_custom_function = bool(kwargs.get("avg_fn") or kwargs.get("multi_avg_fn"))
-        self._average: AveragedModel | None = None
+        self._options: dict[str, Any] = {
+            "device": None if device is None else torch.device(device),
+            "use_buffers": use_buffers,
+            **functions,
+        }
+        self._average: AveragedWeights | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._updated_at_step, self._updated_at_epoch = 0, -1
-        self._is_swapped = False
+        self._num_saved_updates = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:  # noqa: ARG002 - for subclasses
         """Return whether to update the average now; by default after every optimizer step.
@@ -80,7 +89,11 @@ class WeightAveraging(Callback):
 
     @property
     def _has_average(self) -> bool:
-        return self._average is not None and int(self._average.n_averaged) > 0
+        return self._average is not None and self._average.num_updates > 0
+
+    @property
+    def _is_swapped(self) -> bool:
+        return self._average is not None and self._average.is_swapped
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +105,7 @@ class WeightAveraging(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._average, self._is_swapped = None, False  # a fit keeps its average for a checkpoint after its end
+        self._average = None  # a fit keeps its average for a checkpoint after its end
         if stage == "fit":
             self._begin()
 
@@ -108,21 +121,16 @@ class WeightAveraging(Callback):
             )
         self._create(trainer)
 
-    def _create(self, trainer: Trainer) -> AveragedModel:
-        """Create an empty average, unless a checkpoint has restored one."""
+    def _create(self, trainer: Trainer) -> AveragedWeights:
+        """Create an empty average, unless a checkpoint has restored one; collective."""
         if self._average is None:
-            if not trainer.strategy.replicates_state:
+            try:
+                self._average = AveragedWeights(trainer.strategy, **self._options)
+            except ConflictError as error:
                 raise ConflictError(
-                    f"{type(self).__name__} needs the whole weights in each process, and "
-                    f"{type(trainer.strategy).__name__} shards them: leave it out, or choose another strategy"
-                )
-            options = (
-                self._options if self._has_custom_function else {**self._options, "multi_avg_fn": self._average_equally}
-            )
-            # Without its device argument, which would move n_averaged to the device too: each update reads it, and
-            # would wait for the device.
-            self._average = AveragedModel(trainer.strategy.module, **options)
-            self._average.module.to(self._device).requires_grad_(False)
+                    f"{type(self).__name__} cannot average the weights: {error}. Leave it out, or choose another "
+                    "strategy"
+                ) from error
         return self._average
 
     @override
@@ -149,18 +157,11 @@ class WeightAveraging(Callback):
 
     def _update(self, trainer: Trainer) -> None:
         assert self._average is not None  # noqa: S101 - on_fit_start has made it
-        self._average.update_parameters(trainer.strategy.module)
-
-    @torch.no_grad()
-    def _average_equally(self, averages: list[Tensor], currents: list[Tensor], _: Tensor | int) -> None:
-        """Update a mean of all weights, with the number of updates read from the CPU."""
-        assert self._average is not None  # noqa: S101 - it is what calls this
-        _move_towards(averages, currents, 1.0 / (int(self._average.n_averaged) + 1))
+        self._average.update(trainer.strategy)
 
     @override
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._has_average:
-            self._share_buffers(trainer)
             self._swap(trainer)
 
     @override
@@ -176,36 +177,20 @@ class WeightAveraging(Callback):
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._has_average:
-            self._share_buffers(trainer)
             self._swap(trainer)
         elif trainer.is_global_zero:
             _log.warning("%s never took the weights into an average: they stay as trained", type(self).__name__)
 
+    def _swap(self, trainer: Trainer) -> None:
+        assert self._average is not None  # noqa: S101 - callers have checked it
+        if not self._average.is_swapped:
+            self._average.share_buffers(trainer.strategy)
+        self._average.swap(trainer.strategy)
+
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._average is not None:
-            self._average.cpu()  # frees the device; it is still needed for a checkpoint after the fit
-
-    @torch.no_grad()
-    def _share_buffers(self, trainer: Trainer) -> None:
-        """Broadcast the averaged buffers of global rank 0, which are those in checkpoints; collective."""
-        assert self._average is not None  # noqa: S101 - callers have checked it
-        buffers = list(self._average.module.buffers())
-        if buffers and trainer.world_size > 1:
-            # From the CPU: tensors on a GPU would be unpickled on rank 0's GPU on every rank.
-            values = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
-            torch._foreach_copy_(buffers, values)
-
-    @torch.no_grad()
-    def _swap(self, trainer: Trainer) -> None:
-        """Swap the values of the module's weights and of the average, in place."""
-        assert self._average is not None  # noqa: S101 - callers have checked it
-        for average, current in zip(_tensors(self._average.module), _tensors(trainer.strategy.module), strict=True):
-            # One at a time, for memory; in place, as the strategy and the optimizers refer to these tensors.
-            saved = current.to(average.device, copy=True)
-            current.copy_(average)
-            average.copy_(saved)
-        self._is_swapped = not self._is_swapped
+            self._average.to_host()  # frees the device; it is still needed for a checkpoint after the fit
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
@@ -213,16 +198,14 @@ class WeightAveraging(Callback):
         if not self._has_average:
             return
         assert self._average is not None  # noqa: S101 - there is one
-        other_state = self._average.module.state_dict()
-        average, current = other_state, checkpoint["state_dict"]
-        if self._is_swapped:  # saved in a validation, in which the module has the average
-            average, current = current, other_state
-        checkpoint["state_dict"] = average
+        strategy, state = trainer.strategy, checkpoint["state_dict"]
+        average, current = self._average.states(strategy)
+        checkpoint["state_dict"] = replaced_weights(strategy, state, average)
         if "loops" in checkpoint:  # otherwise it has weights only, and cannot be resumed
-            checkpoint["current_model_state"] = current
-            checkpoint["averaging_state"] = {"n_averaged": int(self._average.n_averaged)}
-            if self._is_swapped:
-                replace_rank_buffers(checkpoint, trainer.strategy, self._average.module)
+            checkpoint[CURRENT_WEIGHTS] = replaced_weights(strategy, state, current)
+            checkpoint["averaging_state"] = {"n_averaged": self._average.num_updates}
+            if self._is_swapped:  # saved in a validation, in which the module has the average
+                replace_rank_buffers(checkpoint, strategy, self._average.buffers_of_training())
 
     def _catch_up(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Update the average for a checkpoint that another callback saves before this callback's hook is called."""
@@ -235,12 +218,12 @@ class WeightAveraging(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if not trainer.is_fitting or "averaging_state" not in checkpoint:
-            return
-        average = self._create(trainer)
-        average.module.load_state_dict(checkpoint["state_dict"])
-        average.n_averaged.fill_(checkpoint["averaging_state"]["n_averaged"])
-        checkpoint["state_dict"] = checkpoint["current_model_state"]  # training continues from these weights
+        self._num_saved_updates = int(checkpoint.get("averaging_state", {}).get("n_averaged", 0))
+
+    @override
+    def restore_average(self, trainer: Trainer, load: Callable[[Mapping[str, Any]], None]) -> None:
+        if self._num_saved_updates:
+            self._create(trainer).restore(trainer.strategy, load, self._num_saved_updates)
 
 
 class EMAWeightAveraging(WeightAveraging):
@@ -298,16 +281,4 @@ class ExponentialAverage:
 
     @torch.no_grad()
     def __call__(self, averages: list[Tensor], currents: list[Tensor], _: Tensor | int) -> None:
-        _move_towards(averages, currents, 1.0 - self._decay)
-
-
-def _move_towards(averages: list[Tensor], currents: list[Tensor], share: float) -> None:
-    # torch has no public name for operations on lists of tensors; torch.optim.swa_utils uses these too.
-    if averages[0].is_floating_point() or averages[0].is_complex():
-        torch._foreach_lerp_(averages, currents, share)
-    else:  # counts and indices have no average
-        torch._foreach_copy_(averages, currents)
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+        move_towards(averages, currents, 1.0 - self._decay)

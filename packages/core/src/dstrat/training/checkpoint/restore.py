@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.foreign import how_to_convert
 from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import (
+    CURRENT_WEIGHTS,
     is_of_same_strategy,
     load_module,
     load_rank_buffers,
+    load_weights,
     read_values,
     restore_optimization,
 )
@@ -65,9 +68,19 @@ class CheckpointRestore:
             CheckpointError: The checkpoint does not fit this training.
         """
         trainer = self._trainer
+        resumes_average = trainer.is_fitting and CURRENT_WEIGHTS in self._values
         checkpoint = load_module(
-            trainer.strategy, self._io, self._path, self._values, has_optimizers=trainer.is_fitting
+            trainer.strategy,
+            self._io,
+            self._path,
+            self._values,
+            has_optimizers=trainer.is_fitting,
+            key=CURRENT_WEIGHTS if resumes_average else "state_dict",
         )
+        if resumes_average:
+            load_average = partial(load_weights, trainer.strategy, self._io, self._path, self._values)
+            for callback in trainer.callbacks:
+                callback.restore_average(trainer, load_average)
         _restore_states(trainer, checkpoint)
         if trainer.is_fitting:
             self._restore_training(checkpoint)

@@ -10,9 +10,10 @@ from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from torch import nn
+    from torch import Tensor
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.results import FinalState
@@ -101,19 +102,19 @@ def _of_each_rank(trainer: Trainer, rank_state: dict[str, Any]) -> dict[str, Any
     return {"ranks": _gather(trainer.strategy, rank_state)}
 
 
-def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, module: nn.Module) -> None:
-    """Replace the buffers of ranks in a checkpoint by those of another module; collective.
+def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
+    """Replace the buffers of ranks in a checkpoint; collective.
 
     Args:
         checkpoint: Changed in place, if it has states of ranks.
         strategy: Of the run.
-        module: The module with the weights of the training, while the strategy's module has others, such as averages.
+        buffers: Those of this rank's training, while the strategy's module has others, such as averages.
     """
     if "per_rank" in checkpoint:
-        checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, module)
+        checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, buffers)
     elif "ranks" in checkpoint:
-        for state, buffers in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, module)), strict=True):
-            state["buffers"] = buffers
+        for state, of_rank in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, buffers)), strict=True):
+            state["buffers"] = of_rank
 
 
 def _gather(strategy: Strategy, value: Any) -> list[Any]:

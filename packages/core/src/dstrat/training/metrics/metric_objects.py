@@ -15,8 +15,9 @@ from dstrat.errors import MisuseError
 from dstrat.training.metrics.values import LoggedValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.reduction import Options
 
 
@@ -144,6 +145,10 @@ def _attribute_of(name: str, metric: Any, module: nn.Module, attribute: str | No
 # State of metric objects
 
 
+_IDEMPOTENT = ("dim_zero_mean", "dim_zero_max", "dim_zero_min")
+"""torchmetrics' reductions whose result does not change if it is added to the states."""
+
+
 @contextmanager
 def unchanged_metrics(module: nn.Module) -> Iterator[None]:
     """Undo the updates of a module's metric objects at the end of a ``with`` block."""
@@ -155,6 +160,43 @@ def unchanged_metrics(module: nn.Module) -> Iterator[None]:
     finally:
         for metric, (state, update_count) in zip(metrics, states, strict=True):
             _set_state(metric, state, update_count)
+
+
+def share_states(module: nn.Module, strategy: Strategy) -> None:
+    """Make the states of metric objects that this rank has not updated neutral among those of its peers; collective.
+
+    A metric gathers its states from all ranks.  Its defaults may have another dtype or shape than its states, which
+    would mix up their bytes, and are no values for a mean, a maximum or a minimum.
+    """
+    metrics: list[Any] = [submodule for submodule in module.modules() if is_metric(submodule)]
+    if not metrics:
+        return
+    called = torch.tensor([int(m.update_called) for m in metrics], device=strategy.root_device)
+    updated = strategy.all_gather(called).tolist()
+    for number, metric in enumerate(metrics):
+        sources = [rank for rank, has_updated in enumerate(updated) if has_updated[number]]
+        if 0 < len(sources) < strategy.world_size:
+            _share_state(metric, sources, strategy)
+
+
+def _share_state(metric: Any, sources: Sequence[int], strategy: Strategy) -> None:
+    tensors = {name: state.cpu() for name, state in metric.metric_state.items() if isinstance(state, Tensor)}
+    states = [strategy.broadcast(tensors, src=source) for source in sources]
+    if metric.update_called:
+        return
+    shared = {}
+    for name, default in metric.metric_state.items():
+        values = [state[name] for state in states if name in state]
+        if not values or not isinstance(default, Tensor):
+            continue
+        reduction = metric._reductions[name]  # noqa: SLF001 - torchmetrics (1.x) has no public name
+        if getattr(reduction, "__name__", None) in _IDEMPOTENT:
+            neutral = reduction(torch.stack(values))
+        else:
+            neutral = default.to(values[0])
+            neutral = neutral.expand_as(values[0]).clone() if neutral.numel() == 1 else neutral
+        shared[name] = neutral.to(default.device)
+    _set_state(metric, shared, 1)  # as after an update, as torchmetrics warns of a computation before one
 
 
 def _set_state(metric: Any, state: Mapping[str, Any], update_count: int) -> None:

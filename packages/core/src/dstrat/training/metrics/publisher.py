@@ -293,7 +293,7 @@ def _reduced_values(
     names = {entry.name: entry.resolved for entry in (*numbers, *metrics)}
     shares = [e.epoch_share for e in numbers if e.sync_epoch] + [e.step_share for e in numbers if e.sync_step]
     had_data = logged.has_batches and not logged.lacks_a_loader
-    exchanged = exchange_epoch(LocalSummary(names, shares, had_data), strategy)
+    exchanged = exchange_epoch(LocalSummary(names, shares, had_data, logged.has_batches), strategy)
     if exchanged.names is not names:  # this rank lacks names, and takes part in their reduction with its peers' names
         peers = [entry_of(name, options, module) for name, options in exchanged.names.items()]
         numbers = [entry for entry in peers if isinstance(entry, NumberEntry)]

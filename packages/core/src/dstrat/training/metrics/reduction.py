@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Values in the first gather.  Its size is fixed: ranks that have logged different names would otherwise hang in a
 # collective of different sizes, or mix up their values.
 FIRST_ROWS = 62
-_HEADER = 3
+_HEADER = 3  # digest, number of values, and data of the rank: 0 is none, 1 is some
+_OF_EVERY_LOADER = 2.0
 
 
 class Contribution(NamedTuple):
@@ -32,6 +33,7 @@ class Contribution(NamedTuple):
         total: The rank's value, for a mean times its weight.
         weight: Weight in a mean; 0 if the rank has no value.
         group: The process group to reduce over; None is all ranks.
+        of_batches: Whether it comes from steps; a value of a hook says nothing on a rank that has had no batch.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Contribution(NamedTuple):
     total: Tensor | float
     weight: float
     group: Any = None
+    of_batches: bool = True
 
 
 class LocalSummary(NamedTuple):
@@ -49,11 +52,13 @@ class LocalSummary(NamedTuple):
         shares: The contributions, in an order that is the same on all ranks.
         had_data: Whether the rank has had a batch of every loader.  Otherwise it may lack names, to whose values it
             contributes nothing.
+        had_batch: Whether it has had a batch of any loader.
     """
 
     names: Mapping[str, Options]
     shares: Sequence[Contribution]
     had_data: bool = True
+    had_batch: bool = True
 
     @property
     def digest(self) -> int:
@@ -108,8 +113,8 @@ def exchange_epoch(summary: LocalSummary, strategy: Strategy) -> ReducedValues:
         MisuseError: Ranks have logged different names.
     """
     table = _gather_first(summary, strategy).cpu()
-    digests, counts, had_data = (table[:, column].tolist() for column in range(_HEADER))
-    complete = [rank for rank in range(strategy.world_size) if had_data[rank]]
+    digests, counts, data = (table[:, column].tolist() for column in range(_HEADER))
+    complete = [rank for rank in range(strategy.world_size) if data[rank] == _OF_EVERY_LOADER]
     if len({digests[rank] for rank in complete}) > 1:
         _raise_mismatch(summary, complete, strategy)
     # A rank without data may lack names, so that they are those of a rank with data.
@@ -129,7 +134,8 @@ def _completed(summary: LocalSummary, source: int, strategy: Strategy) -> LocalS
         source: A rank with all names.
         strategy: Has the collectives.
     """
-    names, outline = strategy.broadcast((summary.names, [share[:2] for share in summary.shares]), src=source)
+    outline = [(share.name, share.reduction, share.of_batches) for share in summary.shares]
+    names, outline = strategy.broadcast((summary.names, outline), src=source)
     if any(options.sync_dist_group for options in names.values()):
         raise MisuseError(
             "sync_dist_group cannot be used where a process has no data: leave it out, or use fewer processes"
@@ -138,7 +144,10 @@ def _completed(summary: LocalSummary, source: int, strategy: Strategy) -> LocalS
         if name not in names or _common(options) != _common(names[name]):
             raise _mismatch_error(strategy.global_rank, [name], f"{source} did not")
     shares_by_name = {share.name: share for share in summary.shares}
-    shares = [shares_by_name.get(name, Contribution(name, reduction, 0.0, 0.0)) for name, reduction in outline]
+    shares = [
+        shares_by_name.get(name, Contribution(name, reduction, 0.0, 0.0, of_batches=of_batches))
+        for name, reduction, of_batches in outline
+    ]
     return summary._replace(names=names, shares=shares)
 
 
@@ -146,7 +155,8 @@ def _completed(summary: LocalSummary, source: int, strategy: Strategy) -> LocalS
 
 
 def _gather_first(summary: LocalSummary, strategy: Strategy) -> Tensor:
-    header = [summary.digest, len(summary.shares), summary.had_data]
+    data = _OF_EVERY_LOADER if summary.had_data else float(summary.had_batch)
+    header = [summary.digest, len(summary.shares), data]
     # Values of groups are reduced within these, and have empty rows here.
     first_shares = [
         share if share.group is None else share._replace(total=0.0) for share in summary.shares[:FIRST_ROWS]
@@ -173,11 +183,15 @@ def _gather(
 
 
 def _reduce_all(table: Tensor, shares: Sequence[Contribution], count: int, strategy: Strategy) -> dict[str, float]:
-    rows = table[:, _HEADER : _HEADER + 2 * count]
+    rows, had_batch = table[:, _HEADER : _HEADER + 2 * count], table[:, _HEADER - 1] > 0
     if count > FIRST_ROWS:
         remaining = _gather((), shares[FIRST_ROWS:], count - FIRST_ROWS, strategy)
         rows = torch.cat([rows, remaining.cpu()], dim=1)
-    values = {share.name: _combine(share, rows[:, 2 * i], rows[:, 2 * i + 1]) for i, share in enumerate(shares)}
+    values = {}
+    for index, share in enumerate(shares):
+        # What a hook computes on a rank without data is no value: the default of a metric, or a mean of nothing.
+        counted = slice(None) if share.of_batches or share.reduction == "sum" or not had_batch.any() else had_batch
+        values[share.name] = _combine(share, rows[counted, 2 * index], rows[counted, 2 * index + 1])
     # The shares are sorted by name, and groups may alternate: each run of one group is a collective of its own.
     for group, members in groupby([share for share in shares if share.group is not None], lambda share: share.group):
         group_shares = list(members)

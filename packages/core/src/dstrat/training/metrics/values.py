@@ -291,7 +291,8 @@ class NumberEntry(LoggedValue):
         return self._combined_total / self.weight if self.weight else math.nan
 
     def _share(self, name: str, total: Tensor | float, weight: float) -> Contribution:
-        return Contribution(name, self.reduction, total, weight, self.options.sync_dist_group)
+        group = self.options.sync_dist_group
+        return Contribution(name, self.reduction, total, weight, group, of_batches=self.in_step)
 
     @property
     def _combined_total(self) -> Tensor | float:
