@@ -16,6 +16,7 @@ from dstrat import (
     ModelCheckpoint,
     SimpleProfiler,
     SingleDeviceStrategy,
+    TensorBoardLogger,
     TorchCheckpointIO,
     TorchPredictionWriter,
     read_predictions,
@@ -23,6 +24,7 @@ from dstrat import (
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.reader import read_manifest
 from dstrat.errors import CheckpointError, MisuseError
+from dstrat.training.loggers.defaults import SilentLogger
 from dstrat.training.module.loading import read_checkpoint
 
 IOS = [PortableCheckpointIO, TorchCheckpointIO]
@@ -58,6 +60,77 @@ def test_auto_starts_anew_and_then_goes_on_from_the_newest(fit, tmp_path, caplog
     trainer, (message,) = run(3)
     assert message == f"resume='auto': training resumes from {saved}"
     assert (trainer.current_epoch, trainer.global_step) == (3, 18)
+
+
+class Dated(CSVLogger):
+    """A logger that names its versions itself."""
+
+    def __init__(self, save_dir):
+        super().__init__(save_dir, version=None)
+
+    @property
+    def log_dir(self):
+        return self.root_dir / "dated" / f"{id(self):x}"
+
+
+LOGGERS = {
+    "csv": CSVLogger,
+    "tensorboard": lambda folder: TensorBoardLogger(folder, name="n"),
+    "without a name": lambda folder: CSVLogger(folder, name=""),
+    "a fixed version": lambda folder: CSVLogger(folder, version="mine"),
+    "a version of its own": Dated,
+    "two": lambda folder: [SilentLogger(), CSVLogger(folder)],
+}
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+@pytest.mark.parametrize("rank_0_elsewhere", [False, True])
+def test_every_search_finds_the_checkpoints_in_a_loggers_own_folder(
+    fit, make_line, loader, averaging, quiet_trainer, tmp_path, caplog, logger, rank_0_elsewhere
+):
+    def options():
+        processes = {"strategy": averaging(), "devices": 2} if rank_0_elsewhere else {}
+        return {"logger": LOGGERS[logger](tmp_path / "logs"), "default_root_dir": tmp_path / "root", **processes}
+
+    saved = fit(1, **options()).checkpoint_callback.best_model_path
+    assert saved.startswith(str(tmp_path / "logs"))
+    assert fit(2, resume="auto", **options()).ckpt_path == saved
+    assert "starts anew" not in caplog.text
+    newest = fit(3, ckpt_path="last", **options()).ckpt_path
+    assert Path(newest).parent.is_relative_to(tmp_path / "logs")
+    assert newest != saved
+    for path in ("last", "best"):  # a Trainer that has not trained
+        trainer = quiet_trainer(enable_checkpointing=True, **options())
+        trainer.test(make_line(), loader(), ckpt_path=path)
+        assert Path(trainer.ckpt_path).name.startswith("epoch=2")
+
+
+def test_the_newest_of_all_callbacks_is_found_also_beside_a_chosen_folder(fit, tmp_path):
+    def run(max_epochs, **kwargs):
+        best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", mode="max")  # the first one, as the loss falls
+        latest = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
+        return fit(max_epochs, [best, latest], logger=CSVLogger(tmp_path / "logs"), **kwargs)
+
+    run(2)
+    assert run(2, resume="auto").ckpt_path.endswith("logs/dstrat_logs/version_0/checkpoints/epoch=1-step=12.ckpt")
+
+
+def test_a_folder_within_the_loggers_is_found_in_earlier_runs(fit, tmp_path):
+    def run(max_epochs, **kwargs):
+        logger = CSVLogger(tmp_path / "logs")
+        return fit(max_epochs, ModelCheckpoint(logger.log_dir / "[kept]" / "1", "{epoch}"), logger=logger, **kwargs)
+
+    run(1)
+    assert run(2, resume="auto").ckpt_path.endswith("version_0/[kept]/1/epoch=0.ckpt")
+
+
+@pytest.mark.parametrize("by", ["version", "dirpath"])
+def test_auto_takes_no_checkpoint_of_another_chosen_version_or_folder(fit, tmp_path, caplog, by):
+    for name in ("a", "b"):
+        callback = ModelCheckpoint(tmp_path / name / "checkpoints") if by == "dirpath" else None
+        trainer = fit(1, callback, logger=CSVLogger(tmp_path, version=name), resume="auto")
+        assert trainer.ckpt_path is None
+        assert f"there is no complete checkpoint in '{trainer.checkpoint_callback.dirpath}'" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["manifest", "folder"])

@@ -307,8 +307,9 @@ class Trainer(RunState):
             datamodule: Makes the loaders.
             ckpt_path: A checkpoint to resume from: its path, ``"last"`` or ``"best"``.
             weights_only: Accepted for compatibility with Lightning, without effect: checkpoints never run code.
-            resume: ``"auto"`` resumes from the newest complete checkpoint in the folder of a ModelCheckpoint, or else
-                below ``default_root_dir``; without one training starts from scratch.
+            resume: ``"auto"`` resumes from the newest complete checkpoint in the folders of ModelCheckpoints, those of
+                earlier runs with the same logger included, or else below ``default_root_dir`` unless ``dirpath`` or the
+                logger's version chose the folders; without one training starts from scratch.
 
         Raises:
             CheckpointError: The checkpoint does not exist, is damaged, or is of another training.

@@ -20,7 +20,7 @@ from dstrat.training.callbacks.checkpoint_ranking import Decision, RetainedCheck
 from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes, check_count
-from dstrat.training.checkpoint.path import check_writable, remove_checkpoint
+from dstrat.training.checkpoint.path import check_writable, default_folder, remove_checkpoint
 from dstrat.training.loggers.defaults import call_loggers
 from dstrat.training.loops.stopping import Interrupted, Terminated
 
@@ -289,10 +289,7 @@ class ModelCheckpoint(Callback):
         if self._is_evaluating:
             return
         _check_constants(self)
-        root = trainer.default_root_dir
-        if trainer.log_dir is not None and storage_of(root).is_local:
-            root = trainer.log_dir
-        self.dirpath = self._requested_dirpath or root.absolute() / "checkpoints"
+        self.dirpath = self._requested_dirpath or default_folder(trainer)
         self._check_link(trainer, self.dirpath)
         # Before training, not at the first save, which may be hours away.
         if trainer.is_global_zero and (self.save_top_k or self.save_last):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from dstrat.checkpoint.formats import io_for, is_builtin, read_step
@@ -17,7 +19,6 @@ from dstrat.errors import CheckpointError, MisuseError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 CheckpointRequest: TypeAlias = "str | Path | Search | None"
 """The user's request for a checkpoint."""
 
-_FOLDER_PATTERNS = ("", "checkpoints", "*/checkpoints", "*/*/checkpoints")
+FOLDER = "checkpoints"
+"""Name of the default folder, in that of a logger or in ``default_root_dir``."""
+
+_FOLDER_PATTERNS = ("", FOLDER, f"*/{FOLDER}", f"*/*/{FOLDER}")
 """Folders of checkpoints below ``default_root_dir``, with and without a logger."""
 
 _log = logging.getLogger(__name__)
@@ -198,19 +202,43 @@ def _saved_state(path: CheckpointPath, checkpoint_io: CheckpointIO, state_key: s
     return state
 
 
+def default_folder(trainer: Trainer) -> CheckpointPath:
+    """Return the folder of a ModelCheckpoint without ``dirpath``."""
+    root = trainer.default_root_dir
+    # Loggers write to a disk only: of a store the checkpoints are at its root.
+    root = trainer.log_dir if storage_of(root).is_local else root
+    return root.absolute() / FOLDER
+
+
 def _folders(trainer: Trainer) -> list[CheckpointPath]:
-    """Return the callbacks' folders; if none of them has a checkpoint, those below ``default_root_dir`` too."""
-    callback_folders = [
-        as_path(folder) for callback in trainer.checkpoint_callbacks if (folder := getattr(callback, "dirpath", None))
-    ]
-    callback_folders = [folder for folder in dict.fromkeys(callback_folders) if folder.is_dir()]  # without duplicates
-    if _newest(callback_folders, trainer.strategy.checkpoint_io) is not None:
-        return callback_folders
+    """Return the folders of the callbacks, also those that they had in earlier runs with the same logger.
+
+    If none of them has a checkpoint, and the user has not chosen all of them, those below ``default_root_dir`` too.
+    """
+    default, log_dir = default_folder(trainer), trainer.context.log_dir
+    dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    # An evaluation has not set the default one.
+    current = list(dict.fromkeys(default if dirpath is None else as_path(dirpath) for dirpath in dirpaths))
+    logger = next((logger for logger in trainer.loggers if log_dir is not None and logger.log_dir == log_dir), None)
+    has_versions = logger is not None and not logger.is_version_chosen
+    folders = [*current, *(path for folder in current if has_versions for path in _in_other_runs(folder, log_dir))]
+    is_chosen = bool(current) and (default not in current or (logger is not None and not has_versions))
+    if is_chosen or _newest(folders, trainer.strategy.checkpoint_io) is not None:
+        return list(dict.fromkeys(folders))
     root = trainer.default_root_dir.absolute()
     below: Iterable[CheckpointPath] = chain.from_iterable(
         sorted(root.glob(pattern)) if pattern else [root] for pattern in _FOLDER_PATTERNS
     )
-    return list(dict.fromkeys([*callback_folders, *below]))
+    return list(dict.fromkeys([*folders, *below]))
+
+
+def _in_other_runs(folder: CheckpointPath, log_dir: Path | None) -> list[Path]:
+    """Return the folders that a folder in the logger's has in those of other runs."""
+    if log_dir is None or not isinstance(folder, Path) or not folder.absolute().is_relative_to(log_dir.absolute()):
+        return []
+    inner = folder.absolute().relative_to(log_dir.absolute())
+    pattern = "/".join(["*", *map(glob.escape, inner.parts)])
+    return sorted(path for path in log_dir.absolute().parent.glob(pattern) if path.is_dir())
 
 
 def _newest(folders: Iterable[CheckpointPath], io: CheckpointIO) -> CheckpointPath | None:
@@ -267,7 +295,8 @@ def written_ns(path: CheckpointPath) -> int:
 
 
 def _nothing_in(folders: list[CheckpointPath]) -> str:
-    return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}"
+    more = f" and {len(folders) - 4} more folders" if len(folders) > 4 else ""
+    return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}{more}"
 
 
 def check_writable(folder: CheckpointPath, io: CheckpointIO) -> None:

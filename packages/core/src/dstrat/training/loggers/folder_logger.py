@@ -60,6 +60,10 @@ class FolderLogger(Logger):
     def log_dir(self) -> Path | None:
         return self._claim() if self.writes else self._folder.claimed
 
+    @property
+    def is_version_chosen(self) -> bool:
+        return not self._folder.is_new
+
     def join(self, log_dir: Path | None) -> None:
         self._folder.join(log_dir)
 

@@ -69,6 +69,11 @@ class Logger(NamedArguments, ABC):
         """The folder of this run; None for a logger without one, or before it is known."""
         return None
 
+    @property
+    def is_version_chosen(self) -> bool:
+        """Whether the user chose the version, so that other versions are other trainings and not earlier runs."""
+        return isinstance(self.version, str)
+
     def join(self, log_dir: Path | None) -> None:
         """Set the folder of global rank 0, in a process that does not write."""
 
