@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dstrat.interfaces.strategy import Strategy
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +58,11 @@ class AsyncCheckpointIO(CheckpointIO):
     def is_collective(self) -> bool:  # type: ignore[override]  # a property here, a class attribute in the base
         """Whether every process saves."""
         return self.checkpoint_io.is_collective
+
+    @property
+    def written_path(self) -> str:
+        """The path of the latest save; empty without one, or if its end was waited for."""
+        return "" if self._write is None else str(self._write.path)
 
     @property
     def is_writing(self) -> bool:
@@ -99,6 +106,12 @@ class AsyncCheckpointIO(CheckpointIO):
             write.join()
             write.raise_failure()
 
+    def join(self, seconds: float) -> bool:
+        """Wait for the write in flight for a limited time, and return whether it has ended; nothing is raised."""
+        if self._write is not None:
+            self._write.join(seconds)
+        return not self.is_writing
+
     @override
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         self.wait()
@@ -129,12 +142,46 @@ class AsyncCheckpointIO(CheckpointIO):
             self.checkpoint_io.teardown()
 
 
+_LONGEST_WAIT = 300.0
+"""Seconds that a failed rank waits for its write at most."""
+
+
+def finish_write(strategy: Strategy, error: BaseException, *, logs: bool) -> None:
+    """Wait for the write in flight of a failed rank, to be called before its communication closes.
+
+    All ranks write parts of a checkpoint, and the others can complete it only while this one is there.  Without peers,
+    or if these are lost, the write ends by itself.
+
+    Args:
+        strategy: Of the failed run.
+        error: What it failed with.
+        logs: Whether to log the wait: of a rank with an error of its own, not of one that has lost it.
+    """
+    io = strategy.checkpoint_io
+    if not isinstance(io, AsyncCheckpointIO) or not io.is_writing:
+        return
+    # Shorter than the time after which the others take this rank for hanging, which would hide its error.
+    limits = [limit.total_seconds() / 2 for limit in (strategy.timeout, strategy.hang_timeout) if limit is not None]
+    seconds = min([_LONGEST_WAIT, *limits])
+    reason = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    problem = f"rank {strategy.global_rank} ends with {reason}"
+    if logs:
+        _log.warning("%s; checkpoint %r is being written, and is completed first", problem, io.written_path)
+    if not io.join(seconds):
+        _log.error(
+            "%s; checkpoint %r was not complete %g s later, and is given up: the ones before are untouched",
+            problem,
+            io.written_path,
+            seconds,
+        )
+
+
 class _Write(threading.Thread):
     """A save in flight."""
 
     def __init__(self, write: Any, staged: Any, path: str | Path, remove: Any) -> None:
         super().__init__(name=f"writes {path}", daemon=False)  # no daemon: the interpreter waits for it at exit
-        self._path, self._remove = path, remove
+        self.path, self._remove = path, remove
         self._work, self._staged = write, staged
         self._deferred_removals: list[str | Path] = []
         self._failure: Exception | None = None
@@ -144,11 +191,11 @@ class _Write(threading.Thread):
     @override
     def run(self) -> None:
         try:
-            self._work(self._staged, self._path)
+            self._work(self._staged, self.path)
         except Exception as error:  # noqa: BLE001 - raised in the thread that trains
             self._failure = error
             # Logged at once too: the training may call nothing here for hours, or never again.
-            _log.error("checkpoint %r was not written in the background: %s", str(self._path), error)
+            _log.error("checkpoint %r was not written in the background: %s", str(self.path), error)
         finally:
             self._staged = None  # frees the copy, which may be as large as the model
             self._remove_deferred()
@@ -174,7 +221,7 @@ class _Write(threading.Thread):
     def raise_failure(self) -> None:
         if self._failure is not None:
             raise CheckpointError(
-                f"checkpoint {str(self._path)!r} was not written in the background: {self._failure}"
+                f"checkpoint {str(self.path)!r} was not written in the background: {self._failure}"
             ) from self._failure
 
 

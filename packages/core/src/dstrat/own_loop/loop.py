@@ -471,11 +471,15 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
             strategy.finish_training()
             strategy.barrier("end")  # rank 0 ends last, since others may still need it
     except BaseException as error:
-        from dstrat.launch.ended_peers import name_ended_ranks  # imported here, since only failing runs need it
+        # Imported here, since only failing runs need these.
+        from dstrat.checkpoint.async_io import finish_write
+        from dstrat.launch.ended_peers import name_ended_ranks
+        from dstrat.launch.failures import kind_of
 
         steps: tuple[Callable[[], None], ...] = (
             partial(log_out_of_memory, strategy, error),  # before anything is freed
-            partial(name_ended_ranks, error),  # needs the process group, which the next step closes
+            partial(name_ended_ranks, error),  # needs the process group, which a later step closes, as does
+            partial(finish_write, strategy, error, logs=kind_of(error) == "error"),
             partial(strategy.on_exception, error),
             end,
         )

@@ -251,7 +251,10 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
         exception: The exception that ends the run.
         leave: Called after the callbacks, while all processes can still communicate; for signals only.
     """
-    from dstrat.launch.ended_peers import name_ended_ranks  # only runs that break need it
+    # Only runs that break need these.
+    from dstrat.checkpoint.async_io import finish_write
+    from dstrat.launch.ended_peers import name_ended_ranks
+    from dstrat.launch.failures import kind_of
 
     trainer.context.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if trainer.context.interrupted else "failed"
@@ -272,7 +275,8 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
             last = [partial(_requeue, cluster)]
     steps: list[Callable[[], None]] = [
         partial(log_out_of_memory, trainer.strategy, exception),  # before anything is freed
-        partial(name_ended_ranks, exception),  # needs the process group, which the next steps close
+        partial(name_ended_ranks, exception),  # needs the process group, which the next steps close, as does
+        partial(finish_write, trainer.strategy, exception, logs=kind_of(exception) == "error"),
         *notify,
         *_cleanup_steps(trainer, status),
         *last,

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
-from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
-from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat import Callback, LambdaCallback, ModelCheckpoint, SingleDeviceStrategy, TorchCheckpointIO
+from dstrat.checkpoint.async_io import AsyncCheckpointIO, finish_write
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 from dstrat.training.module.loading import read_checkpoint
@@ -147,6 +149,70 @@ def test_an_exception_while_something_is_written_hangs_nobody(fit, averaging, tm
         fit([callback, Break()], validates=False, devices=devices, strategy=averaging() if devices > 1 else "auto")
     assert time.monotonic() - began < 30
     assert read_checkpoint(tmp_path / "last")["global_step"] in (2, 3)
+
+
+@pytest.fixture
+def log_file(tmp_path):
+    """The log of all ranks, which are forked."""
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("dstrat").addHandler(handler)
+    yield tmp_path / "log"
+    logging.getLogger("dstrat").removeHandler(handler)
+    handler.close()
+
+
+class WritesAfterFailure(PortableCheckpointIO):
+    """Begins to write when the run has failed, and takes a moment, in which its communication would be closed."""
+
+    def __init__(self, marker):
+        super().__init__()
+        self.marker = marker
+
+    def write(self, staged, path):
+        while not self.marker.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        super().write(staged, path)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken"), KeyboardInterrupt("broken")])
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_a_checkpoint_in_flight_is_completed_by_all_ranks_if_one_fails(
+    fit, averaging, tmp_path, log_file, line_class, make_line, error, ranks
+):
+    class Break(line_class):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_step == 3 and self.trainer.global_rank in ranks:
+                (tmp_path / "failed").touch()
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, async_save=True)
+    options = {"devices": 2, "strategy": averaging(), "plugins": [WritesAfterFailure(tmp_path / "failed")]}
+    with pytest.raises(BaseException) as caught:
+        fit(callback, module=make_line(Break), validates=False, **options)
+    assert read_checkpoint(tmp_path / "last")["global_step"] == 3
+    assert names(tmp_path) == ["step=3.ckpt"]
+    logged = log_file.read_text()
+    assert "lost" not in logged
+    assert "was not written" not in logged
+    assert any(f"rank {rank} ends with {type(error).__name__}: broken; checkpoint " in logged for rank in ranks)
+    if isinstance(error, Exception):
+        assert any(f"rank {rank} of 2 failed" in str(caught.value) for rank in ranks)
+
+
+def test_the_wait_for_a_checkpoint_in_flight_has_a_limit(tmp_path, caplog):
+    class Impatient(SingleDeviceStrategy):
+        timeout = timedelta(seconds=0.2)
+
+    slow = Slow()
+    strategy = Impatient(checkpoint_io=AsyncCheckpointIO(slow))
+    strategy.checkpoint_io.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    finish_write(strategy, ValueError("broken"), logs=True)
+    slow.go.set()
+    assert "rank 0 ends with ValueError: broken; checkpoint" in caplog.text
+    assert "a.ckpt' was not complete 0.1 s later, and is given up" in caplog.text
+    strategy.checkpoint_io.teardown()
 
 
 def test_a_link_leads_to_a_checkpoint_also_after_an_exception_while_one_is_written(fit, tmp_path):

@@ -51,6 +51,17 @@ class Ranks:
         """Free the resources of the communication."""
 
     @contextlib.contextmanager
+    def _losses(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # torch raises ValueError for a group that was destroyed
+            problem = "another rank was lost" if self.is_current else "the run of this rank ended"
+            raise CheckpointError(
+                f"{problem} while the ranks saved a checkpoint together, so it is not there; "
+                f"the ones before are untouched ({str(error).splitlines()[0][:200]})"
+            ) from error
+
+    @contextlib.contextmanager
     def on_all_ranks(self, doing: str) -> Iterator[None]:
         """Run a block on every rank, and raise on all of them if it raises on one; collective.
 
@@ -101,7 +112,7 @@ class GroupRanks(Ranks):
         return dist.is_initialized() and dist.group.WORLD is self._parent
 
     def exchange(self, message: bytes) -> list[bytes]:
-        with _losses():
+        with self._losses():
             # Collectives need equal shapes: sizes first, then messages padded to the longest.
             sizes = self._sizes(message)
             gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
@@ -110,20 +121,20 @@ class GroupRanks(Ranks):
         return _cut(gathered, sizes)
 
     def any_rank(self, *, value: bool) -> bool:
-        with _losses():
+        with self._losses():
             flag = torch.tensor([value], dtype=torch.uint8)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def gather(self, message: bytes) -> list[bytes]:
-        with _losses():
+        with self._losses():
             sizes = self._sizes(message)
             gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
             dist.gather(_padded(message, max(sizes)), gathered, dst=0, group=self._group)
         return _cut(gathered, sizes) if gathered else []
 
     def broadcast(self, message: bytes) -> bytes:
-        with _losses():
+        with self._losses():
             size = torch.tensor([len(message)])
             dist.broadcast(size, src=0, group=self._group)
             received = _padded(message, int(size)) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
@@ -160,7 +171,7 @@ class ChannelRanks(Ranks):
         return channel_factory() is self._open_channel
 
     def exchange(self, message: bytes) -> list[bytes]:
-        with _losses():
+        with self._losses():
             return self._channel.all_gather(message)
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -181,17 +192,6 @@ def _described(error: BaseException) -> bytes:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     # Without an error in it, which would leave the other ranks waiting for this message.
     return text.encode(errors="replace")[:_LONGEST_MESSAGE]
-
-
-@contextlib.contextmanager
-def _losses() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # torch raises ValueError for a group that was destroyed
-        raise CheckpointError(
-            "another rank was lost while the ranks saved a checkpoint together, so it is not there; "
-            f"the ones before are untouched ({str(error).splitlines()[0][:200]})"
-        ) from error
 
 
 def _padded(message: bytes, size: int) -> torch.Tensor:
