@@ -19,7 +19,7 @@ from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import load_named_state, named_state, named_weights
 from dstrat.parallel.collectives import take_from_first_rank
 from dstrat.parallel.meta_device import parameters_on_meta
-from dstrat.parallel.optimizer_checks import check_optimizers
+from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
@@ -146,6 +146,8 @@ class ShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
+        for optimizer in self.optimizers:
+            check_layout(optimizer)
         check_gradients(self.module, type(self).__name__)
         if self.world_size > 1:
             check_steps_shards(self.optimizers, type(self).__name__)

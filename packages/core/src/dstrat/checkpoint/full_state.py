@@ -215,6 +215,7 @@ def _renamed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any
         return keys.get(key, str(key))
 
     return {
+        **state,
         "state": {rename(key): entry for key, entry in state["state"].items()},
         "param_groups": [{**group, "params": list(map(rename, group["params"]))} for group in state["param_groups"]],
     }

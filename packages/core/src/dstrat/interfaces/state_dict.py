@@ -154,14 +154,26 @@ _COMPILED = "_orig_mod."  # torch.compile's prefix of names
 
 
 def named_state(optimizer: Optimizer, module: Module) -> dict[str, Any]:
-    """Return the state of an optimizer by the names that its parameters have in the module."""
-    state, names = optimizer.state_dict(), _names(optimizer, module)
+    """Return the state of an optimizer by the names that its parameters have in the module.
+
+    Other keys of ``state``, and keys beside it, stay as they are.
+    """
+    state = optimizer.state_dict()
+    if not has_standard_layout(state):  # of a wrapper: loaded as it is
+        return dict(state)
+    names = dict(enumerate(_names(optimizer, module)))
     return {
-        "state": {names[index]: entry for index, entry in state["state"].items()},
+        **state,
+        "state": {names.get(index, index): entry for index, entry in state["state"].items()},
         "param_groups": [
             group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]
         ],
     }
+
+
+def has_standard_layout(state: Mapping[str, Any]) -> bool:
+    """Return whether the state of an optimizer has the layout of ``torch.optim.Optimizer.state_dict``."""
+    return "state" in state and "param_groups" in state
 
 
 def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, Any]) -> None:
@@ -170,12 +182,16 @@ def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, A
     Raises:
         CheckpointError: The state has other parameters, or has them in other groups.
     """
+    if not has_standard_layout(state):
+        optimizer.load_state_dict(dict(state))
+        return
     current, saved = _group_names(optimizer, module), [list(group["params"]) for group in state["param_groups"]]
     _check_groups(optimizer, module, current, saved)
     numbers = {name: index for index, name in enumerate(chain.from_iterable(current))}
     optimizer.load_state_dict(
         {
-            "state": {numbers[name]: entry for name, entry in state["state"].items()},
+            **state,
+            "state": {numbers.get(name, name): entry for name, entry in state["state"].items()},
             "param_groups": [
                 {**group, "params": [numbers[name] for name in names]}  # in the optimizer's order, which torch requires
                 for group, names in zip(state["param_groups"], current, strict=True)

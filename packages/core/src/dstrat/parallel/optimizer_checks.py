@@ -76,6 +76,23 @@ def check_one_dtype(module: Module, strategy: str) -> None:
             )
 
 
+def check_layout(optimizer: Optimizer) -> None:
+    """Check that an optimizer has no state beside that of parameters, which cannot be sharded as they are.
+
+    Raises:
+        MisuseError: Its ``state_dict`` has a layout of its own.
+    """
+    state = optimizer.state_dict()
+    others = sorted(map(str, state.keys() - {"state", "param_groups"}))
+    if others or not {"state", "param_groups"} <= state.keys():
+        raise MisuseError(
+            f"the state_dict of {type(optimizer).__name__} has a layout of its own "
+            f"({', '.join(others) or 'no state'}), which cannot be saved and loaded while its parameters are sharded: "
+            "keep its values in self.state[parameter] or in param_groups, or choose a strategy that does not shard "
+            "parameters"
+        )
+
+
 def state_after_one_step(optimizer: Optimizer, group: int, like: Tensor) -> dict[str, Any]:
     """Return an optimizer's state of a parameter of two elements after a step with zero gradients.
 

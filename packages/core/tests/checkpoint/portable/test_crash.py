@@ -115,6 +115,24 @@ def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path):
     assert (tmp_path / "precious").exists()
 
 
+def test_a_claim_neither_follows_a_link_nor_blocks_on_a_pipe(tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name, plant in (
+        ("a", lambda path: path.symlink_to(tmp_path / "elsewhere")),
+        ("b", os.mkfifo),
+        ("c", lambda path: path.symlink_to(path)),
+    ):
+        claim = Claim(folder / name)
+        plant(claim._file)
+        taker = threading.Thread(target=claim.take, daemon=True)
+        taker.start()
+        taker.join(60)
+        assert not taker.is_alive()
+        claim.release()
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_claims_that_come_and_go_do_not_disturb_a_save(tmp_path):
     def claim_on_and_on():
         claim = Claim(tmp_path / "c")

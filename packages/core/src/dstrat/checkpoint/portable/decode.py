@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _DEVICE = re.compile(r"[a-z]{2,20}(:[0-9]{1,5})?")
 # Numbers only, in little-endian or of one byte; never "O", whose bytes are pointers to objects.
 _NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
+_HEX = re.compile(r"-?0x[0-9a-f]+")  # as of hex()
 _FLOATS = ("nan", "inf", "-inf")
 
 
@@ -44,7 +45,7 @@ class _Decoder:
         # All that a document can make: it cannot name a class or a function to call.
         self._kinds: dict[str, Callable[[dict[str, Any]], Any]] = {
             "tensor": lambda tagged: tensor(_text(tagged["name"])),
-            "int": lambda tagged: int(_text(tagged["hex"]), 16),
+            "int": _int,
             "float": _float,
             "complex": self._complex,
             "bytes": lambda tagged: base64.b64decode(_text(tagged["base64"]), validate=True),
@@ -99,6 +100,13 @@ def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{value!r:.80} is no text")
     return value
+
+
+def _int(tagged: dict[str, Any]) -> int:
+    digits = _text(tagged["hex"])
+    if _HEX.fullmatch(digits) is None:  # int() takes spaces, underscores and digits of other scripts too
+        raise ValueError(f"{digits[:80]!r} is no hexadecimal number")
+    return int(digits, 16)
 
 
 def _float(tagged: dict[str, Any]) -> float:

@@ -244,10 +244,12 @@ def parse_json(data: bytes | bytearray | memoryview) -> Any:
     """Return the value of a document.
 
     Raises:
-        ValueError: The document is not JSON, has a duplicate key, a number beyond a float, or too deep a nesting.
+        ValueError: The document is not JSON in ASCII, has a duplicate key or a number beyond a float, or is too deep.
     """
     try:
-        return _DECODER.decode(str(data, "utf-8"))
+        return _DECODER.decode(str(data, "ascii"))
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not JSON in ASCII") from error
     except RecursionError:  # a few thousand "[" are enough
         raise ValueError("it is nested too deeply") from None
 

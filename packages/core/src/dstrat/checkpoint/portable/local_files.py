@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PREFIX, _SUFFIX, _CLAIM_SUFFIX = ".dstrat-", ".tmp", ".claim"
 _STALE_SECONDS = 24 * 3600
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is refused, a pipe does not block
 
 
 class UnfinishedFolder:
@@ -92,9 +93,11 @@ class Claim:
     def _take(self) -> bool:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            self._file.touch()
+            # Neither through a link nor into a pipe: others can compute the name, and may write to a shared folder.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self._file, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666))
             descriptor = _locked(self._file)
-            if descriptor is None and self._file.exists():
+            if descriptor is None and os.path.lexists(self._file):
                 return False
             if descriptor is not None:
                 if _is_at(descriptor, self._file):
@@ -113,7 +116,7 @@ class Claim:
 
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
@@ -148,7 +151,7 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
             is an unlocked descriptor there.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, _FLAGS)
     except OSError as error:
         if isinstance(error, FileNotFoundError) or needs_lock:
             return None
@@ -245,7 +248,6 @@ def remove_folder(path: Path) -> None:
 # Input: regular files only, as a checkpoint from elsewhere may contain links or pipes
 
 
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is refused, a pipe does not block
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 """Errors that mean that there is no regular file; others, of the disk or the permissions, may be temporary."""
 

@@ -70,7 +70,7 @@ class LightningFileIO(CheckpointIO):
 
 
 def _is_named(state: Mapping[str, Any]) -> bool:
-    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+    return any(isinstance(name, str) for group in state.get("param_groups", ()) for name in group["params"])
 
 
 SHARED_KEYS = (
