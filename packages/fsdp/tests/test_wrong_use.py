@@ -31,6 +31,15 @@ class Early(BlockNet):
         return self.optimizer
 
 
+class OwnLayout(BlockNet):
+    class Counting(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "steps": 0}
+
+    def configure_optimizers(self):
+        return self.Counting(self.parameters(), lr=0.1)
+
+
 class PartlyEarly(BlockNet):
     def __init__(self):
         super().__init__()
@@ -177,11 +186,20 @@ def test_two_optimizers_may_not_share_a_parameter():
 
 
 def test_modules_that_cannot_work_are_told_of():
-    modules = ("Early", "PartlyEarly", "ChangesItself", "ChangesABlock", "ChangesLater", "ChangesABlockLater")
+    modules = (
+        "Early",
+        "PartlyEarly",
+        "OwnLayout",
+        "ChangesItself",
+        "ChangesABlock",
+        "ChangesLater",
+        "ChangesABlockLater",
+    )
     for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in modules}):
-        early, partly, *changed, outside, in_a_block = found.values()
+        early, partly, own_layout, *changed, outside, in_a_block = found.values()
         assert early.startswith("MisuseError: the SGD has 22 of 22 parameters that are none of Early's: they were")
         assert partly.startswith("MisuseError: the SGD has 1 of 3 parameters that are none of PartlyEarly's")
+        assert own_layout.startswith("MisuseError: the state_dict of Counting has a layout of its own (steps), which")
         for message, name in zip(changed, ("first.weight", "blocks.0.up.weight"), strict=True):
             assert message.startswith(f"MisuseError: parameter {name!r} was changed in a forward pass")
         assert outside.startswith("MisuseError: parameter 'first.weight' was changed in the step before, while it was")
