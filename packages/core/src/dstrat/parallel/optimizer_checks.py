@@ -83,11 +83,11 @@ def check_layout(optimizer: Optimizer) -> None:
         MisuseError: Its ``state_dict`` has a layout of its own.
     """
     state = optimizer.state_dict()
-    others = sorted(map(str, state.keys() - {"state", "param_groups"}))
-    if others or not {"state", "param_groups"} <= state.keys():
+    extra_keys = sorted(map(str, state.keys() - {"state", "param_groups"}))
+    if extra_keys or not {"state", "param_groups"} <= state.keys():
         raise MisuseError(
             f"the state_dict of {type(optimizer).__name__} has a layout of its own "
-            f"({', '.join(others) or 'no state'}), which cannot be saved and loaded while its parameters are sharded: "
+            f"({', '.join(extra_keys) or 'no state'}), which cannot be saved and loaded while its parameters are sharded: "
             "keep its values in self.state[parameter] or in param_groups, or choose a strategy that does not shard "
             "parameters"
         )

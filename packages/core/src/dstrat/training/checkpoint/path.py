@@ -220,10 +220,10 @@ def _folders(trainer: Trainer) -> list[CheckpointPath]:
     # An evaluation has not set the default one.
     current = list(dict.fromkeys(default if dirpath is None else as_path(dirpath) for dirpath in dirpaths))
     logger = next((logger for logger in trainer.loggers if log_dir is not None and logger.log_dir == log_dir), None)
-    has_versions = logger is not None and not logger.is_version_chosen
+    has_versions = logger is not None and not logger.has_fixed_version
     folders = [*current, *(path for folder in current if has_versions for path in _in_other_runs(folder, log_dir))]
-    is_chosen = bool(current) and (default not in current or (logger is not None and not has_versions))
-    if is_chosen or _newest(folders, trainer.strategy.checkpoint_io) is not None:
+    is_fixed = bool(current) and (default not in current or (logger is not None and not has_versions))
+    if is_fixed or _newest(folders, trainer.strategy.checkpoint_io) is not None:
         return list(dict.fromkeys(folders))
     root = trainer.default_root_dir.absolute()
     below: Iterable[CheckpointPath] = chain.from_iterable(

@@ -61,7 +61,7 @@ class FolderLogger(Logger):
         return self._claim() if self.writes else self._folder.claimed
 
     @property
-    def is_version_chosen(self) -> bool:
+    def has_fixed_version(self) -> bool:
         return not self._folder.is_new
 
     def join(self, log_dir: Path | None) -> None:

@@ -70,7 +70,7 @@ class Logger(NamedArguments, ABC):
         return None
 
     @property
-    def is_version_chosen(self) -> bool:
+    def has_fixed_version(self) -> bool:
         """Whether the user chose the version, so that other versions are other trainings and not earlier runs."""
         return isinstance(self.version, str)
 
