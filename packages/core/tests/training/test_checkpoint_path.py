@@ -70,7 +70,7 @@ class Dated(CSVLogger):
 
     @property
     def log_dir(self):
-        return self.root_dir / "dated" / f"{id(self):x}"
+        return str(self.root_dir / "dated" / f"{id(self):x}")  # as in programs for Lightning
 
 
 LOGGERS = {

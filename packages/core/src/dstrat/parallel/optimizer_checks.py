@@ -87,9 +87,9 @@ def check_layout(optimizer: Optimizer) -> None:
     if extra_keys or not {"state", "param_groups"} <= state.keys():
         raise MisuseError(
             f"the state_dict of {type(optimizer).__name__} has a layout of its own "
-            f"({', '.join(extra_keys) or 'no state'}), which cannot be saved and loaded while its parameters are sharded: "
-            "keep its values in self.state[parameter] or in param_groups, or choose a strategy that does not shard "
-            "parameters"
+            f"({', '.join(extra_keys) or 'no state'}), which cannot be saved and loaded while its parameters are "
+            "sharded: keep its values in self.state[parameter] or in param_groups, or choose a strategy that does not "
+            "shard parameters"
         )
 
 

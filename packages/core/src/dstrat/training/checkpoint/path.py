@@ -221,7 +221,10 @@ def _folders(trainer: Trainer) -> list[CheckpointPath]:
     current = list(dict.fromkeys(default if dirpath is None else as_path(dirpath) for dirpath in dirpaths))
     logger = next((logger for logger in trainer.loggers if log_dir is not None and logger.log_dir == log_dir), None)
     has_versions = logger is not None and not logger.has_fixed_version
-    folders = [*current, *(path for folder in current if has_versions for path in _in_other_runs(folder, log_dir))]
+    folders = list(current)
+    if log_dir is not None and has_versions:
+        for folder in current:
+            folders += _in_other_runs(folder, Path(log_dir))
     is_fixed = bool(current) and (default not in current or (logger is not None and not has_versions))
     if is_fixed or _newest(folders, trainer.strategy.checkpoint_io) is not None:
         return list(dict.fromkeys(folders))
@@ -232,9 +235,9 @@ def _folders(trainer: Trainer) -> list[CheckpointPath]:
     return list(dict.fromkeys([*folders, *below]))
 
 
-def _in_other_runs(folder: CheckpointPath, log_dir: Path | None) -> list[Path]:
+def _in_other_runs(folder: CheckpointPath, log_dir: Path) -> list[Path]:
     """Return the folders that a folder in the logger's has in those of other runs."""
-    if log_dir is None or not isinstance(folder, Path) or not folder.absolute().is_relative_to(log_dir.absolute()):
+    if not isinstance(folder, Path) or not folder.absolute().is_relative_to(log_dir.absolute()):
         return []
     inner = folder.absolute().relative_to(log_dir.absolute())
     pattern = "/".join(["*", *map(glob.escape, inner.parts)])

@@ -62,7 +62,7 @@ class FolderLogger(Logger):
 
     @property
     def has_fixed_version(self) -> bool:
-        return not self._folder.is_new
+        return self._version is not None
 
     def join(self, log_dir: Path | None) -> None:
         self._folder.join(log_dir)
