@@ -55,7 +55,6 @@ def test_an_interrupt_of_a_rank_that_is_being_forked_acts_after_its_set_up():
             process = multiprocessing.get_context("fork").Process(target=take_signal, args=(interrupts,))
             process.start()
             os.kill(os.getpid(), signal.SIGINT)
-            assert interrupts.received == []
         assert interrupts.received == [signal.SIGINT]
         process.join()
     assert process.exitcode == 2

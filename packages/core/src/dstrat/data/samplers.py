@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.sharded_dataset import ShardedIterableDataset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -242,7 +243,13 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for target in {id(target): target for target in targets}.values():  # each once: both may be one object
         if hasattr(target, "set_epoch"):
             target.set_epoch(epoch)
-    if hasattr(targets[-1], "set_epoch"):
+    dataset = targets[-1]
+    while isinstance(dataset, ShardedIterableDataset):
+        dataset = dataset.dataset
+    # A stream of Hugging Face has its epoch in a tensor of shared memory.
+    values = getattr(dataset, "__dict__", {}).values()
+    is_shared = any(isinstance(value, torch.Tensor) and value.is_shared() for value in values)
+    if hasattr(dataset, "set_epoch") and not is_shared:
         _restart_workers(loader)
 
 

@@ -6,16 +6,18 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.launch import command, rank
+from dstrat.launch.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,6 +71,7 @@ def start_served(job: Job, local_rank: int, interrupts: Interrupts) -> RankProce
     # The environment is passed, because the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)
+    resource_tracker.ensure_running()  # before, as its start unblocks signals
     with interrupts.blocked():  # until it has left this process group, see fork_server
         forkserver.ensure_running()
     with hidden_main(), interrupts.raised():  # the server answers when it has imported torch, after seconds
@@ -153,6 +156,7 @@ def _run_served(folder: Path, environ: dict[str, str], supervisor: int) -> None:
     if not folder.exists():  # a signal has ended the job while it waited for the server
         os._exit(1)
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # where the server could not import what unblocks them
     # The fork server outlives the supervisor if another copy of that holds the pipe open.
     rank.die_with_supervisor(supervisor)
     _replace_environment(environ)  # of the server, which may be from an earlier job

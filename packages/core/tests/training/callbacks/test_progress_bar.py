@@ -823,3 +823,54 @@ def test_the_best_value_is_marked_and_the_last_line_says_where_things_are(
     assert last.endswith(
         f", val 2; checkpoint {tmp_path / 'saved' / 'epoch=1.ckpt'}; logs {tmp_path / 'dstrat_logs' / 'version_0'}"
     )
+
+
+def test_what_manual_optimization_returns_as_a_loss_need_be_no_number(shown, line_class):
+    class Manual(line_class):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.manual_backward(loss := super().training_step(batch, batch_idx))
+            self.optimizers().step()
+            return {"loss": {"parts": loss}} if batch_idx % 2 else {"loss": torch.ones(3)}
+
+    first, _ = shown(Manual(), max_epochs=1, callbacks=ProgressBar(refresh_seconds=0))[-2:]
+    assert "loss" not in first
+
+
+def test_the_loss_of_a_batch_goes_when_the_module_logs_that_of_the_epoch(quiet_trainer, line_class, loader, capfd):
+    class OfEpoch(line_class):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", 2.0, on_step=False, on_epoch=True, prog_bar=True)
+            return loss
+
+    bar = ProgressBar(refresh_seconds=0)
+    quiet_trainer(enable_progress_bar=True, callbacks=bar, max_epochs=2).fit(OfEpoch(), loader())
+    lines = capfd.readouterr().err.splitlines()
+    assert ", loss " in lines[3]
+    assert lines[-1].endswith(": train_loss 2")
+    assert not any(", loss " in line for line in lines[-6:])
+
+
+def test_an_evaluation_after_a_failed_fit_shows_no_loss_of_it(quiet_trainer, line_class, loader, capfd):
+    class Failing(line_class):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise ValueError("broken")
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(enable_progress_bar=True)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.fit(Failing(), loader())
+    trainer.validate(line_class(), loader(), verbose=False)
+    assert "loss" not in capfd.readouterr().err.splitlines()[-1].replace("val_loss", "")
+
+
+def test_a_subclass_may_set_the_trainer_by_itself(shown, line):
+    class Own(ProgressBar):
+        def setup(self, trainer, module, stage):
+            self.trainer = trainer
+
+    assert shown(line, callbacks=Own(), max_epochs=1)[-1].startswith("trained 1 epoch")

@@ -316,7 +316,7 @@ def _pruner(
             "torch.nn.utils.prune.BasePruningMethod (the class, not an instance)"
         )
     if not is_global:
-        takes_amount = _takes_amount(function) or _takes_amount(method.__init__)
+        takes_amount = "amount" in inspect.signature(function).parameters or _takes_amount(method)
         return partial(_prune_each if takes_amount else _prune_each_by_itself, partial(function, **options))
     if getattr(method, "PRUNING_TYPE", None) != "unstructured":
         raise RequestError(
@@ -349,13 +349,16 @@ def _prune_each_by_itself(function: Callable[..., Any], parameters: Parameters, 
 
 
 def _prune_together(method: type[prune.BasePruningMethod], parameters: Parameters, amount: float) -> None:
-    options = {"amount": amount} if _takes_amount(method.__init__) else {}
+    options = {"amount": amount} if _takes_amount(method) else {}
     prune.global_unstructured(parameters, pruning_method=method, **options)
 
 
-def _takes_amount(function: Callable[..., Any]) -> bool:
-    """Return whether a function has an ``amount`` among its named arguments; a mask may depend on the values alone."""
-    return "amount" in inspect.signature(function).parameters
+def _takes_amount(method: type[prune.BasePruningMethod]) -> bool:
+    """Return whether a method is constructed with an ``amount``; its mask may depend on the values alone."""
+    if method.__init__ is object.__init__:
+        return False
+    parameters = inspect.signature(method.__init__).parameters
+    return "amount" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:

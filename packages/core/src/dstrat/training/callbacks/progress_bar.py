@@ -68,6 +68,7 @@ class ProgressBar(Callback):
         self._evaluation_start = 0.0
         self._values: dict[str, float | str] = {}
         self._loss: Any = None  # of the last batch, before it is read from the device
+        self._own_loss: str | None = None  # its name among the values, where the module logs none
         self._stop: BaseException | None = None
         self._start: tuple[float, int, int] = (0.0, 0, 0)  # time, epochs and steps done before this fit
         self._summary = ""
@@ -92,6 +93,10 @@ class ProgressBar(Callback):
                 "super().setup(trainer, module, stage) in a setup of your own"
             )
         return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     @property
     def total_train_batches(self) -> float:
@@ -176,7 +181,6 @@ class ProgressBar(Callback):
         self._finish_epoch(trainer)
         if self._display is not None:
             self._summary = describe_training(trainer, *self._start, self._values)
-        self._loss = None
         self._close()
 
     @override
@@ -234,6 +238,7 @@ class ProgressBar(Callback):
         # Printed here, after other callbacks have saved their last checkpoints.
         stop, self._stop = self._stop, None
         summary, self._summary = self._summary, ""
+        self._loss = None
         if stop is not None:
             print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
         elif summary:
@@ -329,17 +334,20 @@ class ProgressBar(Callback):
     def _take_values(self, trainer: Trainer) -> None:
         if not trainer.sanity_checking and trainer.module is not None:  # values of a sanity check are discarded
             values = self.get_metrics(trainer, trainer.module)
-            if self._loss is not None and not any("loss" in name and not name.startswith("val") for name in values):
-                # The loss of accumulated batches is divided by their number.
-                values = {"loss": float(self._loss) * trainer.fit_loop.group_divisor, **values}
-            self._values = self._values | values  # a new dict, since the ticker's thread may be reading the old one
+            logs_loss = any("loss" in name and not name.startswith("val") for name in values)
+            loss = None if logs_loss else _number_of(self._loss)
+            # New dicts, since the ticker's thread may be reading the old one.
+            self._values = {name: value for name, value in self._values.items() if name != self._own_loss} | values
+            self._own_loss = None if loss is None else "loss"
+            if loss is not None:  # that of accumulated batches is divided by their number
+                self._values = {"loss": loss * trainer.fit_loop.group_divisor, **self._values}
 
     def _open(self, trainer: Trainer) -> None:
         # A sanity check has opened it before on_train_start.
         if self._display is not None or not trainer.is_global_zero or self.is_disabled:
             return
         self._training = self._evaluation = self._stop = None
-        self._values = {}
+        self._values, self._own_loss = {}, None
         self._display = display = self.make_display()
         self._drawn_at = monotonic()
         self._next_update = 0.0 if display.starts_at_once else monotonic() + self._seconds_between(display)
@@ -385,6 +393,13 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
 
 
 # Values of a step and of an epoch
+
+
+def _number_of(loss: Any) -> float | None:
+    """Return the loss of a batch, read from its device; None for what is no number, as in manual optimization."""
+    if isinstance(loss, int | float) or (hasattr(loss, "numel") and loss.numel() == 1 and not loss.is_complex()):
+        return float(loss)
+    return None
 
 
 def _of_step(values: Mapping[str, float | str]) -> dict[str, float | str]:
@@ -441,7 +456,8 @@ def describe_files(trainer: Trainer) -> str:
     """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere."""
     named = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
     best = next((path for path in named if path), None) or newest_checkpoint(trainer)
-    files = {"checkpoint": best, "logs": trainer.log_dir if trainer.loggers else None}
+    folder = next((logger.log_dir for logger in trainer.loggers if logger.log_dir), None)
+    files = {"checkpoint": best, "logs": folder}
     return "".join(f"; {kind} {_shorten(path)}" for kind, path in files.items() if path)
 
 
@@ -451,8 +467,10 @@ def _count(number: int, noun: str) -> str:
 
 def _shorten(path: str | Path) -> str:
     """Return a path relative to the working directory where it is below that."""
-    text, folder = str(path), f"{Path.cwd()}{os.sep}"
-    return text.removeprefix(folder)
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (OSError, ValueError):  # the working directory may have been removed
+        return str(path)
 
 
 # Message of an interrupted run

@@ -77,8 +77,9 @@ class SchedulerSteps:
             score = strategy.broadcast(None if value is None or not strategy.is_global_zero else float(value))
             value = None if score is None else torch.tensor(score, dtype=torch.float64)
         if value is None and config.strict:
+            by = " by rank 0, whose value all ranks take" if strategy.world_size > 1 else ""
             raise MisuseError(
-                f"the scheduler {type(config.scheduler).__name__} monitors {name!r}, which was not logged; "
+                f"the scheduler {type(config.scheduler).__name__} monitors {name!r}, which was not logged{by}; "
                 f"logged were: {', '.join(sorted(metrics)) or 'no values'}; log it, or change 'monitor' in "
                 "configure_optimizers"
             )
