@@ -91,13 +91,25 @@ def test_the_first_program_of_the_trainers_guide_runs_as_a_script_on_two_process
     assert WarmProgram(program).run().count("'width': 32, 'lr': 0.01") == 1  # once for the job
 
 
-def test_the_first_program_of_readme_and_site_is_an_example_that_prints_its_plan(tmp_path: Path) -> None:
+def without_numbers(text: str) -> list[str]:
+    return [re.sub(r"\d+\.?\d*(e-\d+)?", "N", line.rstrip()) for line in text.splitlines()]
+
+
+def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_they_show(tmp_path: Path) -> None:
     example = ROOT / "examples" / "first" / "train.py"
     assert programs("../README.md")[0] == programs("index.md")[0] == example.read_text()
     indented = re.findall(r"(?:^    \S.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    (plan,) = (textwrap.dedent(block) for block in indented if " by popen " in block)
-    printed = WarmProgram(shutil.copy(example, tmp_path)).run()
+    plan, progress = (
+        textwrap.dedent(block) for block in indented if " by popen " in block or "    trained 3 epochs" in block
+    )
+    (of_site,) = (block.text for block in blocks("index.md") if " by popen " in block.text)
+    assert of_site == f"{plan}\n{progress}"
+    program = WarmProgram(shutil.copy(example, tmp_path))
+    printed, bar = program.communicate(timeout=120)
+    assert program.returncode == 0, bar
     assert plan in "".join(line.rstrip() + "\n" for line in printed.splitlines())
+    shown = iter(without_numbers(bar))
+    assert [line for line in without_numbers(progress) if line not in shown] == []  # in this order
 
 
 def run_own_loop(program: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Draw architecture-light.svg and architecture-dark.svg, the diagram of the README and of the site.
+"""Draw architecture-light.svg and architecture-dark.svg, the diagram of CONTRIBUTING and of the site.
 
 Run ``python3 docs/images/architecture.py`` after a change; tests/test_guides.py compares the files.
 """
