@@ -333,10 +333,10 @@ def test_submitted_jobs_of_the_guide_are_possible(tmp_path: Path, scheduler: str
 
 
 def test_the_diagrams_are_those_that_their_script_draws() -> None:
-    script = runpy.run_path(str(DOCS / "images" / "architecture.py"))
-    for theme in ("light", "dark"):
-        drawn = script["draw"](script[theme.upper()])
-        assert (DOCS / "images" / f"architecture-{theme}.svg").read_text() == drawn
+    script = runpy.run_path(str(DOCS / "images" / "diagrams.py"))
+    for name, draw in script["DIAGRAMS"].items():
+        for theme in ("light", "dark"):
+            assert (DOCS / "images" / f"{name}-{theme}.svg").read_text() == draw(script[theme.upper()])
 
 
 def test_tables_of_packages_have_every_package() -> None:
