@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from click import Context
 from tests.warm_program import WarmProgram
 
 import dstrat.errors
-from dstrat import StrategyRegistry
+from dstrat import StrategyRegistry, callbacks, loggers, profilers, tuner
+from dstrat.cli.main import commands as commands_of_dstrat
 from dstrat.errors import DstratError
 from dstrat.plugins.catalog import get_catalog
 
@@ -345,6 +347,15 @@ def test_tables_of_packages_have_every_package() -> None:
     for page in (ROOT / "README.md", DOCS / "installation.md"):
         table = "".join(line for line in page.read_text().splitlines() if line.startswith("|"))
         assert [name for name in names if not re.search(rf"\b{name}\b(?!-)", table)] == [], page
+
+
+def test_the_reference_has_every_command_and_every_class_of_training() -> None:
+    shown = (DOCS / "commands.md").read_text()
+    assert [
+        name for name in commands_of_dstrat.list_commands(Context(commands_of_dstrat)) if f'"dstrat {name}' not in shown
+    ] == []
+    classes = {name for module in (callbacks, loggers, profilers, tuner) for name in module.__all__}
+    assert classes - set(re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)) == set()
 
 
 def test_every_page_is_in_the_navigation() -> None:
