@@ -104,8 +104,7 @@ def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_the
     plan, progress = (
         textwrap.dedent(block) for block in indented if " by popen " in block or "    trained 3 epochs" in block
     )
-    (of_site,) = (block.text for block in blocks("index.md") if " by popen " in block.text)
-    assert of_site == f"{plan}\n{progress}"
+    assert {plan, progress} <= {block.text for block in blocks("index.md")}
     program = WarmProgram(shutil.copy(example, tmp_path))
     printed, bar = program.communicate(timeout=120)
     assert program.returncode == 0, bar
