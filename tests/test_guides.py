@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from click import Context
 from tests.warm_program import WarmProgram
 
 import dstrat.errors
-from dstrat import StrategyRegistry
+from dstrat import StrategyRegistry, callbacks, loggers, profilers, tuner
+from dstrat.cli.main import commands as commands_of_dstrat
 from dstrat.errors import DstratError
 from dstrat.plugins.catalog import get_catalog
 
@@ -91,13 +93,24 @@ def test_the_first_program_of_the_trainers_guide_runs_as_a_script_on_two_process
     assert WarmProgram(program).run().count("'width': 32, 'lr': 0.01") == 1  # once for the job
 
 
-def test_the_first_program_of_readme_and_site_is_an_example_that_prints_its_plan(tmp_path: Path) -> None:
+def without_numbers(text: str) -> list[str]:
+    return [re.sub(r"\d+\.?\d*(e-\d+)?", "N", line.rstrip()) for line in text.splitlines()]
+
+
+def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_they_show(tmp_path: Path) -> None:
     example = ROOT / "examples" / "first" / "train.py"
     assert programs("../README.md")[0] == programs("index.md")[0] == example.read_text()
     indented = re.findall(r"(?:^    \S.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    (plan,) = (textwrap.dedent(block) for block in indented if " by popen " in block)
-    printed = WarmProgram(shutil.copy(example, tmp_path)).run()
+    plan, progress = (
+        textwrap.dedent(block) for block in indented if " by popen " in block or "    trained 3 epochs" in block
+    )
+    assert {plan, progress} <= {block.text for block in blocks("index.md")}
+    program = WarmProgram(shutil.copy(example, tmp_path))
+    printed, bar = program.communicate(timeout=120)
+    assert program.returncode == 0, bar
     assert plan in "".join(line.rstrip() + "\n" for line in printed.splitlines())
+    shown = iter(without_numbers(bar))
+    assert [line for line in without_numbers(progress) if line not in shown] == []  # in this order
 
 
 def run_own_loop(program: str, folder: Path) -> str:
@@ -321,10 +334,10 @@ def test_submitted_jobs_of_the_guide_are_possible(tmp_path: Path, scheduler: str
 
 
 def test_the_diagrams_are_those_that_their_script_draws() -> None:
-    script = runpy.run_path(str(DOCS / "images" / "architecture.py"))
-    for theme in ("light", "dark"):
-        drawn = script["draw"](script[theme.upper()])
-        assert (DOCS / "images" / f"architecture-{theme}.svg").read_text() == drawn
+    script = runpy.run_path(str(DOCS / "images" / "diagrams.py"))
+    for name, draw in script["DIAGRAMS"].items():
+        for theme in ("light", "dark"):
+            assert (DOCS / "images" / f"{name}-{theme}.svg").read_text() == draw(script[theme.upper()])
 
 
 def test_tables_of_packages_have_every_package() -> None:
@@ -333,6 +346,15 @@ def test_tables_of_packages_have_every_package() -> None:
     for page in (ROOT / "README.md", DOCS / "installation.md"):
         table = "".join(line for line in page.read_text().splitlines() if line.startswith("|"))
         assert [name for name in names if not re.search(rf"\b{name}\b(?!-)", table)] == [], page
+
+
+def test_the_reference_has_every_command_and_every_class_of_training() -> None:
+    shown = (DOCS / "commands.md").read_text()
+    assert [
+        name for name in commands_of_dstrat.list_commands(Context(commands_of_dstrat)) if f'"dstrat {name}' not in shown
+    ] == []
+    classes = {name for module in (callbacks, loggers, profilers, tuner) for name in module.__all__}
+    assert classes - set(re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)) == set()
 
 
 def test_every_page_is_in_the_navigation() -> None:

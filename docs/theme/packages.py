@@ -1,4 +1,4 @@
-"""Makes a page of the README of each package while the site is built."""
+"""Makes pages of the README and the changelog of each package while the site is built."""
 
 from __future__ import annotations
 
@@ -23,10 +23,18 @@ def names() -> list[str]:
     return [*FIRST, *sorted(found - set(FIRST))]
 
 
+def distribution(name: str) -> str:
+    """Return the distribution of a folder."""
+    return "dstrat" if name == "core" else f"dstrat-{name}"
+
+
 def on_config(config: MkDocsConfig) -> None:
     """Put the pages into the navigation."""
     (section,) = (entry["Packages"] for entry in config.nav if "Packages" in entry)
     section[:] = [f"packages/{name}.md" for name in names()]
+    (reference,) = (entry["Reference"] for entry in config.nav if "Reference" in entry)
+    (section,) = (entry["Changelogs"] for entry in reference if "Changelogs" in entry)
+    section[:] = [{distribution(name): f"changelogs/{name}.md"} for name in names()]
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
@@ -37,7 +45,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
         text = text.replace("](https://pypi.org/project/dstrat/)", "](core.md)")
         text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", text)
         text = re.sub(r"\[([^\]]+)\]\(\.\./\.\./[^)]+\)", r"\1", text)  # other files of the repository
+        text += f"\n[Changelog](../changelogs/{name}.md)\n"
         files.append(File.generated(config, f"packages/{name}.md", content=text))
+        changes = (PACKAGES / name / "CHANGELOG.md").read_text(encoding="utf-8")
+        files.append(File.generated(config, f"changelogs/{name}.md", content=changes))
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:

@@ -1,6 +1,6 @@
-"""Draw architecture-light.svg and architecture-dark.svg, the diagram of the README and of the site.
+"""Draw the diagrams of the guides, each in light and dark colors, such as architecture-light.svg.
 
-Run ``python3 docs/images/architecture.py`` after a change; tests/test_guides.py compares the files.
+Run ``python3 docs/images/diagrams.py`` after a change; tests/test_guides.py compares the files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parent
-WIDTH, HEIGHT = 640, 640  # narrow, so that the text can be read on a phone
+WIDTH = 640  # narrow, so that the text can be read on a phone
 LIGHT = {
     "page": "#ffffff",
     "box": "#f4f5fb",
@@ -35,6 +35,20 @@ PLUGINS = (
     "dstrat-xla",
     "... and others",
     "or your own",
+)
+
+QUESTIONS = (  # the question in two lines, the answer that leads to the aliases, the aliases, and a note
+    ("Is it one device?", "or a first test", "yes", ("single_device",), ""),
+    (
+        "Does everything fit on each device?",
+        "parameters, gradients, optimizer state",
+        "yes",
+        ("ddp",),
+        "slow network: bagua",
+    ),
+    ("Do the parameters fit on each device?", "the rest is sharded", "yes", ("deepspeed_stage_2",), ""),
+    ("Does each layer fit on one device?", "with its activations", "no", ("model_parallel",), ""),
+    ("Do all shards fit on all devices?", "nothing is kept twice", "yes", ("fsdp", "deepspeed_stage_3"), ""),
 )
 
 
@@ -72,20 +86,20 @@ class Drawing:
             'marker-end="url(#head)"/>'
         )
 
-    def svg(self, title: str) -> str:
+    def svg(self, title: str, *, height: int) -> str:
         """Return the file's text."""
         head = (
             '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="M0,0 L8,4 L0,8 z" fill="{self.colors["accent"]}"/></marker>'
         )
         fonts = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-        size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+        size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{fonts}" role="img">',
                 f"<title>{escape(title)}</title>",
                 f"<defs>{head}</defs>",
-                f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{self.colors["page"]}"/>',
+                f'<rect width="{WIDTH}" height="{height}" rx="10" fill="{self.colors["page"]}"/>',
                 *self.elements,
                 "</svg>",
                 "",
@@ -93,8 +107,8 @@ class Drawing:
         )
 
 
-def draw(colors: dict[str, str]) -> str:
-    """Return the diagram: the program, the core, the packages and the ranks."""
+def draw_architecture(colors: dict[str, str]) -> str:
+    """Return the diagram of the program, the core, the packages and the ranks."""
     drawing = Drawing(colors)
 
     drawing.box(20, 16, 600, 84)
@@ -142,13 +156,42 @@ def draw(colors: dict[str, str]) -> str:
     drawing.box(20, 574, 600, 50)
     drawing.text(36, 604, "checkpoint", style="bold")
     drawing.text(142, 604, "one folder, loaded by any strategy on any world size", size=14, color="quiet")
-    return drawing.svg("A program, dstrat's core, the packages of strategies, and the ranks of a job")
+    return drawing.svg("A program, dstrat's core, the packages of strategies, and the ranks of a job", height=640)
+
+
+def draw_choice(colors: dict[str, str]) -> str:
+    """Return the decision for a strategy: questions from above to below, the answers beside them."""
+    drawing = Drawing(colors)
+    step, height = 104, 72
+    for number, (question, of_what, answer, aliases, note) in enumerate(QUESTIONS):
+        top = 16 + step * number
+        drawing.box(20, top, 360, height)
+        drawing.text(36, top + 31, question, style="bold")
+        drawing.text(36, top + 53, of_what, size=13, color="quiet")
+        drawing.box(440, top, 180, height, fill="page", dashed=True)
+        for line, alias in enumerate(aliases):
+            first = top + (42 if len(aliases) == 1 and not note else 31)
+            drawing.text(454, first + 22 * line, alias, style="code", size=14, color="accent")
+        drawing.text(454, top + 53, note, size=12, color="quiet")
+        drawing.arrow((380, top + 36), (440, top + 36))
+        drawing.text(407, top + 28, answer, size=13, color="quiet", center=True)
+        drawing.arrow((185, top + height), (185, top + step))
+        drawing.text(198, top + height + 20, "no" if answer == "yes" else "yes", size=13, color="quiet")
+    top = 16 + step * len(QUESTIONS)
+    drawing.box(20, top, 600, height, fill="page", dashed=True)
+    drawing.text(36, top + 31, "fsdp_cpu_offload, deepspeed_stage_3_offload", style="code", size=14, color="accent")
+    drawing.text(36, top + 53, "the rest is in the memory of the host", size=13, color="quiet")
+    return drawing.svg("Questions that lead to a strategy", height=top + height + 16)
+
+
+DIAGRAMS = {"architecture": draw_architecture, "choose": draw_choice}
 
 
 def main() -> None:
-    """Write both files."""
-    for theme, colors in (("light", LIGHT), ("dark", DARK)):
-        (FOLDER / f"architecture-{theme}.svg").write_text(draw(colors))
+    """Write the files."""
+    for name, draw in DIAGRAMS.items():
+        for theme, colors in (("light", LIGHT), ("dark", DARK)):
+            (FOLDER / f"{name}-{theme}.svg").write_text(draw(colors))
 
 
 if __name__ == "__main__":
