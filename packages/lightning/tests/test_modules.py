@@ -361,3 +361,90 @@ def test_a_view_is_its_trainer(make):
     made = trainer()
     assert TrainerView(made) == TrainerView(made) == made
     assert len({TrainerView(made), TrainerView(made)}) == 1
+
+
+def test_a_metric_object_is_logged_with_lightnings_default_of_sync_dist(make):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    net, data, trainer = make
+
+    class Metered(net):
+        def __init__(self):
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.mean.update(3.0)
+            self.log("mean", self.mean, on_step=False, on_epoch=True, sync_dist=False)
+            return super().training_step(batch, batch_idx)
+
+    made = trainer()
+    made.fit(Metered(), datamodule=data())
+    assert made.callback_metrics["mean"] == 3.0
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_reloaded_loaders_leave_lightnings_random_numbers(library, make, every):
+    net, data, trainer = make
+
+    class Drawing(net):
+        def on_train_epoch_end(self):
+            self.losses.append(float(torch.rand(())))
+
+    seen = {}
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    for name, new in (("lightning", lambda **o: library.Trainer(accelerator="cpu", **off, **o)), ("dstrat", trainer)):
+        library.seed_everything(1, verbose=False)
+        module = Drawing(dropout=0.0)
+        new(max_epochs=4, reload_dataloaders_every_n_epochs=every).fit(module, datamodule=data())
+        seen[name] = module.losses
+    assert seen["dstrat"] == pytest.approx(seen["lightning"], abs=1e-6)
+
+
+def test_a_strategy_is_an_instance_of_lightnings_class_too(library, make):
+    from dstrat_ddp import DDPStrategy
+
+    _, _, trainer = make
+    view = TrainerView(trainer(strategy=DDPStrategy()))
+    assert isinstance(view.strategy, library.strategies.DDPStrategy)
+    assert isinstance(view.strategy, DDPStrategy)
+    assert not isinstance(view.strategy, library.strategies.FSDPStrategy)
+    assert view.strategy.world_size == 1
+
+
+def test_a_logger_can_be_set_and_loops_say_what_to_do(library, make, tmp_path):
+    _, _, trainer = make
+    view, logger = TrainerView(trainer()), library.loggers.CSVLogger(tmp_path)
+    view.logger = logger
+    assert view.logger is logger
+    with pytest.raises(AttributeError, match=r"fit_loop.epoch_loop of dstrat's Trainer has no attribute 'val_loop'"):
+        _ = view.fit_loop.epoch_loop.val_loop
+
+
+def test_a_checkpoint_io_of_lightning_has_a_counterpart(library, make):
+    from dstrat.errors import RequestError
+
+    _, _, trainer = make
+    io = library.plugins.io.TorchCheckpointIO()
+    with pytest.raises(RequestError, match=r"pass the one of dstrat: from dstrat.plugins import TorchCheckpointIO"):
+        trainer(plugins=[io])
+
+
+def test_a_summary_is_allowed_beside_a_switched_off_default(library, make):
+    net, data, trainer = make
+    trainer(callbacks=library.callbacks.ModelSummary()).fit(net(), datamodule=data())
+
+
+def test_an_own_loop_logs_to_a_logger_of_lightning_or_fabric(library, tmp_path):
+    fabric = importlib.import_module("lightning.fabric.loggers")
+    for logger in (library.loggers.CSVLogger(tmp_path / "theirs"), fabric.CSVLogger(tmp_path / "fabric")):
+        loop = dstrat.OwnLoop(dstrat.build(accelerator="cpu", devices=1), loggers=logger)
+        loop.launch(lambda loop: loop.log("x", 1.0))
+        logger.save()
+        assert (Path(logger.log_dir) / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize(("alias", "method"), [("ddp_fork", "fork"), ("ddp_spawn", "spawn"), ("ddp", "popen")])
+def test_an_alias_keeps_its_start_method(library, alias, method):
+    from dstrat_lightning.strategy import strategy_class
+
+    assert strategy_class(library.__name__)(alias)._start_method == method

@@ -50,11 +50,11 @@ class LightningLogger(Logger):
 
     @property
     def save_dir(self) -> Path | None:
-        return _path(self.logger.save_dir)
+        return _path(getattr(self.logger, "save_dir", None))  # Fabric's base class has neither folder
 
     @property
     def log_dir(self) -> Path | None:
-        return self._joined or _path(self.logger.log_dir)
+        return self._joined or _path(getattr(self.logger, "log_dir", None))
 
     def join(self, log_dir: Path | None) -> None:
         self._joined = log_dir
@@ -76,7 +76,8 @@ class LightningLogger(Logger):
     def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
         from dstrat_lightning.callbacks import lightning_callback
 
-        self.logger.after_save_checkpoint(lightning_callback(checkpoint_callback))
+        if hasattr(self.logger, "after_save_checkpoint"):  # Fabric's loggers have none
+            self.logger.after_save_checkpoint(lightning_callback(checkpoint_callback))
 
     def save(self) -> None:
         self.logger.save()

@@ -25,9 +25,13 @@ def dstrat_components() -> list[Component | Adapter]:
             summary="Lightning's and its users' callbacks",
         ),
         Adapter(
-            foreign=_both("loggers.logger:Logger"),
+            foreign=(
+                *_both("loggers.logger:Logger"),
+                # Fabric's, from which Lightning's derive.
+                *("lightning.fabric.loggers.logger:Logger", "lightning_fabric.loggers.logger:Logger"),
+            ),
             target="dstrat_lightning.loggers:adapt_logger",
-            summary="Lightning's and its users' loggers",
+            summary="Lightning's, Fabric's and their users' loggers",
         ),
         Component(
             kind="checkpoint_io",

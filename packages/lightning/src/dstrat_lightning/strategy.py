@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization
+from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve import Request, resolve_request
 from dstrat_lightning.internals import make_optimizers, synchronizes_batchnorm, unwrap_optimizer
 from dstrat_lightning.module import reset_seed
@@ -101,8 +103,11 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         """
 
         def __init__(self, alias: str, **options: Any) -> None:
-            super().__init__(**options)
+            # Lightning starts the processes, by the method that dstrat's alias stands for, such as ddp_fork.
+            method = get_catalog().find("strategy", alias).component.options.get("start_method")
+            super().__init__(**{**({"start_method": method} if method else {}), **options})
             self.alias = alias
+            self._evaluation = ExitStack()
             self._inner: Strategy | None = None
 
         @property
@@ -152,6 +157,17 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             # Lightning configures: it checks what the module returned, and steps the schedulers itself.
             optimizers, self.lr_scheduler_configs = make_optimizers(package, self.lightning_module)
             return Optimization(optimizers=tuple(optimizers))
+
+        # Evaluation
+
+        def _start_evaluation(self) -> None:
+            self._evaluation.enter_context(self.inner.evaluation_context())
+
+        def _end_evaluation(self) -> None:
+            self._evaluation.close()
+
+        on_validation_start = on_test_start = on_predict_start = _start_evaluation
+        on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
         # Steps
 
@@ -210,6 +226,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
                 self._inner.on_exception(exception)
 
         def teardown(self) -> None:
+            self._evaluation.close()  # of an evaluation that an exception has ended
             if self._inner is not None:
                 self._inner.teardown()
             self.model = self.lightning_module  # Lightning's teardown reverts its BatchNorm layers

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dstrat import Logger
 from dstrat.errors import MisuseError
+from dstrat.training.arguments import adapt, adapt_all
 from dstrat_lightning.callbacks import lightning_callback
 from dstrat_lightning.loggers import lightning_logger
 
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 
     from dstrat import Trainer
 
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
@@ -43,7 +48,10 @@ class TrainerView:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._trainer, name, value)
+        if isinstance(getattr(TrainerView, name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._trainer, name, value)
 
     def __eq__(self, other: object) -> bool:
         # A new view is made for each call of a hook, and programs compare trainers.
@@ -108,14 +116,27 @@ class TrainerView:
     # Objects of Lightning, as the user passed them
 
     @property
+    def strategy(self) -> Any:
+        """The strategy, which counts as an instance of Lightning's class of the same name."""
+        return StrategyView(self._trainer.strategy)
+
+    @property
     def loggers(self) -> list[Any]:
         """All loggers."""
         return [lightning_logger(logger) for logger in self._trainer.loggers]
+
+    @loggers.setter
+    def loggers(self, loggers: Any) -> None:
+        self._trainer.loggers = adapt_all(loggers or [], Logger)
 
     @property
     def logger(self) -> Any:
         """The first logger, None without one."""
         return next(iter(self.loggers), None)
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self._trainer.loggers = [] if logger is None else [adapt(logger, Logger)]
 
     @property
     def callbacks(self) -> list[Any]:
@@ -166,6 +187,55 @@ class TrainerView:
         self._trainer.save_checkpoint(filepath, weights_only=bool(weights_only))
 
 
+class StrategyView:
+    """Strategy of a run, for ``isinstance`` also one of Lightning's class of the same name.
+
+    Libraries ask ``isinstance(trainer.strategy, DDPStrategy)`` to reduce values over ranks, or to log on rank 0 only.
+    Everything else is the strategy's.
+    """
+
+    __slots__ = ("_strategy",)
+    _strategy: Any
+
+    def __init__(self, strategy: Any) -> None:
+        object.__setattr__(self, "_strategy", strategy)
+
+    @property
+    def __class__(self) -> type:  # isinstance asks it, and the strategy of dstrat stays its own class too
+        return _class_of_both(type(self._strategy))
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        raise AttributeError("the class of a strategy cannot be changed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._strategy, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return (other._strategy if type(other) is StrategyView else other) is self._strategy
+
+    def __hash__(self) -> int:
+        return hash(self._strategy)
+
+    def __reduce__(self) -> tuple[type[StrategyView], tuple[Any]]:
+        return StrategyView, (self._strategy,)
+
+
+@cache
+def _class_of_both(ours: Any) -> type:
+    """Return a class that derives from a strategy's class, and from each of Lightning's of the same name."""
+    loaded = [sys.modules[f"{name}.strategies"] for name in _PACKAGES if f"{name}.strategies" in sys.modules]
+    theirs = []
+    for library in loaded:
+        # A class of an author of strategies has no counterpart, but its base may.
+        found = (getattr(library, base.__name__, None) for base in ours.__mro__)
+        theirs += [cls for cls in found if isinstance(cls, type)][:1]
+    return type(ours.__name__, (ours, *theirs), {"__module__": ours.__module__})
+
+
 class FitLoopView:
     """Counters of a fit by the names of Lightning's loop."""
 
@@ -182,7 +252,7 @@ class FitLoopView:
         """The counters within an epoch."""
         loop = self._trainer.fit_loop
         batches = SimpleNamespace(ready=loop.batches_done + 1, completed=loop.batches_done, processed=loop.batches_done)
-        return SimpleNamespace(
+        return EpochLoopView(
             global_step=loop.global_step,
             batch_idx=loop.batch_idx,
             total_batch_idx=loop.batches_seen - 1,
@@ -195,10 +265,21 @@ class FitLoopView:
         loop = self._trainer.fit_loop
         if hasattr(loop, name):
             return getattr(loop, name)
-        raise AttributeError(
-            f"the fit_loop of dstrat's Trainer has no attribute {name!r}: where a module or callback needs that of "
-            "Lightning's, run it with Lightning's Trainer and strategy='dstrat_...' (import dstrat_lightning)"
-        )
+        raise _missing("fit_loop", name)
+
+
+class EpochLoopView(SimpleNamespace):
+    """Counters within an epoch by the names of Lightning's loop."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _missing("fit_loop.epoch_loop", name)
+
+
+def _missing(owner: str, name: str) -> AttributeError:
+    return AttributeError(
+        f"the {owner} of dstrat's Trainer has no attribute {name!r}: where a module or callback needs that of "
+        "Lightning's, run it with Lightning's Trainer and strategy='dstrat_...' (import dstrat_lightning)"
+    )
 
 
 def _number(count: int | None) -> float:

@@ -32,7 +32,10 @@ def as_loggers(value: Any) -> list[Logger]:
     """
     if value is None:
         return []
-    loggers = list(value) if isinstance(value, list | tuple) else [value]
+    from dstrat.training.arguments import adapt_all
+    from dstrat.training.loggers.logger import Logger
+
+    loggers = adapt_all(value if isinstance(value, list | tuple) else [value], Logger)
     for logger in loggers:
         if not callable(getattr(logger, "log_metrics", None)):
             raise MisuseError(f"loggers has {logger!r}, which is no Logger: pass one of dstrat.loggers")

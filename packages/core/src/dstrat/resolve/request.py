@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat import plugins
 from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
 from dstrat.interfaces.strategy import Parts
 from dstrat.plugins.offer import kind_label
@@ -123,10 +124,10 @@ def _from_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
 
 
 def _from_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
-    plugins: Any = request.plugins
-    if plugins is None:
+    given: Any = request.plugins
+    if given is None:
         return
-    for plugin in plugins if isinstance(plugins, tuple | list) else (plugins,):
+    for plugin in given if isinstance(given, tuple | list) else (given,):
         kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
         yield _PLUGIN_KINDS[kind], Requested(value=plugin, source=f"plugins=[{_shown(plugin)}]")
 
@@ -138,9 +139,12 @@ def _kind_of_object(plugin: object) -> Kind:
             return kind
         if issubclass(cls, interface):
             raise RequestError(f"plugins=[{_shown(plugin)}] is no plugin: give it as {kind}={_shown(plugin)}")
+    # An object of another library of the same name, such as TorchCheckpointIO, has a counterpart here.
+    counterpart = cls.__name__ in dir(plugins)
+    advice = f"; pass the one of dstrat: from dstrat.plugins import {cls.__name__}" if counterpart else ""
     raise RequestError(
-        f"plugins=[{_shown(plugin)}] is of the type {type(plugin).__name__}: "
-        "a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher"
+        f"plugins=[{_shown(plugin)}] is of the type {cls.__module__}.{cls.__qualname__}: "
+        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{advice}"
     )
 
 

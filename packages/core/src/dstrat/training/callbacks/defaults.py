@@ -59,7 +59,8 @@ def complete_callbacks(
     callbacks = _as_list(requested, "callbacks")
     enabled_features = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
     for name, enabled in enabled_features.items():
-        if not enabled:
+        # A summary that the user passes is printed, as in Lightning: the switch is for the default one.
+        if not enabled and (barebones or name != "model_summary"):
             _check_none(callbacks, name, barebones=barebones)
     if barebones:
         _check_nothing_is_awaited(callbacks)

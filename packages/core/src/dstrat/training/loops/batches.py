@@ -6,6 +6,8 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import length_is_certain, length_of, loads_in_workers, prepare_training_loader, sequential
@@ -19,8 +21,6 @@ from dstrat.training.module.hooks import DataHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-    import torch
 
     from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.train_module import TrainModule
@@ -107,6 +107,8 @@ class TrainingData:
             return False
         self.loader = None
         self.open(sources, epoch)
+        # Lightning makes an iterator of a new loader, and drops it: one more seed, and from then on the same numbers.
+        torch.empty((), dtype=torch.int64).random_(generator=getattr(self.loader, "generator", None))
         return True
 
     def scaled(self, batches_done: int, other_length: int | None) -> int:

@@ -52,6 +52,7 @@ class FitLoop(Position):
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | CompiledOptimization | None = None
         self._validation: EvaluationLoop | None = None
+        self._reloads_validation = False  # at the next validation, as the training loader has been made anew
         self.scales_position = False
         self._saved_length: int | None = None
         self._continuation: ResumeState | None = None
@@ -190,8 +191,7 @@ class FitLoop(Position):
         if self.data.reload_when_due(self._sources, self.epoch):
             if self.data.num_batches != num_batches:
                 self._schedule = ValidationSchedule(self._trainer, self.data.num_batches)
-            if self._validation is not None:
-                self._validation.load(self._sources.loader("val", may_be_none=True))
+            self._reloads_validation = self._validation is not None
 
     def _train_batches(self) -> bool:
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""
@@ -393,6 +393,9 @@ class FitLoop(Position):
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
+        if self._reloads_validation:  # just before it, as in Lightning: making a loader may draw random numbers
+            self._reloads_validation = False
+            self._validation.load(self._sources.loader("val", may_be_none=True))
         if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
             hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
         self.data.record_position()  # of training, as validation may read the same dataset

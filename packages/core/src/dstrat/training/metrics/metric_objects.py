@@ -50,14 +50,10 @@ class MetricEntry(LoggedValue):
         self, name: str, options: Options, *, in_step: bool, training: bool, metric: Any, module: nn.Module
     ) -> None:
         super().__init__(name, options, in_step=in_step, training=training)
-        if (
-            options.reduction(name) != "mean"
-            or options.sync_dist is False
-            or options.sync_dist_group
-            or options.rank_zero_only
-        ):
+        # sync_dist has no effect, also False: it is Lightning's default, with which a metric reduces itself there too.
+        if options.reduction(name) != "mean" or options.sync_dist_group or options.rank_zero_only:
             raise MisuseError(
-                f"log({name!r}) got a {type(metric).__name__}, which reduces itself: leave out reduce_fx, sync_dist, "
+                f"log({name!r}) got a {type(metric).__name__}, which reduces itself: leave out reduce_fx, "
                 "sync_dist_group and rank_zero_only; the metric itself has sync_on_compute and process_group"
             )
         self.metric = metric
