@@ -9,7 +9,6 @@ from dstrat import (
     DataModule,
     EarlyStopping,
     ModelCheckpoint,
-    ModelSummary,
     OnExceptionCheckpoint,
     ProgressBar,
     Trainer,
@@ -22,7 +21,6 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
     [
         ("enable_checkpointing", ModelCheckpoint, "switches off every ModelCheckpoint, and callbacks has a Mine"),
         ("enable_progress_bar", ProgressBar, "switches off every ProgressBar, and callbacks has a Mine"),
-        ("enable_model_summary", ModelSummary, "switches off every ModelSummary, and callbacks has a Mine"),
     ],
 )
 def test_a_callback_of_a_kind_that_is_switched_off_is_a_conflict(tmp_path, argument, callback, message):

@@ -231,8 +231,8 @@ def _class_of_both(ours: Any) -> type:
     theirs = []
     for library in loaded:
         # A class of an author of strategies has no counterpart, but its base may.
-        found = (getattr(library, base.__name__, None) for base in ours.__mro__)
-        theirs += [cls for cls in found if isinstance(cls, type)][:1]
+        named = (getattr(library, base.__name__, None) for base in ours.__mro__)
+        theirs += [cls for cls in named if isinstance(cls, type)][:1]
     return type(ours.__name__, (ours, *theirs), {"__module__": ours.__module__})
 
 

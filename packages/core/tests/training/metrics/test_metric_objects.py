@@ -238,7 +238,6 @@ def test_a_metric_that_was_only_updated_has_no_value_of_the_step(quiet_trainer, 
     ("options", "message"),
     [
         ({"reduce_fx": "sum"}, "which reduces itself: leave out reduce_fx"),
-        ({"sync_dist": False}, "which reduces itself"),
         ({"rank_zero_only": True}, "which reduces itself"),
         ({"metric_attribute": "cat"}, "Net has no such attribute, or it is another metric"),
     ],
