@@ -448,3 +448,78 @@ def test_an_alias_keeps_its_start_method(library, alias, method):
     from dstrat_lightning.strategy import strategy_class
 
     assert strategy_class(library.__name__)(alias)._start_method == method
+
+
+@pytest.mark.parametrize("which", ["ddp_fork", "dstrat_ddp_fork"])
+def test_lightnings_trainer_validates_batch_norm_with_the_statistics_that_are_kept(library, which):
+    class Normed(library.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch, batch_idx):
+            return (self.layers(batch[0]) - batch[1]).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=numbers) * torch.arange(1, 65)[:, None]  # batches differ, and so do statistics
+    y = torch.randn(64, 1, generator=numbers)
+    loaders = [torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 4, shuffle=s) for s in (True, False)]
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    library.seed_everything(1, verbose=False)
+    net = Normed()
+    made = library.Trainer(accelerator="cpu", devices=2, strategy=which, max_epochs=1, num_sanity_val_steps=0, **off)
+    made.fit(net, *loaders)
+    with torch.no_grad():
+        kept = net.eval().training_step((x, y), 0)
+    assert float(made.callback_metrics["val"]) == pytest.approx(float(kept), rel=1e-4)
+    assert float(kept) == pytest.approx(0.995, abs=5e-4)
+
+
+def test_lightnings_trainer_pickles_a_strategy_for_spawn(library):
+    from dstrat_lightning.strategy import strategy_class
+
+    copy = pickle.loads(pickle.dumps(strategy_class(library.__name__)("ddp_spawn")))
+    assert (copy.alias, copy._start_method) == ("ddp_spawn", "spawn")
+    assert isinstance(copy, library.strategies.DDPStrategy)
+
+
+def test_in_lightnings_trainer_ddp_alone_is_its_ddp(library):
+    from dstrat_lightning.strategy import strategy_class
+
+    theirs, ours = library.strategies, strategy_class(library.__name__)
+    assert isinstance(ours("ddp"), theirs.DDPStrategy)
+    assert not isinstance(ours("fsdp"), theirs.DDPStrategy | theirs.FSDPStrategy)
+
+
+def test_the_best_checkpoint_is_a_file_of_torch(library, make, tmp_path):
+    net, data, trainer = make
+    for name, plugins, is_file in (("default", None, True), ("chosen", "portable", False)):
+        best = library.callbacks.ModelCheckpoint(tmp_path / name, monitor="val_loss")
+        made = trainer(callbacks=[best], enable_checkpointing=True, plugins=plugins)
+        made.fit(net(), datamodule=data())
+        assert Path(best.best_model_path).is_file() == is_file
+        if is_file:
+            weights = torch.load(best.best_model_path, weights_only=True)["state_dict"]
+            assert weights.keys() == net().state_dict().keys()
+            trainer().fit(net(), datamodule=data(), ckpt_path=best.best_model_path)
+
+
+def test_where_shards_are_saved_a_line_says_how_to_get_a_file(library, make, caplog):
+    from dstrat_fsdp import FSDPStrategy
+
+    net, data, trainer = make
+    with caplog.at_level("INFO"):
+        trainer(strategy=FSDPStrategy()).fit(net(), datamodule=data())
+    assert "a folder of shards, which torch.load cannot read: for single files pass Trainer(plugins=" in caplog.text
+
+
+def test_private_names_are_refused_by_an_error_that_names_dstrat(make):
+    _, _, trainer = make
+    with pytest.raises(AttributeError, match=r"dstrat's Trainer has no attribute '_accelerator_connector'"):
+        _ = TrainerView(trainer())._accelerator_connector

@@ -16,6 +16,7 @@ pytest.importorskip("lightning", reason="this environment has no Lightning: nox 
 import torch
 
 import dstrat
+import dstrat_lightning
 from dstrat.errors import DstratError
 from dstrat_ddp import DDPStrategy
 from dstrat_lightning.callbacks import _TRANSLATIONS, adapt_callback
@@ -304,13 +305,15 @@ def test_a_module_that_dstrat_has_trained_is_refused_by_lightnings_trainer(libra
         library.Trainer(accelerator="cpu", devices=1, max_epochs=1, **off).fit(module, data())
 
 
-def test_a_folder_is_not_loaded_by_lightnings_method(library, tmp_path):
+@pytest.mark.parametrize(("plugins", "error"), [(None, KeyError), ("portable", IsADirectoryError)])
+def test_a_checkpoint_of_dstrat_is_not_loaded_by_lightnings_method(library, tmp_path, plugins, error):
     net, data, _ = nets.classes(library)
-    made = trainer(tmp_path)
+    made = trainer(tmp_path, plugins=plugins)
     made.fit(net(), data())
-    made.save_checkpoint(tmp_path / "folder")
-    with pytest.raises(IsADirectoryError):
-        net.load_from_checkpoint(tmp_path / "folder")
+    made.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(error):
+        net.load_from_checkpoint(tmp_path / "saved")
+    assert isinstance(dstrat_lightning.load_from_checkpoint(net, tmp_path / "saved"), net)
 
 
 def test_strategies_that_accumulate_by_themselves_are_refused_in_lightnings_trainer(library):

@@ -9,6 +9,7 @@ from dstrat import (
     DataModule,
     EarlyStopping,
     ModelCheckpoint,
+    ModelSummary,
     OnExceptionCheckpoint,
     ProgressBar,
     Trainer,
@@ -29,6 +30,13 @@ def test_a_callback_of_a_kind_that_is_switched_off_is_a_conflict(tmp_path, argum
         Trainer(accelerator="cpu", callbacks=mine, default_root_dir=tmp_path, **{argument: False})
     with pytest.raises(ConflictError, match=f"barebones=True {message}"):
         Trainer(accelerator="cpu", callbacks=mine, default_root_dir=tmp_path, barebones=True)
+
+
+def test_a_summary_of_the_users_is_only_in_conflict_with_barebones(tmp_path):
+    summary = ModelSummary()
+    assert summary in Trainer(accelerator="cpu", callbacks=summary, enable_model_summary=False).callbacks
+    with pytest.raises(ConflictError, match=r"barebones=True switches off every ModelSummary, and callbacks has a "):
+        Trainer(accelerator="cpu", callbacks=summary, default_root_dir=tmp_path, barebones=True)
 
 
 def test_checkpointing_switched_off_leaves_a_checkpoint_of_an_exception(quiet_trainer, tmp_path):

@@ -210,6 +210,17 @@ def test_with_workers(check):
     check([2, 5, 6, 8], loader=lambda: shuffled(num_workers=2))
 
 
+@pytest.mark.parametrize("loader", [shuffled, drawn_from_a_generator])
+def test_with_loaders_that_are_made_anew_for_each_epoch(check, loader):
+    check([2, 6, 7, 9], loader=loader, reload_dataloaders_every_n_epochs=1)
+    check([BATCHES], loader=loader, reload_dataloaders_every_n_epochs=1, hook="on_train_epoch_end")
+
+
+def test_on_two_processes_with_loaders_that_are_made_anew_for_each_epoch(check, averaging):
+    options = {"limit_train_batches": 3, "limit_val_batches": 1, "reload_dataloaders_every_n_epochs": 1}
+    check([2, 4, 5], strategy=averaging, devices=2, **options)
+
+
 def test_with_generators_of_the_users_own(check):
     check([2, 6, 8], loader=drawn_from_a_generator)
     check([BATCHES], loader=drawn_from_a_generator, hook="on_train_epoch_end")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dstrat import TrainModule, seed_everything
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat_lightning.conversion import convert, is_of_lightning
 from dstrat_lightning.internals import ModuleAttributes
 from dstrat_lightning.trainer_view import TrainerView
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dstrat import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 def adapt_module(module: Any) -> TrainModule:
@@ -64,6 +70,24 @@ def _scheduler_dicts(returned: Any) -> list[dict[str, Any]]:
     return [*(value for value in returned if isinstance(value, dict) and "scheduler" in value), *nested]
 
 
+def _write_single_files(trainer: Trainer) -> None:
+    """Let a run save files for ``torch.load``, as programs of Lightning's read them, unless the user chose a format.
+
+    Shards stay in a folder: one file needs the memory of one process for all of them.
+    """
+    strategy = trainer.strategy
+    is_default = any(row.subject == "checkpoint io" and row.reason == "the default" for row in trainer.plan.choices)
+    if not is_default or type(strategy.checkpoint_io) is not PortableCheckpointIO:
+        return
+    if strategy.replicates_state:
+        strategy.parts = dataclasses.replace(strategy.parts, checkpoint_io=TorchCheckpointIO())
+    elif trainer.is_global_zero:
+        _log.info(
+            "each checkpoint is a folder of shards, which torch.load cannot read: for single files pass "
+            "Trainer(plugins='lightning')"
+        )
+
+
 class ModuleBridge(ModuleAttributes, TrainModule):
     """TrainModule with the attributes and arguments of a LightningModule where these differ."""
 
@@ -79,6 +103,7 @@ class ModuleBridge(ModuleAttributes, TrainModule):
             rank_zero_only.rank = trainer.global_rank  # Lightning's loggers and messages are rank 0's
             if trainer.world_size > 1:
                 reset_seed()
+            _write_single_files(trainer)
         super().attach(trainer)
 
     @property

@@ -7,6 +7,9 @@ from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import distributed as dist
+
 from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization
@@ -87,8 +90,9 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
     Args:
         package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
     """
-    # From DDPStrategy come the launcher, the ranks, and the division of loaders.
-    base: Any = import_module(f"{package}.strategies").DDPStrategy
+    library: Any = import_module(f"{package}.strategies")
+    launchers: Any = import_module(f"{package}.strategies.launchers")
+    base: Any = library.ParallelStrategy
 
     class DstratStrategy(base):  # type: ignore[misc]  # found at run time
         """Strategy of Lightning's that runs one of dstrat in the processes of Lightning's Trainer.
@@ -98,17 +102,26 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
 
         Args:
             alias: Of the strategy, such as ``"fsdp"``.
-            **options: Arguments of Lightning's ``DDPStrategy``: ``start_method``, ``timeout``,
-                ``process_group_backend``.
+            start_method: Of the processes, which Lightning starts; None is that of the alias, such as ``ddp_fork``.
         """
 
-        def __init__(self, alias: str, **options: Any) -> None:
-            # Lightning starts the processes, by the method that dstrat's alias stands for, such as ddp_fork.
-            method = get_catalog().find("strategy", alias).component.options.get("start_method")
-            super().__init__(**{**({"start_method": method} if method else {}), **options})
+        def __new__(cls, alias: str, start_method: str | None = None) -> Any:  # noqa: ARG004 - of __init__
+            # Only dstrat's ddp counts as Lightning's: libraries then expect whole parameters and a wrapped module.
+            target = str(get_catalog().find("strategy", alias).component.target)
+            is_ddp = target.endswith(f":{library.DDPStrategy.__name__}")
+            return super().__new__(DstratDDPStrategy if is_ddp else cls)
+
+        def __init__(self, alias: str, start_method: str | None = None) -> None:
+            super().__init__()
+            of_alias = get_catalog().find("strategy", alias).component.options.get("start_method")
+            self._start_method: str = start_method or of_alias or "popen"
             self.alias = alias
+            self.num_nodes = 1  # the Trainer sets it
             self._evaluation = ExitStack()
             self._inner: Strategy | None = None
+
+        def __reduce__(self) -> tuple[Any, ...]:  # for spawn: a class of a function cannot be found by its name
+            return _blank_strategy, (package, self.alias), self.__getstate__()
 
         @property
         def inner(self) -> Strategy:
@@ -121,9 +134,40 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         def restore_checkpoint_after_setup(self) -> bool:
             return True  # states are loaded into what the strategy has sharded
 
-        def setup_distributed(self) -> None:
+        # Processes
+
+        @property
+        def root_device(self) -> Any:
+            return self.parallel_devices[self.local_rank]
+
+        @property
+        def num_processes(self) -> int:
+            """Number of processes on this machine."""
+            return len(self.parallel_devices or ())
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+        def _configure_launcher(self) -> None:
+            if self._start_method == "popen":
+                launcher = launchers._SubprocessScriptLauncher(  # noqa: SLF001 - Lightning's have no public name
+                    self.cluster_environment, self.num_processes, self.num_nodes
+                )
+            else:
+                launcher = launchers._MultiProcessingLauncher(self, self._start_method)  # noqa: SLF001 - as above
+            self._launcher = launcher
+
+        def set_world_ranks(self) -> None:
+            """Number this process among those of all machines."""
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            rank_zero_only.rank = self.global_rank
+
+        def setup_environment(self) -> None:
             # The process group is dstrat's, which opens it for each run and closes it afterwards.
-            reset_seed()  # in Lightning's method, which this one replaces
+            super().setup_environment()
+            reset_seed()
             self.set_world_ranks()
             request = Request(
                 strategy=self.alias,
@@ -158,7 +202,22 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             optimizers, self.lr_scheduler_configs = make_optimizers(package, self.lightning_module)
             return Optimization(optimizers=tuple(optimizers))
 
-        # Evaluation
+        def model_to_device(self) -> None:
+            """Do nothing: the setup of dstrat's strategy moves the module."""
+
+        # Communication, which Lightning also asks for before and after a run
+
+        def barrier(self, name: str | None = None) -> None:
+            if dist.is_initialized():
+                self.inner.barrier(name)
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return self.inner.broadcast(obj, src) if dist.is_initialized() else obj
+
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+            return self.inner.reduce(tensor, group=group, reduce_op=reduce_op) if dist.is_initialized() else tensor
+
+        # Evaluation, by the buffers that are saved, which are rank 0's
 
         def _start_evaluation(self) -> None:
             self._evaluation.enter_context(self.inner.evaluation_context())
@@ -186,12 +245,6 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         def predict_step(self, *args: Any, **kwargs: Any) -> Any:
             with self.precision_plugin.predict_step_context():
                 return self.inner.predict_step(*args, **kwargs)
-
-        def pre_backward(self, closure_loss: Any) -> None:
-            """Do nothing: Lightning would prepare its own DistributedDataParallel."""
-
-        def post_backward(self, closure_loss: Any) -> None:
-            """Do nothing, as :meth:`pre_backward`."""
 
         def block_backward_sync(self) -> Any:
             return self.inner.no_backward_sync()
@@ -229,10 +282,19 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             self._evaluation.close()  # of an evaluation that an exception has ended
             if self._inner is not None:
                 self._inner.teardown()
-            self.model = self.lightning_module  # Lightning's teardown reverts its BatchNorm layers
+            self.model = self.lightning_module
             super().teardown()
 
+    class DstratDDPStrategy(DstratStrategy):
+        """The same for dstrat's ddp, which libraries that ask for Lightning's ``DDPStrategy`` find."""
+
+    library.DDPStrategy.register(DstratDDPStrategy)
     return DstratStrategy
+
+
+def _blank_strategy(package: str, alias: str) -> Any:
+    cls = strategy_class(package)
+    return cls.__new__(cls, alias)
 
 
 class _Stepping:

@@ -202,7 +202,8 @@ class StrategyView:
 
     @property
     def __class__(self) -> type:  # isinstance asks it, and the strategy of dstrat stays its own class too
-        return _class_of_both(type(self._strategy))
+        loaded = [sys.modules[f"{name}.strategies"] for name in _PACKAGES if f"{name}.strategies" in sys.modules]
+        return _class_of_both(type(self._strategy), *loaded)
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
@@ -225,11 +226,10 @@ class StrategyView:
 
 
 @cache
-def _class_of_both(ours: Any) -> type:
+def _class_of_both(ours: Any, *libraries: Any) -> type:
     """Return a class that derives from a strategy's class, and from each of Lightning's of the same name."""
-    loaded = [sys.modules[f"{name}.strategies"] for name in _PACKAGES if f"{name}.strategies" in sys.modules]
     theirs = []
-    for library in loaded:
+    for library in libraries:
         # A class of an author of strategies has no counterpart, but its base may.
         named = (getattr(library, base.__name__, None) for base in ours.__mro__)
         theirs += [cls for cls in named if isinstance(cls, type)][:1]

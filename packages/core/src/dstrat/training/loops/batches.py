@@ -55,7 +55,6 @@ class TrainingData:
         self.num_batches: int | None = None
         self.beginning: Beginning | None = None
         self.batches_per_item = 1
-        self._loaded_in_epoch = 0
         self._stateful: StatefulLoader | None = None
 
     @property
@@ -94,19 +93,19 @@ class TrainingData:
             )
         return rounded
 
-    def open(self, sources: DataSources, epoch: int) -> None:
+    def open(self, sources: DataSources) -> None:
         """Make the loader, and agree with the other ranks on its length; collective."""
         self.load(sources)
-        self._loaded_in_epoch = epoch
         self.num_batches = agreed_length(self._trainer.strategy, self.num_batches)
 
     def reload_when_due(self, sources: DataSources, epoch: int) -> bool:
         """Make a new loader if ``reload_dataloaders_every_n_epochs`` says so, and return whether it did; collective."""
+        # From the first epoch on, not from that of a resume, which is to make its loaders when the whole run does.
         every = self._trainer.reload_dataloaders_every_n_epochs
-        if not every or epoch - self._loaded_in_epoch < every:
+        if not every or not epoch or epoch % every:
             return False
         self.loader = None
-        self.open(sources, epoch)
+        self.open(sources)
         # Lightning makes an iterator of a new loader, and drops it: one more seed, and from then on the same numbers.
         torch.empty((), dtype=torch.int64).random_(generator=getattr(self.loader, "generator", None))
         return True

@@ -119,7 +119,7 @@ class FitLoop(Position):
         """
         trainer = self._trainer
         self._validation = validation
-        self.data.open(self._sources, self.epoch)
+        self.data.open(self._sources)
         if self.scales_position:  # only now, as the length of this rank's loader is known
             self._scale_position()
         self.data.check_position(self.batches_done)
@@ -160,11 +160,12 @@ class FitLoop(Position):
 
     def _run_epoch(self) -> None:
         trainer, hooks = self._trainer, self._trainer.context.hooks
-        self._reload_when_due()
-        set_epoch(self.data.loader, self.epoch)
         continuation, goes_on = self._continuation, self.batches_done > 0
+        set_epoch(self.data.loader, self.epoch)
         if continuation is not None and not goes_on:
-            continuation.restore()  # saved between epochs, before the hook, which may draw random numbers
+            continuation.restore()  # saved between epochs, before a reload and the hook, which may draw random numbers
+        if not goes_on and not (continuation is not None and continuation.has_begun):
+            self._reload_when_due()
         self.logged.start_epoch()
         hooks.call("on_train_epoch_start")
         if continuation is not None and goes_on:
@@ -192,6 +193,7 @@ class FitLoop(Position):
             if self.data.num_batches != num_batches:
                 self._schedule = ValidationSchedule(self._trainer, self.data.num_batches)
             self._reloads_validation = self._validation is not None
+            set_epoch(self.data.loader, self.epoch)
 
     def _train_batches(self) -> bool:
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""

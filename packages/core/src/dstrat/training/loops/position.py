@@ -134,6 +134,7 @@ def rank_state(
         "place": None if in_first else loop.data.position(None if _is_over(trainer) else loop.batches_done),
         "logged": logged,
         "gradients": _collect_gradients(trainer) if has_gradients else None,
+        "begun": in_first,
     }
 
 
@@ -211,6 +212,7 @@ class ResumeState:
     Attributes:
         beginning: The random state at the beginning of the epoch; None if the state is from before the first epoch.
         position: Position of a stateful loader; None for others.
+        has_begun: Whether the state is of the first batch of an epoch, for which loaders had been made anew.
         batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
             that saved.
     """
@@ -221,6 +223,7 @@ class ResumeState:
         saved = state["beginning"]
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
         self.position = state.get("place")  # absent in older checkpoints
+        self.has_begun: bool = state.get("begun", False)  # the same
 
     def restore(self) -> None:
         """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
