@@ -203,7 +203,8 @@ class StrategyView:
     @property
     def __class__(self) -> type:  # isinstance asks it, and the strategy of dstrat stays its own class too
         loaded = [sys.modules[f"{name}.strategies"] for name in _PACKAGES if f"{name}.strategies" in sys.modules]
-        return _class_of_both(type(self._strategy), *loaded)
+        ours: Any = type(self._strategy)
+        return _class_of_both(ours, *loaded)
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
