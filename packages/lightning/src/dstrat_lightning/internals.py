@@ -96,6 +96,21 @@ def make_optimizers(package: str, module: Any) -> tuple[list[Any], list[Any]]:
     return optimizers, schedulers
 
 
+def make_launcher(package: str, strategy: Any, start_method: str) -> Any:
+    """Return Lightning's launcher of the processes of a strategy.
+
+    Args:
+        package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        strategy: Of Lightning.
+        start_method: ``"popen"`` runs the script again; the others are those of multiprocessing.
+    """
+    library = import_module(f"{package}.strategies.launchers")
+    if start_method == "popen":
+        cluster, count = strategy.cluster_environment, strategy.num_processes
+        return library._SubprocessScriptLauncher(cluster, count, strategy.num_nodes)  # noqa: SLF001 - no public name
+    return library._MultiProcessingLauncher(strategy, start_method)  # noqa: SLF001 - as above
+
+
 def synchronizes_batchnorm(strategy: Any) -> bool:
     """Return whether Lightning's Trainer got ``sync_batchnorm=True``, which it sets on its strategy only."""
     return strategy._layer_sync is not None  # noqa: SLF001 - it has no public name

@@ -15,7 +15,7 @@ from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve import Request, resolve_request
-from dstrat_lightning.internals import make_optimizers, synchronizes_batchnorm, unwrap_optimizer
+from dstrat_lightning.internals import make_launcher, make_optimizers, synchronizes_batchnorm, unwrap_optimizer
 from dstrat_lightning.module import reset_seed
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         package: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
     """
     library: Any = import_module(f"{package}.strategies")
-    launchers: Any = import_module(f"{package}.strategies.launchers")
     base: Any = library.ParallelStrategy
 
     class DstratStrategy(base):  # type: ignore[misc]  # found at run time
@@ -150,13 +149,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
         def _configure_launcher(self) -> None:
-            if self._start_method == "popen":
-                launcher = launchers._SubprocessScriptLauncher(  # noqa: SLF001 - Lightning's have no public name
-                    self.cluster_environment, self.num_processes, self.num_nodes
-                )
-            else:
-                launcher = launchers._MultiProcessingLauncher(self, self._start_method)  # noqa: SLF001 - as above
-            self._launcher = launcher
+            self._launcher = make_launcher(package, self, self._start_method)
 
         def set_world_ranks(self) -> None:
             """Number this process among those of all machines."""
