@@ -16,7 +16,7 @@ import click
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import KINDS, NO_BACKEND
-from dstrat.plugins.known import KNOWN, known_distribution, pip_command, quoted
+from dstrat.plugins.known import KNOWN, KNOWN_ADAPTERS, known_distribution, pip_command, quoted
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import normalized
 
@@ -47,9 +47,10 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
     catalog = loaded_catalog()
     offers = catalog.offers(kind)
     hints = _not_installed(kind, catalog)
+    others = _not_installed_without(kind, catalog) if kind == "strategy" else {}
     if as_json:
         listed = [offer_as_dict(offer, catalog) for offer in offers]
-        print_json({plural: listed, "not_installed": hints})
+        print_json({plural: listed, "not_installed": hints, "not_installed_others": others})
         return
     if not offers:
         click.echo(f"no {plural} are installed")
@@ -59,9 +60,14 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
         print_table(list(_rows(offers, catalog)))
     if is_folded:
         hints = {requirement: base_aliases(names) for requirement, names in hints.items()}
-    if hints:
-        click.echo(f"\nnot installed (for example: {pip_command(next(iter(hints)))}):")
-        print_table([(f"  {requirement}", ", ".join(aliases)) for requirement, aliases in hints.items()])
+    if hints or others:
+        click.echo(f"\nnot installed (for example: {pip_command(next(iter({**hints, **others})))}):")
+        rows = [(requirement, ", ".join(aliases)) for requirement, aliases in hints.items()]
+        rows += [
+            (requirement, "; ".join(f"{label} {', '.join(base_aliases(names))}" for label, names in offered.items()))
+            for requirement, offered in others.items()
+        ]
+        print_table([(f"  {requirement}", offered) for requirement, offered in rows])
 
 
 def _rows(
@@ -91,16 +97,13 @@ def _print_folded(offers: Sequence[Offer], catalog: Catalog) -> None:
     variants = Counter(id(base) for offer in offers if (base := base_of(offer, offers)) is not None)
     usable = [offer for offer in bases if not catalog.missing_requirements(offer)]
     if usable:
-        print_table(list(_rows(usable, catalog, variants)), is_cut=True)
+        print_table(list(_rows(usable, catalog, variants)))
     if variants:
         click.echo("(+n) counts variants, such as ddp_spawn of ddp: dstrat strategies --all")
-    lacking: dict[str, list[str]] = {}
-    for offer in bases:
-        if missing := catalog.missing_requirements(offer):
-            lacking.setdefault(", ".join(missing), []).append(offer.component.alias)
+    lacking = [(offer.component.alias, missing) for offer in bases if (missing := catalog.missing_requirements(offer))]
     if lacking:
         click.echo("what these need is not installed:")
-        print_table([(f"  {', '.join(names)}", requirements) for requirements, names in lacking.items()])
+        print_table([(f"  {alias}", ", ".join(missing)) for alias, missing in lacking])
 
 
 def base_of(offer: Offer, offers: Iterable[Offer]) -> Offer | None:
@@ -117,7 +120,7 @@ def base_of(offer: Offer, offers: Iterable[Offer]) -> Offer | None:
 
 def base_aliases(aliases: Sequence[str]) -> list[str]:
     """Return the aliases that do not begin with another one."""
-    return [alias for alias in aliases if not any(alias.startswith(f"{other}_") for other in aliases)]
+    return [alias for alias in aliases if not any(alias.startswith((f"{other}_", f"{other}-")) for other in aliases)]
 
 
 def _description(offer: Offer, catalog: Catalog) -> str:
@@ -133,6 +136,20 @@ def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
     for alias, requirement in KNOWN[kind].items():
         if alias not in offered and known_distribution(requirement) not in installed:
             hints.setdefault(requirement, []).append(alias)
+    return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
+
+
+def _not_installed_without(kind: Kind, catalog: Catalog) -> dict[str, dict[str, list[str]]]:
+    """Return the requirements that could be installed and offer nothing of a kind: their aliases by labels of kinds."""
+    installed = {normalized(plugin.distribution) for plugin in catalog.plugins}
+    # Accelerators come with strategies of their own, and have their own listing.
+    left_out = {*map(known_distribution, KNOWN[kind].values()), *KNOWN["accelerator"].values(), *installed}
+    labels: dict[str, Mapping[str, str]] = {kind_label(other): table for other, table in KNOWN.items()}
+    hints: dict[str, dict[str, list[str]]] = {}
+    for label, table in {**labels, "adapter for": KNOWN_ADAPTERS}.items():
+        for alias, requirement in table.items():
+            if known_distribution(requirement) not in left_out:
+                hints.setdefault(requirement, {}).setdefault(label, []).append(alias)
     return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
 
 

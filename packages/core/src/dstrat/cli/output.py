@@ -21,16 +21,15 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=repr))
 
 
-def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, is_cut: bool = False) -> None:
+def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> None:
     """Print rows in columns: in a terminal wrapped and with a bold header, elsewhere each row on one line.
 
     Args:
         rows: The cells of each row.
         headers: Names of the columns.
-        is_cut: Whether each row is cut to one line in a terminal, with an ellipsis.
     """
     if sys.stdout.isatty():
-        _print_in_terminal(rows, headers, is_cut=is_cut)
+        _print_in_terminal(rows, headers)
     else:
         _print_plain([headers, *rows] if headers else rows)
 
@@ -42,31 +41,19 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _print_in_terminal(rows: Sequence[Sequence[str]], headers: Sequence[str], *, is_cut: bool) -> None:
+def _print_in_terminal(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        show_header=bool(headers),
-        header_style="bold",
-        expand=is_cut,
-    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="bold")
     for position, cells in enumerate(zip(*rows, strict=True)):
-        widest = max(map(len, cells))
         table.add_column(
             headers[position] if headers else "",
-            overflow="ellipsis" if is_cut else "fold",
+            overflow="fold",
             style="cyan" if position == 0 else "",
-            min_width=widest if is_cut and position == 0 else None,
-            # The others share the rest of the line.  Without a ratio rich narrows all columns, widens the first one
-            # again, and cuts the line where the terminal ends, without an ellipsis.
-            ratio=1 if is_cut and position else None,
-            no_wrap=is_cut or (position == 0 and widest < _MOST_OF_A_LINE * console.width),
+            no_wrap=position == 0 and max(map(len, cells)) < _MOST_OF_A_LINE * console.width,
         )
     for row in rows:
         table.add_row(*map(Text, row))
