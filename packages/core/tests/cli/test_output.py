@@ -58,6 +58,16 @@ def test_summaries_of_strategies_are_wrapped_and_not_cut(site):
     assert lines == ["acme 1.0", "  fast    one process on one device,", "          without communication"]
 
 
+@pytest.mark.parametrize("columns", [80, 60])
+def test_numbers_are_not_broken_beside_a_long_name(bare_packages, columns):
+    row = (f"{ALIAS}/{ALIAS}", "1024 x 4096 x 3 x 3", "float32", "")
+    script = f"from dstrat.cli.output import print_table\nprint_table([{row}], list('abcd'), unbroken='bc')"
+    shown = without_colours(in_terminal(bare_packages, columns, script))
+    assert max(map(len, shown.split("\n"))) <= columns
+    assert "  1024 x 4096 x 3 x 3  float32" in shown
+    assert "".join(line.split(" ")[0] for line in shown.split("\n")[1:]) == row[0]
+
+
 def test_names_are_not_broken_where_there_is_room(bare_packages):
     assert ALIAS in without_colours(in_terminal(bare_packages, 80))
 
