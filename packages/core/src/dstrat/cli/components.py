@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections import Counter
-from dataclasses import fields
-from importlib.machinery import ModuleSpec, PathFinder
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 import click
 
 from dstrat.cli.output import json_option, print_json, print_table
+from dstrat.cli.source import constructor_options, first_line
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import KINDS, NO_BACKEND
-from dstrat.plugins.known import KNOWN, KNOWN_ADAPTERS, known_distribution, pip_command, quoted
+from dstrat.plugins.known import KNOWN, KNOWN_ADAPTERS, known_distribution, origin_of, pip_command, quoted
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import normalized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from dstrat.cli.source import ConstructorOption
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component, Kind
     from dstrat.plugins.offer import Offer, Plugin
@@ -179,6 +182,8 @@ def offer_as_dict(offer: Offer, catalog: Catalog) -> dict[str, Any]:
 # ``dstrat show``: the facts of one component, without importing its class
 
 
+_SET_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+
 _UNDECLARED = "as its class says"  # a fact that the record leaves open; reading it there would import the class
 
 
@@ -193,7 +198,12 @@ def show(alias: str, kind: Kind | None, as_json: bool) -> None:
     if as_json:
         print_json(
             [
-                {**offer_as_dict(offer, catalog), "docstring": first_line(offer.component.target_name)}
+                {
+                    **offer_as_dict(offer, catalog),
+                    "docstring": first_line(offer.component.target_name),
+                    "arguments": [asdict(option) for option in _user_options(offer)],
+                    "guide": _guide(offer),
+                }
                 for offer in offers
             ]
         )
@@ -202,6 +212,9 @@ def show(alias: str, kind: Kind | None, as_json: bool) -> None:
         if number:
             click.echo()
         print_table([(label, text) for label, text in _lines(offer, catalog) if text])
+        if options := _user_options(offer):
+            click.echo(f"\noptions of {offer.component.target_name.rpartition(':')[2]}, with their defaults:")
+            print_table([(f"  {option.name}={option.default}", _option_text(option)) for option in options])
 
 
 def _offers(alias: str, kinds: Sequence[Kind], catalog: Catalog) -> list[Offer]:
@@ -234,7 +247,34 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
         yield from _strategy_lines(component)
     if component.kind == "accelerator":
         yield from _accelerator_lines(component)
+    yield "guide", _guide(offer)
     yield "automatic", "never chosen" if component.auto is None else f"rank {component.auto}, the highest is chosen"
+
+
+def _user_options(offer: Offer) -> list[ConstructorOption]:
+    """Return the options of a component's constructor, without those that the Trainer sets."""
+    return [option for option in constructor_options(offer.component.target_name) if option.name not in _SET_BY_TRAINER]
+
+
+def _option_text(option: ConstructorOption) -> str:
+    return " ".join(filter(None, (option.help, option.type and f"({option.type})")))
+
+
+def _guide(offer: Offer) -> str:
+    """Return the file or the page with the guide to a component's distribution; empty if there is none."""
+    try:
+        installed = distribution(offer.owner)
+    except PackageNotFoundError:  # registered by a program
+        return ""
+    origin = origin_of(offer.owner)
+    readme = Path(unquote(urlsplit(origin.get("url", "")).path)) / "README.md"
+    if "dir_info" in origin and readme.is_file():
+        return str(readme)
+    pages = [url.partition(", ") for url in installed.metadata.get_all("Project-URL") or ()]
+    pages.sort(key=lambda page: page[0].lower() != "documentation")
+    if pages:
+        return str(pages[0][2])
+    return "" if origin else f"https://pypi.org/project/{offer.owner}/"
 
 
 def _strategy_lines(component: Component) -> Iterable[tuple[str, str]]:
@@ -276,39 +316,6 @@ def _fact_text(fact: bool | None, yes: str, no: str) -> str:
     if fact is None:
         return _UNDECLARED
     return yes if fact else no
-
-
-# First line of a class's docstring, read from source without an import
-
-
-def first_line(target: str) -> str:
-    """Return the first line of the docstring of ``"package.module:Class"``; empty if its source has none."""
-    # Parsed, since importing the class would import torch, and may fail where its backend is not installed.
-    module, _, name = target.partition(":")
-    try:
-        source = _source(module)
-        tree = ast.parse(source or "")
-    except (ImportError, OSError, SyntaxError, ValueError):  # an error for a user of the class, not of this listing
-        return ""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
-    return ""
-
-
-def _source(module: str) -> str | None:
-    """Return the source of a module; None if it is not found."""
-    # Not importlib.util.find_spec, which imports the packages above the module.
-    spec: ModuleSpec | None = None
-    names = module.split(".")
-    for depth in range(1, len(names) + 1):
-        path = None if spec is None else spec.submodule_search_locations
-        spec = PathFinder.find_spec(".".join(names[:depth]), path)
-        if spec is None:
-            return None
-    loader = spec.loader if spec is not None else None
-    source: str | None = loader.get_source(module) if loader is not None and hasattr(loader, "get_source") else None
-    return source
 
 
 # ``dstrat explain``: the plan for some options, with the reason for each choice
