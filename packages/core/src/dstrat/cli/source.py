@@ -43,11 +43,14 @@ def first_line(target: str) -> str:
 
 def constructor_options(target: str) -> list[ConstructorOption]:
     """Return the options of the constructor of ``"package.module:Class"``, which may be that of a base class."""
+    options: list[ConstructorOption] = []
     for module, cls in _with_bases(*target.split(":", 1)):
         for node in cls.body:
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                return list(_options(module, cls, node.args))
-    return []
+                options += _options(module, cls, node.args)
+                if node.args.vararg is None:  # otherwise it passes its arguments to that of the base
+                    return options
+    return options
 
 
 def _options(module: str, cls: ast.ClassDef, arguments: ast.arguments) -> Iterator[ConstructorOption]:
