@@ -101,6 +101,54 @@ def estimate(
     """
     limit = None if memory is None else read_size(memory)
     catalog = loaded_catalog()
+    estimates, silent = make_estimates(
+        catalog,
+        model,
+        aliases,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        precision=precision,
+        batch_size=batch_size,
+        limit=limit,
+    )
+    priorities = {offer.component.alias: offer.component.auto or 0 for offer in catalog.offers("strategy")}
+    estimates = ranked(_merged(estimates), limit, priorities)
+    recommended = next((one.strategy for one in estimates if limit is not None and _has_room(one, limit)), None)
+    if as_json:
+        listed = [asdict(one) for one in estimates]
+        print_json({"memory": limit, "recommended": recommended, "estimates": listed, "not_estimated": silent})
+    else:
+        _print(estimates, silent, limit, recommended)
+    if estimates and limit is not None and not any(one.fits for one in estimates):
+        sys.exit(1)
+
+
+def make_estimates(
+    catalog: Catalog,
+    model: str,
+    aliases: Sequence[str],
+    *,
+    accelerator: str,
+    devices: int,
+    num_nodes: int,
+    precision: str,
+    batch_size: int | None = None,
+    limit: int | None = None,
+) -> tuple[list[Estimate], dict[str, str]]:
+    """Return estimates, and the reasons why there is none, by alias.
+
+    Args:
+        catalog: The catalog.
+        model: Name of the function that returns the training.
+        aliases: The strategies, of which one that is not possible is an error; empty for all that are installed.
+        accelerator: Alias of the accelerator.
+        devices: Number of devices of a machine.
+        num_nodes: Number of machines.
+        precision: The flag, such as ``"bf16-mixed"``.
+        batch_size: Of a rank; None for that of the function's batch.
+        limit: Memory of a device in bytes; None if it is unknown.
+    """
     cases = _Cases(catalog, accelerator, devices, num_nodes, precision)
     measure = partial(_measure, model, cases.device_type, devices, num_nodes, batch_size)
     sizes: dict[Any, TrainingSize] = {}
@@ -124,16 +172,7 @@ def estimate(
             silent[alias] = "it does not declare its memory_layout"
         else:
             estimates.append(_estimate(alias, sizes[key], layout, limit))
-    priorities = {offer.component.alias: offer.component.auto or 0 for offer in catalog.offers("strategy")}
-    estimates = ranked(_merged(estimates), limit, priorities)
-    recommended = next((one.strategy for one in estimates if limit is not None and _has_room(one, limit)), None)
-    if as_json:
-        listed = [asdict(one) for one in estimates]
-        print_json({"memory": limit, "recommended": recommended, "estimates": listed, "not_estimated": silent})
-    else:
-        _print(estimates, silent, limit, recommended)
-    if estimates and limit is not None and not any(one.fits for one in estimates):
-        sys.exit(1)
+    return estimates, silent
 
 
 def read_size(text: str) -> int:
@@ -335,6 +374,20 @@ def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | N
     if silent:
         names = f"not estimated: {', '.join(silent)} (--json says why)"
         click.echo(textwrap.fill(names, width, subsequent_indent="  "))
+
+
+def memory_text(one: Estimate) -> tuple[str, str]:
+    """Return the peak of an estimate, and of what it consists, for a table."""
+    sizes = {
+        "parameters": one.parameters,
+        "gradients": one.gradients,
+        "optimizer": one.optimizer_state,
+        "activations": one.activations,
+        "other": one.other,
+        "host": one.host,
+    }
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+    return f"{_gib(one.peak)} GiB", f"estimated peak: {parts}{one.assumption and f'; if {one.assumption}'}"
 
 
 def _advice(limit: int | None, recommended: str | None) -> str:
