@@ -50,10 +50,10 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
     catalog = loaded_catalog()
     offers = catalog.offers(kind)
     hints = _not_installed(kind, catalog)
-    others = _not_installed_without(kind, catalog) if kind == "strategy" else {}
+    other_hints = _not_installed_without(kind, catalog) if kind == "strategy" else {}
     if as_json:
         listed = [offer_as_dict(offer, catalog) for offer in offers]
-        print_json({plural: listed, "not_installed": hints, "not_installed_others": others})
+        print_json({plural: listed, "not_installed": hints, "not_installed_others": other_hints})
         return
     if not offers:
         click.echo(f"no {plural} are installed")
@@ -63,12 +63,12 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
         print_table(list(_rows(offers, catalog)))
     if is_folded:
         hints = {requirement: base_aliases(names) for requirement, names in hints.items()}
-    if hints or others:
-        click.echo(f"\nnot installed (for example: {pip_command(next(iter({**hints, **others})))}):")
+    if hints or other_hints:
+        click.echo(f"\nnot installed (for example: {pip_command(next(iter({**hints, **other_hints})))}):")
         rows = [(requirement, ", ".join(aliases)) for requirement, aliases in hints.items()]
         rows += [
             (requirement, "; ".join(f"{label} {', '.join(base_aliases(names))}" for label, names in offered.items()))
-            for requirement, offered in others.items()
+            for requirement, offered in other_hints.items()
         ]
         print_table([(f"  {requirement}", offered) for requirement, offered in rows])
 
@@ -146,12 +146,12 @@ def _not_installed_without(kind: Kind, catalog: Catalog) -> dict[str, dict[str, 
     """Return the requirements that could be installed and offer nothing of a kind: their aliases by labels of kinds."""
     installed = {normalized(plugin.distribution) for plugin in catalog.plugins}
     # Accelerators come with strategies of their own, and have their own listing.
-    left_out = {*map(known_distribution, KNOWN[kind].values()), *KNOWN["accelerator"].values(), *installed}
+    excluded = {*map(known_distribution, KNOWN[kind].values()), *KNOWN["accelerator"].values(), *installed}
     labels: dict[str, Mapping[str, str]] = {kind_label(other): table for other, table in KNOWN.items()}
     hints: dict[str, dict[str, list[str]]] = {}
     for label, table in {**labels, "adapter for": KNOWN_ADAPTERS}.items():
         for alias, requirement in table.items():
-            if known_distribution(requirement) not in left_out:
+            if known_distribution(requirement) not in excluded:
                 hints.setdefault(requirement, {}).setdefault(label, []).append(alias)
     return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
 

@@ -85,8 +85,12 @@ def _argument_texts(docstring: str) -> dict[str, str]:
 
 def _code(module: str, default: ast.expr) -> str:
     """Return the code of a default, or that of the constant that it names."""
-    if isinstance(default, ast.Name) and (found := _lookup(module, default.id)) and isinstance(found[1], ast.Assign):
-        return ast.unparse(found[1].value)
+    if (
+        isinstance(default, ast.Name)
+        and (definition := _lookup(module, default.id))
+        and isinstance(definition[1], ast.Assign)
+    ):
+        return ast.unparse(definition[1].value)
     return ast.unparse(default)
 
 
@@ -99,17 +103,19 @@ def _docstring(cls: ast.ClassDef) -> str:
 
 def _with_bases(module: str, name: str) -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield a class and its bases by their modules: its own, its first base with the bases of that one, and so on."""
-    found = _definition(module, name)
-    if found is not None:
-        yield found
-        for base in found[1].bases:
+    definition = _definition(module, name)
+    if definition is not None:
+        yield definition
+        for base in definition[1].bases:
             if isinstance(base, ast.Name):
-                yield from _with_bases(found[0], base.id)
+                yield from _with_bases(definition[0], base.id)
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    found = _lookup(module, name)
-    return (found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
+    definition = _lookup(module, name)
+    return (
+        (definition[0], definition[1]) if definition is not None and isinstance(definition[1], ast.ClassDef) else None
+    )
 
 
 def _lookup(module: str, name: str) -> tuple[str, ast.stmt] | None:

@@ -183,10 +183,10 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
         rows = [(name, text) for name, text in _MOST_USED if name.split()[0] in self._option_string_actions]
         if not blank or "--trainer.strategy" not in self._option_string_actions:
             return f"{usage}{blank}{sections}"
-        description, _, others = sections.partition("\n\n")
+        description, _, details = sections.partition("\n\n")
         first = "\n".join(f"  {name:26}  {text}" for name, text in rows)
         prog = self.prog.replace(" [options]", "")
-        return f"usage: {prog} [options]\n\n{description}\n\nmost used:\n{first}\n\n{others}"
+        return f"usage: {prog} [options]\n\n{description}\n\nmost used:\n{first}\n\n{details}"
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
