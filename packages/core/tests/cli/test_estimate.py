@@ -10,7 +10,7 @@ from torch import nn
 from dstrat import TrainModule
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.cli.estimate.command import read_size
+from dstrat.cli.estimate.command import Estimate, ranked, read_size
 from dstrat.cli.estimate.fake_step import measure_training, read_training
 from dstrat.cli.main import commands
 from dstrat.errors import MisuseError, RequestError
@@ -193,6 +193,43 @@ def test_the_table_fits_into_80_columns():
     shown = estimate("plain", "--devices", "8", "--memory", "24GiB").stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert "model_parallel: if configure_model splits each weight matrix over 8 ranks" in shown
+
+
+GIB = 2**30
+
+
+def sizes(strategy, resident, peak, *, fits=True, host=0, assumption=""):
+    return Estimate(
+        strategy=strategy, parameters=resident * GIB, gradients=0, optimizer_state=0, activations=0, other=0,
+        peak=int(peak * GIB), host=host, fits=fits, assumption=assumption,
+    )  # fmt: skip
+
+
+def test_what_fits_is_first_and_of_those_what_shards_least():
+    expected = [
+        sizes("chosen automatically", 8, 12),
+        sizes("replicates", 8, 9),
+        sizes("shards", 2, 5),
+        sizes("shards and gathers more", 2, 6),
+        sizes("changes the module", 8, 9, assumption="it is changed"),
+        sizes("offloads", 2, 3, host=GIB),
+        sizes("tight", 12, 15.5),
+        sizes("too large", 15, 17, fits=False),
+        sizes("far too large", 15, 20, fits=False),
+    ]
+    ordered = ranked(sorted(expected, key=lambda one: one.strategy), 16 * GIB, {"chosen automatically": 100})
+    assert [one.strategy for one in ordered] == [one.strategy for one in expected]
+
+
+def test_the_first_that_fits_is_recommended():
+    options = ("--accelerator", "cpu", "--strategy", "single_device")
+    for memory, recommended in (("1GiB", "single_device"), ("1KiB", None)):
+        assert (
+            json.loads(estimate("plain", *options, "--memory", memory, "--json").stdout)["recommended"] == recommended
+        )
+        expected = f"recommended: {recommended}, which" if recommended else "none fits with a tenth of the memory"
+        assert estimate("plain", *options, "--memory", memory).stdout.splitlines()[2].startswith(expected)
+    assert "--memory 24GiB tells which" in estimate("plain", *options).stdout
 
 
 class Halving(Strategy):

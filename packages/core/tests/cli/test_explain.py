@@ -2,6 +2,7 @@
 
 import json
 
+import torch
 from click.testing import CliRunner
 
 from dstrat.cli.main import commands
@@ -9,6 +10,19 @@ from dstrat.cli.main import commands
 
 def explain(*options):
     return CliRunner().invoke(commands, ["explain", "--accelerator", "cpu", *options])
+
+
+def factory():
+    return torch.nn.Linear(1024, 1024, bias=False), torch.zeros(1, 1024)
+
+
+def test_memory_of_a_rank_is_shown_for_a_model():
+    options = ("--strategy", "single_device", "--model", f"{__name__}:factory")
+    memory = json.loads(explain(*options, "--json").stdout)["memory_per_rank"]
+    assert (memory["strategy"], memory["parameters"], memory["gradients"]) == ("single_device", 2**22, 2**22)
+    *_, row = explain(*options).stdout.splitlines()
+    assert row.startswith("memory per rank  0.02 GiB ")
+    assert "estimated peak: parameters 0.00, gradients 0.00, optimizer 0.01" in row
 
 
 def test_the_plan_is_printed_with_reasons_and_owners():

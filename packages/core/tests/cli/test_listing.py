@@ -17,7 +17,7 @@ def test_strategies_are_listed_by_owner_each_on_one_line(site, dstrat):
         f"  zig, zag    {'a long description ' * 9}".rstrip(),
     ]
     assert hints.startswith("not installed (for example: pip install dstrat-bagua):\n  dstrat-bagua ")
-    assert "\n  dstrat-fairscale   ddp_fully_sharded, ddp_sharded\n" in hints
+    assert "\n  dstrat-fairscale     ddp_fully_sharded, ddp_sharded\n" in hints
     assert "\x1b" not in listing.stdout
 
 
@@ -41,7 +41,7 @@ def test_variants_are_folded(site, dstrat):
     site.add("acme", site.component("zig"), spawn, site.component("zig_spawn_fast"), other)
     short = dstrat("strategies").stdout
     assert short.startswith("acme 1.0\n  zig (+2)  for tests\n  zig_zag   for tests\n(+n) counts variants")
-    assert "\n  dstrat-deepspeed   deepspeed\n" in short
+    assert "\n  dstrat-deepspeed     deepspeed\n" in short
     listing = dstrat("strategies", "--all").stdout
     assert "\n  zig_spawn       for tests\n" in listing
     assert "deepspeed_stage_3_offload_nvme" in listing
@@ -53,6 +53,19 @@ def test_what_is_offered_or_whose_package_is_installed_is_no_hint(site, dstrat):
     listing = dstrat("strategies").stdout
     assert "dstrat-bagua" not in listing
     assert "dstrat-xla" not in listing
+
+
+def test_packages_without_strategies_are_hints_too(site, dstrat):
+    listing = dstrat("strategies").stdout
+    assert "\n  dstrat-lightning     adapter for lightning, pytorch_lightning\n" in listing
+    assert "\n  dstrat-ray           cluster environment ray_train; launcher ray\n" in listing
+    assert "\n  dstrat-torchao       precision float8, int8-weights, nf4-weights, transformer-engine\n" in listing
+    assert "\n  dstrat-transformers  adapter for peft, transformers\n" in listing
+    site.add("dstrat-ray", plugin="raise ValueError")
+    answer = json.loads(dstrat("strategies", "--json").stdout)
+    assert answer["not_installed_others"]["dstrat-transformers"] == {"adapter for": ["peft", "transformers"]}
+    assert "dstrat-ray" not in answer["not_installed_others"]
+    assert "dstrat-ray" not in dstrat("accelerators").stdout
 
 
 def test_a_misspelled_command_is_answered_with_the_nearest_one(dstrat):

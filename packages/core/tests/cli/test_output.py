@@ -49,9 +49,23 @@ def test_a_terminal_gets_wrapped_lines_and_nothing_is_lost(bare_packages, column
     assert sorted(bare.replace(" ", "").replace("\n", "")) == sorted(f"{ALIAS}{TEXT}[b]xy".replace(" ", ""))
 
 
-def test_a_line_that_is_cut_ends_in_an_ellipsis(bare_packages):
-    script = f"from dstrat.cli.output import print_table\nprint_table([('a_name', {TEXT!r})], is_cut=True)"
-    assert without_colours(in_terminal(bare_packages, 40, script)) == f"a_name  {TEXT[:31]}…\n"
+def test_summaries_of_strategies_are_wrapped_and_not_cut(site):
+    site.add("acme", site.component("fast", summary="one process on one device, without communication"))
+    script = "from dstrat.cli.main import commands\ncommands(['strategies'], standalone_mode=False)"
+    path = f"{site.folder}{os.pathsep}{site.bare}"
+    shown = without_colours(in_terminal(path, 40, script))
+    lines = [line.rstrip() for line in shown.split("\n")[:3]]
+    assert lines == ["acme 1.0", "  fast    one process on one device,", "          without communication"]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_numbers_are_not_broken_beside_a_long_name(bare_packages, columns):
+    row = (f"{ALIAS}/{ALIAS}", "1024 x 4096 x 3 x 3", "float32", "")
+    script = f"from dstrat.cli.output import print_table\nprint_table([{row}], list('abcd'), unbroken='bc')"
+    shown = without_colours(in_terminal(bare_packages, columns, script))
+    assert max(map(len, shown.split("\n"))) <= columns
+    assert "  1024 x 4096 x 3 x 3  float32" in shown
+    assert "".join(line.split(" ")[0] for line in shown.split("\n")[1:]) == row[0]
 
 
 def test_names_are_not_broken_where_there_is_room(bare_packages):

@@ -60,8 +60,73 @@ def test_all_facts_are_shown_without_importing_the_class(site, dstrat):
         "processes": "one per device",
         "machines": "several",
         "notebooks": "no",
+        "guide": "https://pypi.org/project/acme/",
         "automatic": "rank 5, the highest is chosen",
     }
+
+
+OPTIONS = '''
+from acme.base import Base
+from datetime import timedelta
+
+class Fast(Base):
+    """A fast strategy."""
+'''
+
+BASE = '''
+raise ValueError("never imported")
+PATIENCE = timedelta(minutes=30)
+
+class Base(object):
+    """All of them.
+
+    Args:
+        level: How fast: ``1`` is slow,
+            ``2`` is fast.
+        accelerator: The hardware.
+        **others: Refused.
+
+    Raises:
+        ValueError: It is not.
+    """
+
+    def __init__(self, name: str, level: int = 1, accelerator: "Accelerator | None" = None,
+                 *, timeout: "timedelta | None" = PATIENCE, shape=(1, 2), must: int, **others):
+        pass
+'''
+
+
+def test_options_are_shown_with_defaults_types_and_texts(site, dstrat):
+    site.add("acme", site.component("fast", "acme.strategy:Fast"), strategy=OPTIONS, base=BASE)
+    assert dstrat("show", "fast").stdout.partition("\n\n")[2].split("\n") == [
+        "options of Fast, with their defaults:",
+        "  level=1                        How fast: 1 is slow, 2 is fast. (int)",
+        "  timeout=timedelta(minutes=30)  (timedelta | None)",
+        "  shape=(1, 2)",
+        "",
+    ]
+    (shown,) = json.loads(dstrat("show", "fast", "--json").stdout)
+    assert shown["arguments"][0] == {
+        "name": "level",
+        "default": "1",
+        "type": "int",
+        "help": "How fast: 1 is slow, 2 is fast.",
+    }
+
+
+def test_the_guide_is_a_file_of_the_checkout_or_a_page(site, dstrat):
+    site.add("acme", site.component("fast"))
+    info = "acme-1.0.dist-info"
+    assert facts(dstrat("show", "fast").stdout)["guide"].strip() == "https://pypi.org/project/acme/"
+    site.write(
+        f"{info}/METADATA",
+        "Name: acme\nVersion: 1.0\nProject-URL: Home, https://a\nProject-URL: Documentation, https://b\n",
+    )
+    assert facts(dstrat("show", "fast").stdout)["guide"].strip() == "https://b"
+    site.write("check out/README.md", "")
+    folder = site.folder / "check out"
+    site.write(f"{info}/direct_url.json", json.dumps({"dir_info": {}, "url": folder.as_uri()}))
+    assert facts(dstrat("show", "fast").stdout)["guide"].strip() == str(folder / "README.md")
 
 
 def test_the_collectives_and_strategies_of_hardware_are_shown(site, dstrat):

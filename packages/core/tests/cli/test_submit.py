@@ -67,25 +67,53 @@ def submit(tmp_path):
 
 
 @needs_torchx
-def test_dry_run_for_slurm_prints_a_batch_script_alone(submit, tmp_path):
-    options = ("--nodes=2", "--devices=4", "--gpus=4", "--max-retries=3", "--option=time=01:00:00", "--env=COLOR=red")
+def test_dry_run_for_slurm_prints_one_job_of_several_nodes(submit, tmp_path):
+    options = ("--nodes=2", "--devices=4", "--gpus=4", "--max-retries=3", "--time=01:00:00", "--env=COLOR=red")
     done = submit("--scheduler=slurm", *options, "--dry-run", "train.py", "--lr", "0.1", "--devices=9")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("#!/bin/bash\n")
-    settings = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --")]
-    assert len(settings) == 2  # a machine each
-    for line in settings:
-        assert {"--time=01:00:00", "--ntasks-per-node=1", "--cpus-per-task=8", "--gpus-per-task=4"} <= {*line.split()}
-        assert "--mem" not in line
+    (settings,) = [line.split() for line in done.stdout.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=2", "--time=01:00:00", "--ntasks-per-node=1", "--cpus-per-task=8"} <= {*settings}
+    assert "--gpus-per-task=4" in settings
+    assert "--mem" not in " ".join(settings)
     assert "export TORCHX_MAX_RETRIES=3" in done.stdout
     assert "COLOR=red" in done.stdout
     launch = f"{sys.executable} -m torch.distributed.run"
-    assert done.stdout.count(launch) == 2
-    assert done.stdout.count("--nnodes 2 --nproc_per_node 4") == 2
-    assert done.stdout.count("train.py --lr 0.1 --devices=9'") == 2
+    (step,) = [line for line in done.stdout.splitlines() if line.startswith("srun ")]
+    assert " --cpus-per-task=8 " in step
+    assert step.count(launch) == 1
+    assert "--nnodes 2 --nproc_per_node 4" in step
+    assert step.endswith("train.py --lr 0.1 --devices=9'")
     script = tmp_path / "job.sbatch"
     script.write_text(done.stdout)
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+
+
+@needs_torchx
+def test_nodes_of_a_slurm_job_meet_at_the_first_one(submit, tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(submit("--scheduler=slurm", "--nodes=2", "--dry-run", "train.py").stdout)
+    (tmp_path / "bin").mkdir()
+    # Stand-ins print what a node would run, after its shell has expanded it.
+    programs = {
+        "srun": 'while [ "$1" != bash ]; do shift; done; bash "$2" "${3/*torch.distributed.run/echo}"',
+        "scontrol": '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"',
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[3-4]"}
+    done = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--rdzv_endpoint n3:29500 " in done.stdout
+
+
+@needs_torchx
+def test_slurm_gets_partition_and_resources(submit):
+    options = ("--scheduler=slurm", "--partition=long", "--gres=gpu:a100:4", "--nodes=1", "--dry-run")
+    done = submit(*options, "train.py")
+    assert {"--partition=long", "--gres=gpu:a100:4", "--nodes=1"} <= {*done.stdout.split()}
+    assert "gpus-per-task" not in done.stdout
 
 
 @needs_torchx
@@ -142,6 +170,8 @@ def test_failure_of_a_local_job_is_one_of_the_command(submit):
         (("--option=colour=red", "train.py"), "scheduler 'local_cwd' has no option 'colour': it has auto_set_"),
         (("absent.py",), "there is no script 'absent.py': name a file, relative to "),
         (("--env=COLOR", "train.py"), "Invalid value for '--env': 'COLOR' must be NAME=VALUE"),
+        (("--gres=gpu:4", "train.py"), "--gres is for --scheduler slurm, and scheduler 'local_cwd' has other options"),
+        (("--scheduler=slurm", "--gres=gpu:4", "--gpus=4", "train.py"), "--gres 'gpu:4' and --gpus 4 exclude each"),
         (("--nodes=0", "train.py"), "Invalid value for '--nodes': 0 is not in the range x>=1"),
     ],
 )

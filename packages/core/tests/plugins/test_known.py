@@ -78,7 +78,7 @@ def test_below_the_working_directory_the_folder_is_relative(site, origin):
     assert ask_for_command(site, "dstrat-fsdp[a]>=1,<2", upgrade=True) == 'pip install --upgrade "./packages/fsdp[a]"'
     assert ask_for_command(site, "dstrat[new]", "dstrat-fsdp-2") == 'pip install "dstrat[new]" dstrat-fsdp-2'
     site.write("packages/bagua/pyproject.toml", "")
-    heading = "\nnot installed (for example: pip install ./packages/bagua):\n  dstrat-bagua       bagua\n"
+    heading = "\nnot installed (for example: pip install ./packages/bagua):\n  dstrat-bagua         bagua\n"
     assert heading in site.run("-m", "dstrat", "strategies").stdout
 
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections import Counter
-from dataclasses import fields
-from importlib.machinery import ModuleSpec, PathFinder
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 import click
 
 from dstrat.cli.output import json_option, print_json, print_table
+from dstrat.cli.source import constructor_options, first_line
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import KINDS, NO_BACKEND
-from dstrat.plugins.known import KNOWN, known_distribution, pip_command, quoted
+from dstrat.plugins.known import KNOWN, KNOWN_ADAPTERS, known_distribution, origin_of, pip_command, quoted
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import normalized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from dstrat.cli.source import ConstructorOption
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component, Kind
     from dstrat.plugins.offer import Offer, Plugin
@@ -47,9 +50,10 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
     catalog = loaded_catalog()
     offers = catalog.offers(kind)
     hints = _not_installed(kind, catalog)
+    other_hints = _not_installed_without(kind, catalog) if kind == "strategy" else {}
     if as_json:
         listed = [offer_as_dict(offer, catalog) for offer in offers]
-        print_json({plural: listed, "not_installed": hints})
+        print_json({plural: listed, "not_installed": hints, "not_installed_others": other_hints})
         return
     if not offers:
         click.echo(f"no {plural} are installed")
@@ -59,9 +63,14 @@ def _list(kind: Kind, plural: str, as_json: bool, *, is_folded: bool = False) ->
         print_table(list(_rows(offers, catalog)))
     if is_folded:
         hints = {requirement: base_aliases(names) for requirement, names in hints.items()}
-    if hints:
-        click.echo(f"\nnot installed (for example: {pip_command(next(iter(hints)))}):")
-        print_table([(f"  {requirement}", ", ".join(aliases)) for requirement, aliases in hints.items()])
+    if hints or other_hints:
+        click.echo(f"\nnot installed (for example: {pip_command(next(iter({**hints, **other_hints})))}):")
+        rows = [(requirement, ", ".join(aliases)) for requirement, aliases in hints.items()]
+        rows += [
+            (requirement, "; ".join(f"{label} {', '.join(base_aliases(names))}" for label, names in offered.items()))
+            for requirement, offered in other_hints.items()
+        ]
+        print_table([(f"  {requirement}", offered) for requirement, offered in rows])
 
 
 def _rows(
@@ -91,16 +100,13 @@ def _print_folded(offers: Sequence[Offer], catalog: Catalog) -> None:
     variants = Counter(id(base) for offer in offers if (base := base_of(offer, offers)) is not None)
     usable = [offer for offer in bases if not catalog.missing_requirements(offer)]
     if usable:
-        print_table(list(_rows(usable, catalog, variants)), is_cut=True)
+        print_table(list(_rows(usable, catalog, variants)))
     if variants:
         click.echo("(+n) counts variants, such as ddp_spawn of ddp: dstrat strategies --all")
-    lacking: dict[str, list[str]] = {}
-    for offer in bases:
-        if missing := catalog.missing_requirements(offer):
-            lacking.setdefault(", ".join(missing), []).append(offer.component.alias)
+    lacking = [(offer.component.alias, missing) for offer in bases if (missing := catalog.missing_requirements(offer))]
     if lacking:
         click.echo("what these need is not installed:")
-        print_table([(f"  {', '.join(names)}", requirements) for requirements, names in lacking.items()])
+        print_table([(f"  {alias}", ", ".join(missing)) for alias, missing in lacking])
 
 
 def base_of(offer: Offer, offers: Iterable[Offer]) -> Offer | None:
@@ -117,7 +123,7 @@ def base_of(offer: Offer, offers: Iterable[Offer]) -> Offer | None:
 
 def base_aliases(aliases: Sequence[str]) -> list[str]:
     """Return the aliases that do not begin with another one."""
-    return [alias for alias in aliases if not any(alias.startswith(f"{other}_") for other in aliases)]
+    return [alias for alias in aliases if not any(alias.startswith((f"{other}_", f"{other}-")) for other in aliases)]
 
 
 def _description(offer: Offer, catalog: Catalog) -> str:
@@ -133,6 +139,20 @@ def _not_installed(kind: Kind, catalog: Catalog) -> dict[str, list[str]]:
     for alias, requirement in KNOWN[kind].items():
         if alias not in offered and known_distribution(requirement) not in installed:
             hints.setdefault(requirement, []).append(alias)
+    return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
+
+
+def _not_installed_without(kind: Kind, catalog: Catalog) -> dict[str, dict[str, list[str]]]:
+    """Return the requirements that could be installed and offer nothing of a kind: their aliases by labels of kinds."""
+    installed = {normalized(plugin.distribution) for plugin in catalog.plugins}
+    # Accelerators come with strategies of their own, and have their own listing.
+    excluded = {*map(known_distribution, KNOWN[kind].values()), *KNOWN["accelerator"].values(), *installed}
+    labels: dict[str, Mapping[str, str]] = {kind_label(other): table for other, table in KNOWN.items()}
+    hints: dict[str, dict[str, list[str]]] = {}
+    for label, table in {**labels, "adapter for": KNOWN_ADAPTERS}.items():
+        for alias, requirement in table.items():
+            if known_distribution(requirement) not in excluded:
+                hints.setdefault(requirement, {}).setdefault(label, []).append(alias)
     return {quoted(requirement): hints[requirement] for requirement in sorted(hints)}
 
 
@@ -162,6 +182,8 @@ def offer_as_dict(offer: Offer, catalog: Catalog) -> dict[str, Any]:
 # ``dstrat show``: the facts of one component, without importing its class
 
 
+_SET_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+
 _UNDECLARED = "as its class says"  # a fact that the record leaves open; reading it there would import the class
 
 
@@ -176,7 +198,12 @@ def show(alias: str, kind: Kind | None, as_json: bool) -> None:
     if as_json:
         print_json(
             [
-                {**offer_as_dict(offer, catalog), "docstring": first_line(offer.component.target_name)}
+                {
+                    **offer_as_dict(offer, catalog),
+                    "docstring": first_line(offer.component.target_name),
+                    "arguments": [asdict(option) for option in _user_options(offer)],
+                    "guide": _guide(offer),
+                }
                 for offer in offers
             ]
         )
@@ -185,6 +212,9 @@ def show(alias: str, kind: Kind | None, as_json: bool) -> None:
         if number:
             click.echo()
         print_table([(label, text) for label, text in _lines(offer, catalog) if text])
+        if options := _user_options(offer):
+            click.echo(f"\noptions of {offer.component.target_name.rpartition(':')[2]}, with their defaults:")
+            print_table([(f"  {option.name}={option.default}", _option_text(option)) for option in options])
 
 
 def _offers(alias: str, kinds: Sequence[Kind], catalog: Catalog) -> list[Offer]:
@@ -217,7 +247,34 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
         yield from _strategy_lines(component)
     if component.kind == "accelerator":
         yield from _accelerator_lines(component)
+    yield "guide", _guide(offer)
     yield "automatic", "never chosen" if component.auto is None else f"rank {component.auto}, the highest is chosen"
+
+
+def _user_options(offer: Offer) -> list[ConstructorOption]:
+    """Return the options of a component's constructor, without those that the Trainer sets."""
+    return [option for option in constructor_options(offer.component.target_name) if option.name not in _SET_BY_TRAINER]
+
+
+def _option_text(option: ConstructorOption) -> str:
+    return " ".join(filter(None, (option.help, option.type and f"({option.type})")))
+
+
+def _guide(offer: Offer) -> str:
+    """Return the file or the page with the guide to a component's distribution; empty if there is none."""
+    try:
+        installed = distribution(offer.owner)
+    except PackageNotFoundError:  # registered by a program
+        return ""
+    origin = origin_of(offer.owner)
+    readme = Path(unquote(urlsplit(origin.get("url", "")).path)) / "README.md"
+    if "dir_info" in origin and readme.is_file():
+        return str(readme)
+    pages = [url.partition(", ") for url in installed.metadata.get_all("Project-URL") or ()]
+    pages.sort(key=lambda page: page[0].lower() != "documentation")
+    if pages:
+        return str(pages[0][2])
+    return "" if origin else f"https://pypi.org/project/{offer.owner}/"
 
 
 def _strategy_lines(component: Component) -> Iterable[tuple[str, str]]:
@@ -261,39 +318,6 @@ def _fact_text(fact: bool | None, yes: str, no: str) -> str:
     return yes if fact else no
 
 
-# First line of a class's docstring, read from source without an import
-
-
-def first_line(target: str) -> str:
-    """Return the first line of the docstring of ``"package.module:Class"``; empty if its source has none."""
-    # Parsed, since importing the class would import torch, and may fail where its backend is not installed.
-    module, _, name = target.partition(":")
-    try:
-        source = _source(module)
-        tree = ast.parse(source or "")
-    except (ImportError, OSError, SyntaxError, ValueError):  # an error for a user of the class, not of this listing
-        return ""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
-    return ""
-
-
-def _source(module: str) -> str | None:
-    """Return the source of a module; None if it is not found."""
-    # Not importlib.util.find_spec, which imports the packages above the module.
-    spec: ModuleSpec | None = None
-    names = module.split(".")
-    for depth in range(1, len(names) + 1):
-        path = None if spec is None else spec.submodule_search_locations
-        spec = PathFinder.find_spec(".".join(names[:depth]), path)
-        if spec is None:
-            return None
-    loader = spec.loader if spec is not None else None
-    source: str | None = loader.get_source(module) if loader is not None and hasattr(loader, "get_source") else None
-    return source
-
-
 # ``dstrat explain``: the plan for some options, with the reason for each choice
 
 
@@ -303,21 +327,49 @@ def _source(module: str) -> str | None:
 @click.option("--devices", default="auto", show_default=True, help='How many or which: "4", "0,1", "-1".')
 @click.option("--num-nodes", default=1, show_default=True, help="Number of machines.")
 @click.option("--precision", default=None, help='Such as "bf16-mixed".')
+@click.option("--model", help="Function that returns the training, as package.module:factory: shows memory per rank.")
 @json_option
 def explain(
-    strategy: str, accelerator: str, devices: str, num_nodes: int, precision: str | None, as_json: bool
+    strategy: str,
+    accelerator: str,
+    devices: str,
+    num_nodes: int,
+    precision: str | None,
+    model: str | None,
+    as_json: bool,
 ) -> None:
-    """Explain what a Trainer with these options would run, and why."""
+    """Explain what a Trainer with these options would run, and why.
+
+    The function of --model is that of dstrat estimate.
+    """
     from dstrat.resolve import Request, make_plan
 
     request = Request(
         strategy=strategy, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision
     )
-    plan = make_plan(request, catalog=loaded_catalog())
+    catalog = loaded_catalog()
+    plan = make_plan(request, catalog=catalog)
+    rows = [(row.subject, row.value, row.reason, row.owner) for row in plan.choices]
+    answer = plan.to_dict()
+    if model is not None:
+        from dstrat.cli.estimate.command import make_estimates, memory_text
+
+        estimates, reasons = make_estimates(
+            catalog,
+            model,
+            [plan.strategy_alias],
+            accelerator=plan.accelerator,
+            devices=plan.num_devices,
+            num_nodes=plan.num_nodes,
+            precision=plan.precision,
+        )
+        value, reason = memory_text(estimates[0]) if estimates else ("unknown", reasons[plan.strategy_alias])
+        rows.append(("memory per rank", value, reason, model))
+        answer["memory_per_rank"] = asdict(estimates[0]) if estimates else None
     if as_json:
-        print_json(plan.to_dict())
+        print_json(answer)
     else:
-        print_table([(row.subject, row.value, row.reason, row.owner) for row in plan.choices])
+        print_table(rows)
 
 
 # ``dstrat plugins``: the installed plugins, their state, and the reason for it

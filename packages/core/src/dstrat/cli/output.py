@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 _MOST_OF_A_LINE = 0.7  # largest fraction of a terminal's width for a first column without line breaks in names
 
@@ -21,16 +21,16 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=repr))
 
 
-def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, is_cut: bool = False) -> None:
+def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, unbroken: Collection[str] = ()) -> None:
     """Print rows in columns: in a terminal wrapped and with a bold header, elsewhere each row on one line.
 
     Args:
         rows: The cells of each row.
         headers: Names of the columns.
-        is_cut: Whether each row is cut to one line in a terminal, with an ellipsis.
+        unbroken: Names of columns that are not wrapped where the terminal is wide enough, such as numbers.
     """
     if sys.stdout.isatty():
-        _print_in_terminal(rows, headers, is_cut=is_cut)
+        _print_in_terminal(rows, headers, unbroken)
     else:
         _print_plain([headers, *rows] if headers else rows)
 
@@ -42,32 +42,22 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _print_in_terminal(rows: Sequence[Sequence[str]], headers: Sequence[str], *, is_cut: bool) -> None:
+def _print_in_terminal(rows: Sequence[Sequence[str]], headers: Sequence[str], unbroken: Collection[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        show_header=bool(headers),
-        header_style="bold",
-        expand=is_cut,
-    )
-    for position, cells in enumerate(zip(*rows, strict=True)):
-        widest = max(map(len, cells))
-        table.add_column(
-            headers[position] if headers else "",
-            overflow="ellipsis" if is_cut else "fold",
-            style="cyan" if position == 0 else "",
-            min_width=widest if is_cut and position == 0 else None,
-            # The others share the rest of the line.  Without a ratio rich narrows all columns, widens the first one
-            # again, and cuts the line where the terminal ends, without an ellipsis.
-            ratio=1 if is_cut and position else None,
-            no_wrap=is_cut or (position == 0 and widest < _MOST_OF_A_LINE * console.width),
-        )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="bold")
+    widths = [max(map(len, column)) for column in zip(*([headers] if headers else []), *rows, strict=True)]
+    is_unbroken = [name in unbroken for name in headers] or [False] * len(widths)
+    fixed = sum(width + 2 for width, is_fixed in zip(widths, is_unbroken, strict=True) if is_fixed)
+    if fixed > _MOST_OF_A_LINE * console.width:  # rich would cut these columns
+        is_unbroken, fixed = [False] * len(widths), 0
+    is_unbroken[0] = widths[0] < _MOST_OF_A_LINE * (console.width - fixed)
+    for position, name in enumerate(headers or [""] * len(widths)):
+        style = "cyan" if position == 0 else ""
+        table.add_column(name, overflow="fold", style=style, no_wrap=is_unbroken[position])
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)

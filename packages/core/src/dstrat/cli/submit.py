@@ -15,10 +15,12 @@ from dstrat.plugins.known import pip_command
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
+    from torchx.schedulers.slurm_scheduler import SlurmBatchRequest
     from torchx.specs import AppDef
 
 _IN_THIS_ENVIRONMENT = ("local_cwd", "slurm")  # their nodes have this file system, and this Python
 _WITHOUT_IMAGE = (*_IN_THIS_ENVIRONMENT, "ray")  # the others start containers
+_FIRST_NODE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 _CLIENTS = {"aws_batch": "boto3", "kubernetes": "kubernetes", "ray": "ray"}  # extras of TorchX, each with its module
 
 
@@ -42,6 +44,9 @@ def parse_pairs(ctx: click.Context, parameter: click.Parameter, pairs: tuple[str
 @click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each machine.")
 @click.option("--cpus", type=click.IntRange(1), help="CPUs of each machine; by default two for each process.")
 @click.option("--memory", type=click.IntRange(1), help="Memory of each machine in MiB; by default the scheduler's.")
+@click.option("--time", help="SLURM: the longest time of the job, such as 12:00:00 or 2-00:00:00.")
+@click.option("--partition", help="SLURM: the partition, or several with commas.")
+@click.option("--gres", help="SLURM: resources of each machine in place of --gpus, such as gpu:a100:4.")
 @click.option("--image", help="The image with the script and its requirements, for schedulers that start containers.")
 @click.option("--name", help="The job's name; by default that of the script.")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", callback=parse_pairs, help="A variable of its environment.")
@@ -65,11 +70,14 @@ def submit(ctx: click.Context, /, scheduler: str, *, wait: bool, dry_run: bool, 
 
     with get_runner() as runner:
         check_request(runner, scheduler, job)
-        config = scheduler_config(runner, scheduler, job["options"])
+        flags = {name: job[name] for name in ("time", "partition") if job[name] is not None}  # options of TorchX too
+        config = scheduler_config(runner, scheduler, {**job["options"], **flags})
         try:
             planned = runner.dryrun(make_job(scheduler, job), scheduler, config)
         except InvalidRunConfigException as error:
             raise RequestError(f"scheduler {scheduler!r} refuses the job: {error}; set it with --option") from error
+        if scheduler == "slurm":
+            request_nodes(planned.request, job)
         if dry_run:
             # A request with a script prints it after the command that submits it; alone it is a file for sbatch.
             script = getattr(planned.request, "materialize", None)
@@ -115,6 +123,14 @@ def check_request(runner: Runner, scheduler: str, job: dict[str, Any]) -> None:
             f"scheduler {scheduler!r} starts containers: name the image that has the script and its requirements with "
             "--image"
         )
+    flags = [f"--{name}" for name in ("time", "partition", "gres") if job[name] is not None]
+    if flags and scheduler != "slurm":
+        raise RequestError(
+            f"{flags[0]} is for --scheduler slurm, and scheduler {scheduler!r} has other options: leave it out, or see "
+            f"torchx runopts {scheduler}"
+        )
+    if job["gres"] is not None and job["gpus"]:
+        raise RequestError(f"--gres {job['gres']!r} and --gpus {job['gpus']} exclude each other: choose one of them")
     if job["memory"] is None and scheduler == "aws_batch":
         raise RequestError("scheduler 'aws_batch' starts no job without a size of its memory: set --memory, in MiB")
     if scheduler in _IN_THIS_ENVIRONMENT and not job["script"].is_file():
@@ -144,7 +160,7 @@ def scheduler_config(runner: Runner, scheduler: str, options: dict[str, str]) ->
 def make_job(scheduler: str, job: dict[str, Any]) -> AppDef:
     """Return TorchX's job of the script: one torchrun for each machine."""
     from torchx.components.dist import ddp
-    from torchx.specs import Resource
+    from torchx.specs import Resource, macros
 
     name = job["name"] or job["script"].stem
     app = ddp(
@@ -165,7 +181,23 @@ def make_job(scheduler: str, job: dict[str, Any]) -> AppDef:
         shell, command = role.args
         this_python = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
         role.args = [shell, command.replace("torchrun", this_python, 1)]
+    if scheduler == "slurm":
+        # TorchX would make each machine a job of a heterogeneous one, which many sites refuse, and takes the first
+        # machine from its variables.  Here srun starts the command once on each machine of one job.
+        role.num_replicas = 1
+        shell, command = role.args
+        role.args = [shell, command.replace(f"$${{{macros.rank0_env}:=localhost}}", _FIRST_NODE)]
     return app
+
+
+def request_nodes(request: SlurmBatchRequest, job: dict[str, Any]) -> None:
+    """Set the options of a SLURM job that TorchX does not have."""
+    (replica,) = request.replicas.values()
+    replica.sbatch_opts["nodes"] = str(job["nodes"])
+    if job["gres"] is not None:
+        replica.sbatch_opts["gres"] = job["gres"]
+    # Since SLURM 22.05 srun does not take it from sbatch, and would give each task one CPU.
+    replica.srun_opts["cpus-per-task"] = str(replica.sbatch_opts["cpus-per-task"])
 
 
 def follow(runner: Runner, handle: str) -> int:

@@ -260,7 +260,7 @@ def _source(requirement: str) -> str:
     The index may not have it, or another version.  It is the folder, or wheel, beside that of the core.
     """
     match = _NAME_AND_EXTRAS.match(requirement)
-    origin = _origin_of_core()
+    origin = origin_of("dstrat")
     if match is None or match[1] not in _DISTRIBUTIONS or "url" not in origin:
         return requirement
     name, extras = match[1], match[2] or ""
@@ -281,10 +281,10 @@ def _source(requirement: str) -> str:
     return f"{_short(package)}{extras}" if (package / "pyproject.toml").is_file() else requirement
 
 
-def _origin_of_core() -> Mapping[str, Any]:
-    """Return what ``direct_url.json`` of the core records (PEP 610); empty where it comes from an index."""
+def origin_of(name: str) -> Mapping[str, Any]:
+    """Return what ``direct_url.json`` of a distribution records (PEP 610); empty where it comes from an index."""
     try:
-        recorded = json.loads(distribution("dstrat").read_text("direct_url.json") or "{}")
+        recorded = json.loads(distribution(name).read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, OSError, ValueError):
         return {}
     return recorded if isinstance(recorded, dict) else {}

@@ -16,6 +16,7 @@ from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.cli.checkpoint.group import readable_size
+from dstrat.data.random_state import RandomState
 from dstrat.errors import CheckpointError
 
 WITHOUT_TORCH = """
@@ -91,6 +92,21 @@ def test_inspect_shows_what_is_inside_without_torch(path):
     assert "\nstep        30\nepoch       2\nsaved by    ddp on 1 rank\n" in outcome.stdout
     assert "state_dict/0.weight               3 x 4   float32  48 B" in outcome.stdout
     assert "state_dict/1.num_batches_tracked  scalar  int64    8 B" in outcome.stdout
+
+
+def test_inspect_folds_random_state_into_one_row(invoke, tmp_path):
+    state = RandomState.capture().state_dict()
+    per_rank = {"random": state, "beginning": {"random": state}, "gradients": {"random": torch.zeros(3)}}
+    checkpoint = {"state_dict": {"random": torch.zeros(2)}, "per_rank": per_rank}
+    PortableCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a")
+    TorchCheckpointIO().save_checkpoint(checkpoint, str(tmp_path / "b.ckpt"))
+    for name in ("a", "b.ckpt"):
+        lines = invoke("inspect", tmp_path / name)[1].partition("\ntensor ")[2].split("\n")[1:-1]
+        rank = "0/" if name == "a" else ""
+        assert [line.split("  ")[0] for line in lines] == [
+            "state_dict/random", f"per_rank/{rank}gradients/random", "random state",
+        ]  # fmt: skip
+        assert lines[-1].split()[2:4] == ["6", "tensors"]
 
 
 def test_inspect_as_json(path, invoke):

@@ -90,6 +90,23 @@ def test_help_has_docstrings_types_and_the_aliases_of_installed_packages(cli, ca
     assert "``" not in text
 
 
+def test_help_begins_with_the_ten_most_used_arguments(cli, capsys):
+    with pytest.raises(SystemExit):
+        cli("fit", "--help", model=Net)
+    usage, description, first, others = capsys.readouterr().out.split("\n\n", 3)
+    assert usage.endswith(" fit [options]")
+    assert description == "Train a module."
+    title, *rows = first.split("\n")
+    assert (title, len(rows)) == ("most used:", 10)
+    assert max(map(len, rows)) <= 80
+    assert all(f"\n  {row.split()[0]} " in others or f", {row.split()[0]} " in others for row in rows)
+    with pytest.raises(SystemExit):
+        cli("test", "--help", model=Net)
+    shown = capsys.readouterr().out
+    assert "--resume" not in shown
+    assert "\n  --ckpt_path PATH " in shown
+
+
 def test_linked_arguments_follow(cli):
     class Linked(DstratCLI):
         def add_arguments_to_parser(self, parser):

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.model_summary import ModelSummary, as_text, format_bytes, record_shapes, summarize
+from dstrat.training.callbacks.model_summary import (
+    ModelSummary,
+    as_text,
+    format_bytes,
+    record_shapes,
+    show_on_terminal,
+    summarize,
+)
 
 
 def lines_of(module, **options):
@@ -173,12 +180,21 @@ def test_on_a_terminal_it_is_a_table_of_lines(terminal, quiet_trainer, line, loa
     line.forward = line.layer.__call__
     with terminal() as screen:
         quiet_trainer(enable_model_summary=True, max_epochs=1).fit(line, loader())
-    rows = [row.split() for row in screen.lines if row.strip(" ─")]
+    rows = [row.split() for row in screen.lines if row.strip()]
+    (rule,) = rows.pop(1)
+    assert set(rule) == {"─"}
     assert rows == [
         ["layer", "type", "parameters", "trainable", "size", "input", "output"],
         ["layer", "Linear", "9", "9", "36", "B", "[5,", "8]", "[5,", "1]"],
+        [rule],
         ["total", "Line", "9", "9", "36", "B", "[5,", "8]", "[5,", "1]"],
     ]
+
+
+def test_totals_alone_have_one_rule_on_a_terminal(terminal, line):
+    with terminal() as screen:
+        show_on_terminal(summarize(line, max_depth=0))
+    assert [row.split()[0].strip("─") for row in screen.lines if row.strip()] == ["layer", "", "total"]
 
 
 def test_sharded_parameters_count_whole(tmp_path):

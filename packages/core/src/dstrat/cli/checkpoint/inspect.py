@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.checkpoint.portable.format import MANIFEST, SAVED_WITH, STATE
+from dstrat.checkpoint.portable.format import MANIFEST, PER_RANK, SAVED_WITH, STATE
 from dstrat.checkpoint.portable.newest import resolve
 from dstrat.checkpoint.portable.reader import CheckpointReader
 from dstrat.checkpoint.portable.storage import storage_of
@@ -23,12 +24,18 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.format import Manifest
     from dstrat.checkpoint.portable.index import TensorEntry
 
+# In a single file the state of rank 0 alone, without its number.
+_RANDOM = re.compile(rf"{PER_RANK}/(\d+/)?(beginning/)?(random|device_random|generators)(/|$)")
 
-@click.command()
+
+@click.command(short_help="Show what is in a checkpoint.")
 @click.argument("path", type=CHECKPOINT_PATH)
 @json_option
 def inspect(path: CheckpointPath, as_json: bool) -> None:
-    """Show what is in a checkpoint, without loading its tensors."""
+    """Show what is in a checkpoint, without loading its tensors.
+
+    The states of random generators are one row; --json lists each.
+    """
     facts = facts_of(path)
     if as_json:
         print_json(_as_dict(facts))
@@ -36,11 +43,18 @@ def inspect(path: CheckpointPath, as_json: bool) -> None:
     print_table(list(_summary(facts)))
     click.echo()
     if facts.tensors:
-        rows = [
-            (name, _shape(entry), entry.dtype, readable_size(entry.num_bytes), _remark(entry))
-            for name, entry in facts.tensors.items()
-        ]
-        print_table(rows, ["tensor", "shape", "dtype", "size", ""])
+        print_table(list(_rows(facts)), ["tensor", "shape", "dtype", "size", ""], unbroken=("shape", "dtype", "size"))
+
+
+def _rows(facts: CheckpointFacts) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each tensor, and one for all of the generators of random numbers."""
+    random = {name: entry for name, entry in facts.tensors.items() if _RANDOM.match(name)}
+    for name, entry in facts.tensors.items():
+        if name not in random:
+            yield name, _shape(entry), entry.dtype, readable_size(entry.num_bytes), _remark(entry)
+    if random:
+        size = sum(entry.num_bytes for entry in random.values() if entry.same_as is None)
+        yield "random state", f"{len(random)} tensors", "", readable_size(size), ""
 
 
 def _summary(facts: CheckpointFacts) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from dstrat.cli.output import json_option, print_json
 from dstrat.errors import ConflictError, DstratError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
@@ -35,6 +35,7 @@ _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _COLUMNS = ("params", "grads", "optim", "activ", "other", "peak", "host")
 _GIB = 1024**3
+_MOST_OF_MEMORY = 0.9  # the rest is for the CUDA context and what torch's allocator reserves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +96,59 @@ def estimate(
     The function of --model returns a module with example_input_array; (module, batch), where the module has a
     training_step or returns its loss; or (module, batch, make_optimizers).  Optimizers are those of the module's
     configure_optimizers, or AdamW.  Nothing is computed: tensors have shapes and no values, so that a model of any size
-    can be estimated anywhere.  Exits with 1 if no strategy fits into --memory.
+    can be estimated anywhere.  Strategies that fit are first, from the one that shards least, as it communicates least.
+    Those that offload, or need changes of the module, follow.  Exits with 1 if no strategy fits into --memory.
     """
     limit = None if memory is None else read_size(memory)
     catalog = loaded_catalog()
+    estimates, silent = make_estimates(
+        catalog,
+        model,
+        aliases,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        precision=precision,
+        batch_size=batch_size,
+        limit=limit,
+    )
+    priorities = {offer.component.alias: offer.component.auto or 0 for offer in catalog.offers("strategy")}
+    estimates = ranked(_merged(estimates), limit, priorities)
+    recommended = next((one.strategy for one in estimates if limit is not None and _has_room(one, limit)), None)
+    if as_json:
+        listed = [asdict(one) for one in estimates]
+        print_json({"memory": limit, "recommended": recommended, "estimates": listed, "not_estimated": silent})
+    else:
+        _print(estimates, silent, limit, recommended)
+    if estimates and limit is not None and not any(one.fits for one in estimates):
+        sys.exit(1)
+
+
+def make_estimates(
+    catalog: Catalog,
+    model: str,
+    aliases: Sequence[str],
+    *,
+    accelerator: str,
+    devices: int,
+    num_nodes: int,
+    precision: str,
+    batch_size: int | None = None,
+    limit: int | None = None,
+) -> tuple[list[Estimate], dict[str, str]]:
+    """Return estimates, and the reasons why there is none, by alias.
+
+    Args:
+        catalog: The catalog.
+        model: Name of the function that returns the training.
+        aliases: The strategies, of which one that is not possible is an error; empty for all that are installed.
+        accelerator: Alias of the accelerator.
+        devices: Number of devices of a machine.
+        num_nodes: Number of machines.
+        precision: The flag, such as ``"bf16-mixed"``.
+        batch_size: Of a rank; None for that of the function's batch.
+        limit: Memory of a device in bytes; None if it is unknown.
+    """
     cases = _Cases(catalog, accelerator, devices, num_nodes, precision)
     measure = partial(_measure, model, cases.device_type, devices, num_nodes, batch_size)
     sizes: dict[Any, TrainingSize] = {}
@@ -122,13 +172,7 @@ def estimate(
             silent[alias] = "it does not declare its memory_layout"
         else:
             estimates.append(_estimate(alias, sizes[key], layout, limit))
-    estimates = _merged(estimates)
-    if as_json:
-        print_json({"memory": limit, "estimates": [asdict(one) for one in estimates], "not_estimated": silent})
-    else:
-        _print(estimates, silent, limit)
-    if estimates and limit is not None and not any(one.fits for one in estimates):
-        sys.exit(1)
+    return estimates, silent
 
 
 def read_size(text: str) -> int:
@@ -290,13 +334,38 @@ def _merged(estimates: Iterable[Estimate]) -> list[Estimate]:
     ]
 
 
-def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | None) -> None:
+def ranked(estimates: Sequence[Estimate], limit: int | None, priorities: Mapping[str, int]) -> list[Estimate]:
+    """Return the estimates in the order of recommendation, those that do not fit last.
+
+    Args:
+        estimates: The estimates.
+        limit: Memory of the device in bytes; None if all may fit.
+        priorities: Priorities of automatic choice, by alias, for strategies that shard the same.
+    """
+
+    def key(one: Estimate) -> tuple[Any, ...]:
+        if one.fits is False:
+            return 2, one.peak
+        resident = float(f"{one.parameters + one.gradients + one.optimizer_state:.2g}")  # counters differ by bytes
+        is_tight = limit is not None and not _has_room(one, limit)
+        return is_tight, one.host > 0, bool(one.assumption), -resident, -priorities.get(one.strategy, 0), one.peak
+
+    return sorted(estimates, key=key)
+
+
+def _has_room(one: Estimate, limit: int) -> bool:
+    return one.peak <= _MOST_OF_MEMORY * limit
+
+
+def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | None, recommended: str | None) -> None:
     headers = ("GiB of a rank", *_COLUMNS, *(["fits"] if limit is not None else []))
-    rows = [headers, *(_row(one) for one in estimates)]
+    rows = [headers, *(_row(one, limit) for one in estimates)]
     first = max(len(row[0]) for row in rows)
     for row in rows:
         click.echo(" ".join([row[0].ljust(first), *(cell.rjust(6 if limit is None else 5) for cell in row[1:])]))
     width = min(shutil.get_terminal_size().columns, 80)
+    if estimates:
+        click.echo(textwrap.fill(_advice(limit, recommended), width, subsequent_indent="  "))
     for one in estimates:
         if one.same_as:
             click.echo(textwrap.fill(f"as {one.strategy}: {', '.join(one.same_as)}", width, subsequent_indent="  "))
@@ -307,9 +376,34 @@ def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | N
         click.echo(textwrap.fill(names, width, subsequent_indent="  "))
 
 
-def _row(one: Estimate) -> tuple[str, ...]:
+def memory_text(one: Estimate) -> tuple[str, str]:
+    """Return the peak of an estimate, and of what it consists, for a table."""
+    sizes = {
+        "parameters": one.parameters,
+        "gradients": one.gradients,
+        "optimizer": one.optimizer_state,
+        "activations": one.activations,
+        "other": one.other,
+        "host": one.host,
+    }
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+    return f"{_gib(one.peak)} GiB", f"estimated peak: {parts}{one.assumption and f'; if {one.assumption}'}"
+
+
+def _advice(limit: int | None, recommended: str | None) -> str:
+    if limit is None:
+        return "the first that fits is usually the fastest: --memory 24GiB tells which"
+    if recommended is None:
+        return (
+            "none fits with a tenth of the memory to spare, which CUDA and torch's allocator need: take more devices, "
+            "a smaller batch, activation checkpointing or a lower precision"
+        )
+    return f"recommended: {recommended}, which shards least of those that fit with a tenth to spare"
+
+
+def _row(one: Estimate, limit: int | None) -> tuple[str, ...]:
     sizes = (one.parameters, one.gradients, one.optimizer_state, one.activations, one.other, one.peak, one.host)
-    fits = () if one.fits is None else ("yes" if one.fits else "no",)
+    fits = () if limit is None else ("no" if not one.fits else "yes" if _has_room(one, limit) else "tight",)
     return one.strategy, *map(_gib, sizes), *fits
 
 

@@ -62,6 +62,20 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 AUTOMATIC = "AUTOMATIC"
 
+# Each text fits into the line of a terminal of 80 columns.
+_MOST_USED = (
+    ("--config FILE", "the configuration; options after it override it"),
+    ("--model CLASS", "the module; its arguments are --model.NAME"),
+    ("--data CLASS", "the data module; its arguments are --data.NAME"),
+    ("--optimizer CLASS", "such as AdamW, with --optimizer.lr 0.001"),
+    ("--trainer.strategy NAME", "such as ddp or fsdp: dstrat strategies lists them"),
+    ("--trainer.devices N", "devices of each machine"),
+    ("--trainer.precision NAME", "such as bf16-mixed"),
+    ("--trainer.max_epochs N", "epochs of training"),
+    ("--ckpt_path PATH", "the checkpoint whose state is loaded"),
+    ("--resume auto", "continue from the newest checkpoint"),
+)
+
 _MODES = ("yaml", "json", "toml", "omegaconf")
 
 
@@ -161,6 +175,18 @@ class DstratArgumentParser(ArgumentParser):  # type: ignore[misc]  # jsonargpars
             self.add_subclass_arguments(cls, nested_key, **options)
         else:
             self.add_class_arguments(cls, nested_key, sub_configs=True, **options)
+
+    @override
+    def format_help(self, *args: Any) -> str:
+        # The usage that argparse writes is a line for each of all the options.
+        usage, blank, sections = str(super().format_help(*args)).partition("\n\n")
+        rows = [(name, text) for name, text in _MOST_USED if name.split()[0] in self._option_string_actions]
+        if not blank or "--trainer.strategy" not in self._option_string_actions:
+            return f"{usage}{blank}{sections}"
+        description, _, details = sections.partition("\n\n")
+        first = "\n".join(f"  {name:26}  {text}" for name, text in rows)
+        prog = self.prog.replace(" [options]", "")
+        return f"usage: {prog} [options]\n\n{description}\n\nmost used:\n{first}\n\n{details}"
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -175,15 +175,15 @@ def _bytes_of(tensor: Tensor) -> int:
 
 def show_on_terminal(summary: Summary) -> None:
     """Print a summary to stderr, which is a terminal."""
-    from rich.box import SIMPLE_HEAD  # loaded only where a terminal shows it
+    from rich.box import SIMPLE  # loaded only where a terminal shows it
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(
-        box=SIMPLE_HEAD,
+        box=SIMPLE,
         show_edge=False,
-        show_footer=True,
+        show_footer=bool(summary.layers),  # without layers the total is below the header's rule
         pad_edge=False,
         collapse_padding=True,
         header_style="bold",
@@ -197,6 +197,8 @@ def show_on_terminal(summary: Summary) -> None:
     for layer in summary.layers:
         frozen = layer.parameters > 0 and layer.trainable == 0
         table.add_row(*map(Text, cells(layer, summary)), style="dim" if frozen else "")
+    if not summary.layers:
+        table.add_row(*map(Text, cells(summary.total, summary)), style="bold")
     console = Console(stderr=True)
     console.print(table)
     for remark in summary.remarks:
