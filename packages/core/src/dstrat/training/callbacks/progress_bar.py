@@ -68,7 +68,7 @@ class ProgressBar(Callback):
         self._evaluation_start = 0.0
         self._values: dict[str, float | str] = {}
         self._loss: Any = None  # of the last batch, before it is read from the device
-        self._own_loss: str | None = None  # its name among the values, where the module logs none
+        self._loss_name: str | None = None  # its name among the values, where the module logs none
         self._stop: BaseException | None = None
         self._start: tuple[float, int, int] = (0.0, 0, 0)  # time, epochs and steps done before this fit
         self._summary = ""
@@ -337,8 +337,8 @@ class ProgressBar(Callback):
             logs_loss = any("loss" in name and not name.startswith("val") for name in values)
             loss = None if logs_loss else _number_of(self._loss)
             # New dicts, since the ticker's thread may be reading the old one.
-            self._values = {name: value for name, value in self._values.items() if name != self._own_loss} | values
-            self._own_loss = None if loss is None else "loss"
+            self._values = {name: value for name, value in self._values.items() if name != self._loss_name} | values
+            self._loss_name = None if loss is None else "loss"
             if loss is not None:  # that of accumulated batches is divided by their number
                 self._values = {"loss": loss * trainer.fit_loop.group_divisor, **self._values}
 
@@ -347,7 +347,7 @@ class ProgressBar(Callback):
         if self._display is not None or not trainer.is_global_zero or self.is_disabled:
             return
         self._training = self._evaluation = self._stop = None
-        self._values, self._own_loss = {}, None
+        self._values, self._loss_name = {}, None
         self._display = display = self.make_display()
         self._drawn_at = monotonic()
         self._next_update = 0.0 if display.starts_at_once else monotonic() + self._seconds_between(display)
