@@ -316,6 +316,48 @@ def test_a_setting_that_is_not_plain_is_left_out_of_checkpoints(saved, value, na
     assert checkpoint["hparams_left_out"] == {"net": named}
 
 
+@dataclass
+class Block:
+    width: int
+    area: int = field(init=False)
+    parts: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.area = self.width**2
+
+
+@dataclass
+class Growing:
+    parts: list[int]
+
+    def __post_init__(self):
+        self.parts.append(1)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "named"),
+    [
+        (list[Size], ["SMALL"], "net (list, which would not come back the same)"),
+        (list[Size], ("SMALL",), None),  # no list: its items are not annotated
+        (dict[str, Size], {"a": "SMALL"}, "net (dict, which would not come back the same)"),
+        (list[Block], [Block(2)], "net (list, which would not come back the same)"),
+        (list[Optimizer], [{"lr": 0.1, "momentum": 1}], "net (list, which would not come back the same)"),
+        (Sides, [], "net (list, which would not come back the same)"),
+        (Growing, Growing([2]), "net.parts (list, which would not come back the same)"),
+    ],
+)
+def test_a_setting_that_its_annotation_does_not_make_again_is_left_out(saved, annotation, value, named):
+    class Typed(TrainModule):
+        def __init__(self, net):
+            super().__init__()
+            self.save_hyperparameters()
+
+    Typed.__init__.__annotations__ = {"net": annotation}
+    checkpoint = saved(Typed, value)
+    assert checkpoint.get("hparams_left_out") == ({"net": named} if named else None)
+    assert ("net" in checkpoint["hyper_parameters"]) is (named is None)
+
+
 def test_one_line_names_the_settings_that_checkpoints_do_not_hold(quiet_trainer, line_class, loader, caplog):
     class Held(line_class):
         def __init__(self, net, act, size=nn.ReLU):

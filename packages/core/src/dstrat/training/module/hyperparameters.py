@@ -321,15 +321,16 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
     for name, value in saved.current.items():
         refused: dict[str, Any] = {}
         plain[name] = to_plain(value, name, refused.__setitem__)
-        reason = ""
+        descriptions = [f"{path} ({type(item).__name__})" for path, item in refused.items()]
         if not refused:
             types |= standard_types(value, name)
-            refused = changed_items(value, _restore(plain[name], annotations.get(name), name, types), name)
-            reason = ", which is not annotated"
-        if refused:
+            restored = _restore(plain[name], annotations.get(name), name, types)
+            changed = changed_items(value, restored, name)
+            descriptions = [f"{path} ({_changed(item, restored)})" for path, item in changed.items()]
+        if descriptions:
             del plain[name]
             if not _is_default(constructor, name, value):  # the constructor supplies its defaults itself
-                omitted[name] = ", ".join(f"{path} ({type(refused[path]).__name__}{reason})" for path in refused)
+                omitted[name] = ", ".join(descriptions)
     containers = [name for name in plain if is_container(saved.current[name])]
     if saved.argument is not None and saved.argument_is_container:
         containers.append(saved.argument)
@@ -352,6 +353,12 @@ def _restore(plain: Any, annotation: Any, name: str, types: Mapping[str, str]) -
         return from_plain(plain, annotation, name, types)
     except Exception:  # noqa: BLE001 - a user's dataclass may refuse its own fields, such as those with init=False
         return None
+
+
+def _changed(item: Any, restored: Any) -> str:
+    """Return the type of an item that a loaded checkpoint gives as another value, and why."""
+    lacks_annotation = restored is not None and type(item) not in (list, tuple, dict)
+    return f"{type(item).__name__}, which {'is not annotated' if lacks_annotation else 'would not come back the same'}"
 
 
 def _is_default(constructor: Constructor, name: str, value: Any) -> bool:

@@ -191,18 +191,23 @@ def changed_items(value: Any, restored: Any, name: str) -> dict[str, Any]:
 
     Args:
         value: The value.
-        restored: The result of :func:`from_plain`.
+        restored: The result of :func:`from_plain`; None if it failed.
         name: Name of the value.
     """
     if is_container(value):
         return {}
+    if restored is None and value is not None:
+        return {name: value}
     # Of other subclasses only the methods are lost: numpy's numbers become Python's, and a CfgNode becomes a dict.
     has_fields = hasattr(value, "_fields") or _has_fields(type(value))
     if (has_fields or isinstance(value, Enum)) and not isinstance(restored, type(value)):
         return {name: value}
+    items, restored_items = _items_of(value, name), dict(_items_of(restored, name))
+    if [item_name for item_name, _ in items] != list(restored_items):  # a __post_init__ may have added some
+        return {name: value}
     changed: dict[str, Any] = {}
-    for (item_name, item), (_, other) in zip(_items_of(value, name), _items_of(restored, name), strict=True):
-        changed |= changed_items(item, other, item_name)
+    for item_name, item in items:
+        changed |= changed_items(item, restored_items[item_name], item_name)
     return changed
 
 
