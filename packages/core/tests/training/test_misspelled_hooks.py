@@ -17,7 +17,7 @@ def step(self, batch, batch_idx):
     return self.loss(batch)
 
 
-@pytest.mark.parametrize("name", ["validation_steps", "validate_step", "valid_step"])
+@pytest.mark.parametrize("name", ["validation_steps", "vaildation_step", "valid_step", "val_step"])
 def test_a_misspelled_validation_step_is_an_error(quiet_trainer, line_class, loader, name):
     module = without(line_class, "validation_step", **{name: step})()
     message = rf"val loader, and Net has no validation_step \(did you mean it by Net\.{name}\?\); limit_val_batches=0"
@@ -35,17 +35,34 @@ def test_a_loader_without_a_step_is_logged(quiet_trainer, line_class, loader, ca
     assert not caplog.messages
 
 
-def test_a_misspelled_loader_of_validation_is_an_error(quiet_trainer, line, loader):
+@pytest.mark.parametrize("name", ["validate_step", "evaluation_step", "calibration_step", "validation_loss"])
+def test_a_method_that_is_somewhat_like_validation_step_is_logged(quiet_trainer, line_class, loader, caplog, name):
+    module = without(line_class, "validation_step", **{name: step})()
+    quiet_trainer().fit(module, loader(), loader())
+    meant = f"(did you mean it by Net.{name}?)"
+    assert (
+        f"there is a val loader, and Net has no validation_step {meant}: the fit does not validate" in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("name", ["val_dataloder", "val_dataloaders", "valid_dataloader", "validation_dataloader"])
+def test_a_misspelled_loader_of_validation_is_an_error(quiet_trainer, line, loader, name):
     class Data(DataModule):
         def train_dataloader(self):
             return loader()
 
-        def val_dataloder(self):
-            return loader()
-
-    with pytest.raises(MisuseError, match=r"no val_dataloader \(did you mean it by Data\.val_dataloder\?\)"):
-        quiet_trainer().fit(line, datamodule=Data())
+    misspelled = type("Data", (Data,), {name: lambda self: loader()})
+    with pytest.raises(MisuseError, match=rf"no val_dataloader \(did you mean it by Data\.{name}\?\)"):
+        quiet_trainer().fit(line, datamodule=misspelled())
     quiet_trainer().fit(line, loader(), loader())
+
+
+@pytest.mark.parametrize("name", ["make_dataloader", "get_dataloader", "build_dataloader"])
+def test_a_helper_that_makes_loaders_is_no_error(quiet_trainer, line_class, loader, caplog, name):
+    module = type("Net", (line_class,), {name: lambda self: loader()})()
+    quiet_trainer().fit(module, loader())
+    problem = f"Net has a validation_step, and there is no val_dataloader (did you mean it by Net.{name}?)"
+    assert caplog.messages == [f"{problem}: the fit does not validate"]
 
 
 def test_a_missing_step_names_the_method_that_was_meant(quiet_trainer, line_class, loader):

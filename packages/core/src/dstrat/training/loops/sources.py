@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 Source = Literal["train", "val", "test", "predict"]
 
-_LIKELY = 0.75  # similarity of a misspelled step or loader: that of a user's own method may be lower
+_SURE = 0.9  # similarity of a misspelled step or loader; "evaluation_step" and "make_dataloader" have less
+_LIKELY = 0.75  # similarity of what may be one, or a method of the user's own
+_MISSPELLINGS = {
+    "validation_step": ("val_step", "valid_step"),
+    "val_dataloader": ("validation_dataloader",),
+}
+"""Names that are not similar enough, and hardly anything else."""
 
 _log = logging.getLogger(__name__)
 
@@ -98,15 +104,15 @@ class DataSources:
         """Return whether a fit can validate: there are a loader and a step.
 
         Args:
-            warns: Whether to log a warning about a loader without a step.
+            warns: Whether to log a warning about one of the two that is missing.
 
         Raises:
-            MisuseError: One of the two is missing, and a method has almost its name.
+            MisuseError: One of the two is missing, and a method is surely meant to be it.
         """
         name = type(self.module).__name__
         has_loader, has_step = self.has("val"), self.has_step("validation_step")
         if has_loader and not has_step:
-            if meant := self._meant("validation_step", least=_LIKELY):
+            if meant := self._meant("validation_step", least=_SURE):
                 raise MisuseError(
                     f"there is a val loader, and {name} has no validation_step{meant}; limit_val_batches=0 turns "
                     "validation off"
@@ -116,22 +122,28 @@ class DataSources:
                     "there is a val loader, and %s has no validation_step%s: the fit does not validate",
                     *(name, self._meant("validation_step")),
                 )
-        if has_step and "val" not in self._passed and (meant := self._meant("val_dataloader", least=_LIKELY)):
-            raise MisuseError(
-                f"{name} has a validation_step, and there is no val_dataloader{meant}; limit_val_batches=0 turns "
-                "validation off"
-            )
+        if has_step and "val" not in self._passed:
+            if meant := self._meant("val_dataloader", least=_SURE):
+                raise MisuseError(
+                    f"{name} has a validation_step, and there is no val_dataloader{meant}; limit_val_batches=0 turns "
+                    "validation off"
+                )
+            if warns and (meant := self._meant("val_dataloader", least=_LIKELY)):
+                _log.warning(
+                    "%s has a validation_step, and there is no val_dataloader%s: the fit does not validate",
+                    *(name, meant),
+                )
         return has_loader and has_step
 
     def _meant(self, hook: str, **options: float) -> str:
         """Return the end of a message: a method of module or data module with almost the name of a hook."""
         if self._owner_of(hook):
             return ""
-        near = {
-            f"{type(owner).__name__}.{name}"
-            for owner, base in self._owners
-            for name in nearest(hook, methods_beside(owner, base), count=1, **options)
-        }
+        near: set[str] = set()
+        for owner, base in self._owners:
+            names = methods_beside(owner, base)
+            known = [name for name in _MISSPELLINGS.get(hook, ()) if name in names]
+            near |= {f"{type(owner).__name__}.{name}" for name in known or nearest(hook, names, count=1, **options)}
         return f" (did you mean it by {' or '.join(sorted(near))}?)" if near else ""
 
     def _raise_missing(self, name: str) -> None:
