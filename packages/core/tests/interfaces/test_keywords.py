@@ -97,3 +97,34 @@ def test_a_misspelled_option_of_log_gets_a_suggestion():
         fit(Logging(on_epochs=True))
     with pytest.raises(TypeError, match=r"^log has no argument 'progbar': did you mean 'prog_bar'\?$"):
         fit(Logging(), callbacks=LoggingCallback())
+
+
+class Helped(Logging):
+    @staticmethod
+    def helper():
+        pass
+
+    @classmethod
+    def made(cls, size=1):
+        pass
+
+    def plain():
+        pass
+
+    def training_step(self, batch, batch_idx):
+        self.call()
+
+
+def test_the_error_of_a_method_without_self_stays_and_is_handled():
+    seen = []
+
+    class Seeing(Callback):
+        def on_exception(self, trainer, module, exception):
+            seen.append(exception)
+
+    for call in (Helped.helper, Helped.made, Helped.plain):
+        module = Helped()
+        module.call = lambda call=call: call(sizes=1)
+        with pytest.raises(TypeError, match=call.__name__ + r".*(got an unexpected|has no argument).*'sizes'") as raised:
+            fit(module, callbacks=Seeing())
+        assert seen.pop() is raised.value

@@ -102,12 +102,14 @@ def explain_keyword(error: BaseException, owners: Iterable[type]) -> None:
     unexpected = _UNEXPECTED.search(str(error)) if type(error) is TypeError else None
     if unexpected is None:
         return
+    name = unexpected[1].rpartition(".")[2]
     for owner in owners:
-        method = getattr(owner, unexpected[1].rpartition(".")[2], None)
-        if getattr(method, "__qualname__", None) == unexpected[1]:
-            _, *parameters = inspect.signature(method).parameters.values()  # type: ignore[arg-type]  # it exists
+        method = inspect.getattr_static(owner, name, None)
+        # Not a static method, which has no self, or another descriptor.
+        if inspect.isfunction(method) and method.__qualname__ == unexpected[1]:
+            parameters = list(inspect.signature(method).parameters.values())[1:]
             try:
-                check_keywords(parameters, [unexpected[2]], unexpected[1].rpartition(".")[2])
+                check_keywords(parameters, [unexpected[2]], name)
             except MisuseError as explained:
                 error.args = (str(explained),)
             return

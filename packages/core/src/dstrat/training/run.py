@@ -86,8 +86,8 @@ def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path
             raise
         raise KeyboardInterrupt from None  # for this class only, not for subclasses, Python exits as after a SIGINT
     except BaseException as exception:
-        explain_keyword(exception, (type(module), Callback, type(trainer)))
         _on_exception(trainer, exception)
+        explain_keyword(exception, (type(module), Callback, type(trainer)))
         raise
     outcome = RunResult.of(trainer, result)
     if trainer.is_fitting and not trainer.ran_elsewhere:
