@@ -341,7 +341,6 @@ class Growing:
         (list[Size], ("SMALL",), None),  # no list: its items are not annotated
         (dict[str, Size], {"a": "SMALL"}, "net (dict, which would not come back the same)"),
         (list[Block], [Block(2)], "net (list, which would not come back the same)"),
-        (list[Optimizer], [{"lr": 0.1, "momentum": 1}], "net (list, which would not come back the same)"),
         (Sides, [], "net (list, which would not come back the same)"),
         (Growing, Growing([2]), "net.parts (list, which would not come back the same)"),
     ],

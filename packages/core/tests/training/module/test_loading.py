@@ -4,6 +4,8 @@ import io
 import logging
 import pickle
 from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -288,6 +290,35 @@ def test_values_that_would_come_back_as_another_type_are_asked_for(write):
         typed.load_from_checkpoint(path)
     asked_for = dict(zip(("blocks", "pair", "level"), given, strict=False))
     assert typed.load_from_checkpoint(path, **asked_for).given == given
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (Sequence[Sizes], [Sizes(1), Sizes(2)]),
+        (Sequence[Sizes], (Sizes(1), Sizes(2))),
+        (Iterable[Sizes] | None, [Sizes(1)]),
+        (Mapping[str, Sizes], {"a": Sizes(2)}),
+        (OrderedDict[str, Sizes], OrderedDict(a=Sizes(2))),
+        (Sequence[Sizes] | Mapping[str, list[Sizes]], {"a": [Sizes(2)]}),
+        (tuple[int, Sizes], (1, Sizes(2))),
+        (list[Sizes], [{"width": 1}]),  # a dict stays one
+        (list[Sizes], [{"width": 1, "height": 2}]),
+        (Sizes, {"width": 1}),
+        (dict[str, Sizes], {"a": {"width": 1}, "b": Sizes(2)}),
+    ],
+)
+def test_an_annotated_container_comes_back_as_it_was(write, annotation, value):
+    class Typed(TrainModule):
+        def __init__(self, given):
+            super().__init__()
+            self.save_hyperparameters()
+            self.given = given
+
+    Typed.__init__.__annotations__ = {"given": annotation}
+    loaded = Typed.load_from_checkpoint(write(Typed(value))).given
+    assert loaded == value
+    assert isinstance(loaded, type(value))
 
 
 def test_arguments_are_made_again_as_their_annotations_say(write):

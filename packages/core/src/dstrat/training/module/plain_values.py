@@ -107,14 +107,16 @@ def from_plain(
 
     Args:
         value: The plain value.
-        annotation: The annotation of the argument, which precedes the recorded types.
+        annotation: The annotation of the argument, which precedes the recorded types other than dict.
         name: Name of the value, as for :func:`to_plain`.
         types: The result of :func:`standard_types`.
     """
     classes = _classes_of(annotation)
     standard = _STANDARD.get(types.get(name, ""))
     if isinstance(value, Mapping):
-        cls: Any = next(filter(_has_fields, classes), standard if standard is not Path else None) or AttributeDict
+        annotated = None if standard is dict else next(filter(_has_fields, classes), None)
+        recorded = standard if standard not in (Path, dict) else None
+        cls: Any = annotated or recorded or AttributeDict
         hints = type_hints(cls) if dataclasses.is_dataclass(cls) else {}
         of_items = _annotation_of_items(annotation, dict, -1)
         return cls(
@@ -157,21 +159,28 @@ def _classes_of(annotation: Any) -> list[type]:
 
 def _annotation_of_items(annotation: Any, kind: type, index: int) -> Any:
     """Return the annotation of an item of a container: ``Block`` of ``list[Block]``; None if there is none."""
-    arguments = next((get_args(member) for member in _members_of(annotation) if get_origin(member) is kind), ())
-    if kind is list or arguments[1:] == (...,):
-        index = 0
-    return arguments[index] if -len(arguments) <= index < len(arguments) else None
+    for member in _members_of(annotation):
+        origin, arguments = get_origin(member), get_args(member)
+        if not inspect.isclass(origin) or not (issubclass(kind, origin) or issubclass(origin, kind)):
+            continue
+        if kind is not dict and (origin is not tuple or arguments[1:] == (...,)):
+            index = 0  # the items of a list, or of a Sequence, have the same annotation
+        return arguments[index] if -len(arguments) <= index < len(arguments) else None
+    return None
 
 
 # Types that plain values lack
 
 
-_STANDARD: dict[str, Any] = {cls.__name__: cls for cls in (Path, Namespace, SimpleNamespace, OrderedDict)}
-"""The types that a checkpoint records by name: a closed list, since it must not choose what is constructed."""
+_STANDARD: dict[str, Any] = {cls.__name__: cls for cls in (Path, Namespace, SimpleNamespace, OrderedDict, dict)}
+"""The types that a checkpoint records by name: a closed list, since it must not choose what is constructed.
+
+A dict is recorded since the annotation may be a dataclass: it comes back as an :class:`AttributeDict`.
+"""
 
 
 def standard_types(value: Any, name: str) -> dict[str, str]:
-    """Return the type of each item that is a path, a namespace or an ordered dict, by the name of the item."""
+    """Return the type of each item that is a path, a namespace or a dict, by the name of the item."""
     if is_container(value):
         return {}
     types = {name: next((kind for kind, cls in _STANDARD.items() if isinstance(value, cls)), "")}
