@@ -115,3 +115,25 @@ def test_a_class_in_place_of_an_instance_is_an_error(quiet_trainer, line_class, 
         quiet_trainer().fit(line, datamodule=DataModule)
     with pytest.raises(MisuseError, match=r"the train loader is the class DataLoader: pass an instance, DataLoader\("):
         quiet_trainer().fit(line, type(loader()))
+
+
+class OfInstances:
+    """A descriptor that a class does not have."""
+
+    def __get__(self, instance, owner):
+        if instance is None:
+            raise RuntimeError("only an instance has it")
+        return 1
+
+
+def test_a_descriptor_of_the_class_is_not_read(quiet_trainer, line_class, loader):
+    module = without(line_class, "validation_step", width=OfInstances())()
+    quiet_trainer().fit(module, loader(), loader())
+    assert module.width == 1
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_misspelled_hook_may_be_any_kind_of_method(quiet_trainer, line_class, loader, caplog, kind):
+    module = type("Net", (line_class,), {"on_train_epoch_ended": kind(lambda *args: None)})()
+    quiet_trainer().fit(module, loader())
+    assert "Net.on_train_epoch_ended is no hook" in caplog.text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from functools import partial
+from functools import partial, partialmethod
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
@@ -186,13 +187,17 @@ _HOOKS = ("on_", "configure_")
 _LIKELY = 0.85  # a user's own method may be similar to a hook
 
 
+_METHODS = (FunctionType, staticmethod, classmethod, partialmethod)
+
+
 def methods_beside(owner: object, base: type) -> list[str]:
     """Return the public methods of an object that its base class does not have."""
     kind = type(owner)
     return [
         name
         for name in dir(kind)
-        if name[0] != "_" and not hasattr(base, name) and inspect.isroutine(getattr(kind, name))
+        # Static, since a descriptor of the user's may raise if it is read from the class.
+        if name[0] != "_" and not hasattr(base, name) and isinstance(inspect.getattr_static(kind, name, None), _METHODS)
     ]
 
 
