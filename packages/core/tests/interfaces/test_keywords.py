@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 
@@ -66,6 +67,54 @@ def test_arguments_stay_as_they_are():
     assert pickle.loads(pickle.dumps(Mine(monitor="loss"))).monitor == "loss"
 
 
+def verbose(init):
+    @functools.wraps(init)
+    def wrapper(self, *args, verbose=False, **kwargs):
+        self.verbose = verbose
+        init(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Callback):
+    @verbose
+    def __init__(self, size=1):
+        self.size = size
+
+
+def test_a_decorated_constructor_takes_the_arguments_of_its_decorator():
+    made = Decorated(size=2, verbose=True)
+    assert (made.size, made.verbose) == (2, True)
+    assert "size" in inspect.signature(Decorated).parameters
+    with pytest.raises(TypeError, match="sizes"):
+        Decorated(sizes=2)
+
+
+class Counted:
+    def __new__(cls, start, *, step=1):
+        made = super().__new__(cls)
+        made.counts = start, step
+        return made
+
+
+class CountedCallback(Callback, Counted):
+    pass
+
+
+class SizedCallback(Callback, Counted):
+    def __init__(self, start, *, step=1):
+        self.size = start
+
+
+def test_a_further_base_class_gets_the_arguments():
+    assert CountedCallback(2, step=3).counts == (2, 3)
+    assert (SizedCallback(2).counts, SizedCallback(2).size) == ((2, 1), 2)
+    with pytest.raises(TypeError, match="steps"):
+        CountedCallback(2, steps=3)
+    with pytest.raises(MisuseError, match=r"SizedCallback has no argument 'steps': did you mean 'step'\?"):
+        SizedCallback(2, steps=3)
+
+
 class Logging(TrainModule):
     def __init__(self, **options):
         super().__init__()
@@ -125,6 +174,6 @@ def test_the_error_of_a_method_without_self_stays_and_is_handled():
     for call in (Helped.helper, Helped.made, Helped.plain):
         module = Helped()
         module.call = lambda call=call: call(sizes=1)
-        with pytest.raises(TypeError, match=call.__name__ + r".*(got an unexpected|has no argument).*'sizes'") as raised:
+        with pytest.raises(TypeError, match="argument 'sizes'") as raised:
             fit(module, callbacks=Seeing())
         assert seen.pop() is raised.value

@@ -13,7 +13,7 @@ from dstrat.errors import MisuseError
 from dstrat.plugins.settings import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _MOST_LISTED = 12
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -32,7 +32,8 @@ class _SignatureOfInit:
 class NamedArguments:
     """Base of classes whose constructor explains a misspelled or retired keyword argument.
 
-    Subclasses have this too, also those of users.
+    Subclasses have this too, also those of users, unless their constructor has ``**kwargs``: what it does with these is
+    not known, and a base class that gets them raises Python's own error.
 
     Attributes:
         retired_arguments: The successor of each argument that Lightning had, as a text.
@@ -42,18 +43,23 @@ class NamedArguments:
     __signature__ = _SignatureOfInit()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check_keywords(_parameters(cls), kwargs, cls.__name__, cls.retired_arguments)
-        if args and not _parameters(cls):
+        make: Callable[..., Self] = super().__new__
+        if make is not object.__new__ and cls.__init__ is object.__init__:
+            return make(cls, *args, **kwargs)  # the arguments are for the __new__ of a further base class
+        # A decorator with functools.wraps may take more than what it wraps.
+        parameters = _parameters(cls, follow_wrapped=False)
+        check_keywords(parameters, kwargs, cls.__name__, cls.retired_arguments)
+        if args and not parameters:
             # object.__init__ ignores arguments where a class has a __new__.
             raise MisuseError(f"{cls.__name__} takes no arguments, and got {', '.join(map(repr, args))}")
-        return super().__new__(cls)
+        return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 
-def _parameters(cls: type[Any]) -> list[inspect.Parameter]:
+def _parameters(cls: type[Any], *, follow_wrapped: bool = True) -> list[inspect.Parameter]:
     """Return the parameters of a class's constructor."""
     if cls.__init__ is object.__init__:
         return []  # its signature has *args and **kwargs
-    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return list(inspect.signature(cls.__init__, follow_wrapped=follow_wrapped).parameters.values())[1:]
 
 
 def check_keywords(
