@@ -248,6 +248,19 @@ def test_without_an_annotation_a_namespace_stays_one(write, kind):
     assert loaded.config == kind(width=5, where=Path("here"), inner=kind(depth=1))
 
 
+def test_a_dict_with_all_settings_stays_one_though_a_dataclass_is_annotated(write):
+    class Typed(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.config = config
+
+    Typed.__init__.__annotations__ = {"config": Sizes}
+    loaded = Typed.load_from_checkpoint(write(Typed({"width": 5})), width=6)
+    assert isinstance(loaded.config, dict)
+    assert loaded.config == {"width": 6}
+
+
 def test_without_an_annotation_a_dataclass_with_all_settings_is_asked_for(write):
     path = write(Configured(Sizes(5)))
     with pytest.raises(MisuseError, match=r"made with config \(Sizes, which is not annotated\).*config=\.\.\."):

@@ -179,7 +179,7 @@ class Saved:
         initial: A copy from the time of the call.
         argument: The constructor's argument with all of them; None if each is an argument.
         argument_is_container: Whether that argument was a container of omegaconf.
-        argument_type: Name of the argument's class, if it was a namespace or a dataclass.
+        argument_type: Name of the argument's class, if it was a dict, a namespace or a dataclass.
         is_logged: Whether loggers write them.
     """
 
@@ -241,7 +241,8 @@ class HyperparametersMixin:
         if argument is not None:
             saved.argument, saved.argument_is_container = argument, is_container(names[0])
             # The name, since a class that is defined in a function could not be pickled with the module.
-            saved.argument_type = "" if isinstance(names[0], Mapping) else type(names[0]).__name__
+            cls = type(names[0])
+            saved.argument_type = cls.__name__ if cls is dict or not issubclass(cls, Mapping) else ""
         saved.is_logged = logger
 
     @property
@@ -315,6 +316,8 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
     constructor = Constructor.of(type(owner))
     of_argument = constructor.annotations.get(saved.argument or "")
     annotations = constructor.annotations if saved.argument is None else type_hints(of_argument)
+    if saved.argument_type == "dict":  # which it stays, though its annotation may be a dataclass
+        annotations = {}
     plain: dict[str, Any] = {}
     omitted: dict[str, str] = {}
     types: dict[str, str] = {}
@@ -336,7 +339,8 @@ def checkpoint_entries(owner: HyperparametersMixin | None, keys: Keys) -> dict[s
         containers.append(saved.argument)
     if saved.argument is not None and saved.argument_type:
         types[""] = saved.argument_type  # from_plain ignores a name that is not standard
-        if type(_restore(plain, of_argument, "", types)).__name__ != saved.argument_type:
+        is_dict = saved.argument_type == "dict"
+        if not is_dict and type(_restore(plain, of_argument, "", types)).__name__ != saved.argument_type:
             omitted[saved.argument] = f"{saved.argument} ({saved.argument_type}, which is not annotated)"
     metadata = {
         keys.argument: saved.argument,
