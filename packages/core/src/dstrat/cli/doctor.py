@@ -140,12 +140,12 @@ def _about_offer(offer: Offer, catalog: Catalog) -> Iterator[Finding]:
 
 def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield one finding for components with the same text and state, such as for a package that they all need."""
-    subjects: dict[tuple[str, FindingState], list[str]] = {}
+    subjects: dict[tuple[str, FindingState], dict[str, None]] = {}  # each name once, also of an alias with two owners
     for finding in findings:
-        subjects.setdefault((finding.text, finding.state), []).append(finding.subject)
+        subjects.setdefault((finding.text, finding.state), {})[finding.subject] = None
     for (text, state), names in subjects.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield Finding(subject=f"{names[0]}{more}", text=text, state=state)
+        yield Finding(subject=f"{next(iter(names))}{more}", text=text, state=state)
 
 
 # Installed versions
