@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dstrat.checkpoint.paths import as_path
-from dstrat.training.callbacks.progress_bar import newest_checkpoint
+from dstrat.training.callbacks.run_messages import newest_checkpoint
 
 
 def trainer(**paths):

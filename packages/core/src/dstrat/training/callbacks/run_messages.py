@@ -1,0 +1,141 @@
+"""Values and messages about a training: after a step, after an epoch, at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from dstrat.checkpoint.paths import as_path
+from dstrat.training.callbacks.progress import format_duration, format_value
+from dstrat.training.checkpoint.path import written_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dstrat.training.trainer import Trainer
+
+
+def read_loss(loss: Any) -> float | None:
+    """Return the loss of a batch, read from its device; None for what is no number, as in manual optimization."""
+    if isinstance(loss, int | float) or (hasattr(loss, "numel") and loss.numel() == 1 and not loss.is_complex()):
+        return float(loss)
+    return None
+
+
+def values_of_step(values: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the values to display within an epoch: of a name that is logged for both, only that of the step."""
+    return {
+        name: value
+        for name, value in values.items()
+        if not (name.endswith("_epoch") and name.removesuffix("_epoch") in values)
+    }
+
+
+def values_of_epoch(values: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the values to display after an epoch: of a name that is logged for both, only that of the epoch."""
+    return {name: values.get(f"{name}_epoch", value) for name, value in values_of_step(values).items()}
+
+
+def mark_best(trainer: Trainer, values: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the values, with a mark at those that are the best of a monitored name until now."""
+    best = {}
+    for callback in trainer.checkpoint_callbacks:
+        score = getattr(callback, "best_model_score", None)
+        if score is not None:
+            best[getattr(callback, "monitor", None)] = float(score)
+    return {
+        name: f"{format_value(value)} (best)" if name in best and best[name] == value else value
+        for name, value in values.items()
+    }
+
+
+# Message of a completed training
+
+
+def describe_training(
+    trainer: Trainer, start: float, epochs_before: int, steps_before: int, values: Mapping[str, float | str]
+) -> str:
+    """Return the message about a completed training, such as ``trained 3 epochs, 384 steps, in 4.1 s: loss 0.012``.
+
+    Args:
+        trainer: At the end of a fit.
+        start: Time of its start, of the monotonic clock.
+        epochs_before: Number of epochs that a resumed training had done.
+        steps_before: Number of its optimizer steps.
+        values: Displayed values by name.
+    """
+    epochs, steps = trainer.fit_loop.epochs_done - epochs_before, trainer.global_step - steps_before
+    seconds = monotonic() - start
+    time = f"{format_value(seconds, digits=2)} s" if seconds < 60 else format_duration(seconds)
+    shown = ", ".join(
+        f"{name} {format_value(value)}" for name, value in mark_best(trainer, values_of_epoch(values)).items()
+    )
+    counts = f"{_count(epochs, 'epoch')}, {_count(steps, 'step')}"
+    return f"trained {counts}, in {time}{f': {shown}' if shown else ''}"
+
+
+def describe_files(trainer: Trainer) -> str:
+    """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere."""
+    named = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
+    best = next((path for path in named if path), None) or newest_checkpoint(trainer)
+    folder = next((logger.log_dir for logger in trainer.loggers if logger.log_dir), None)
+    files = {"checkpoint": best, "logs": folder}
+    return "".join(f"; {kind} {_shorten(path)}" for kind, path in files.items() if path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _shorten(path: str | Path) -> str:
+    """Return a path relative to the working directory where it is below that."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (OSError, ValueError):  # the working directory may have been removed
+        return str(path)
+
+
+# Message of an interrupted run
+
+
+_PATHS = ("ckpt_path", "last_model_path", "best_model_path")
+_STAGES = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+
+
+def describe_stop(trainer: Trainer, exception: BaseException) -> str:
+    """Return the message about a stopped run, with its position and its newest checkpoint.
+
+    For example ``training interrupted in epoch 3, after 1234 steps; newest checkpoint: logs/last.ckpt``.
+    """
+    text = f"{_STAGES[trainer.stage]} {_verb(exception)}"
+    if not trainer.is_fitting:
+        return text
+    if trainer.sanity_checking:
+        return f"{text} in the sanity check"
+    text += f" in epoch {trainer.current_epoch + 1}, after {trainer.global_step} steps"
+    path = newest_checkpoint(trainer)
+    return f"{text}; newest checkpoint: {path}" if path else text
+
+
+def newest_checkpoint(trainer: Trainer) -> str | None:
+    """Return the newest of the callbacks' checkpoints; None without one."""
+    named = (getattr(callback, name, None) for callback in trainer.checkpoint_callbacks for name in _PATHS)
+    written = [(when, path) for path in named if path and (when := _written_ns(path)) is not None]
+    return max(written)[1] if written else None
+
+
+def _written_ns(path: str) -> int | None:
+    """Return the time when a checkpoint was written; None if it does not exist, or the time is unknown."""
+    try:
+        return written_ns(as_path(path))
+    except OSError:
+        return None
+
+
+def _verb(exception: BaseException) -> str:
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(exception, SystemExit):
+        return "terminated"
+    return f"stopped by {type(exception).__name__}"
