@@ -124,10 +124,10 @@ def _from_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
 
 
 def _from_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
-    given: Any = request.plugins
-    if given is None:
+    requested: Any = request.plugins
+    if requested is None:
         return
-    for plugin in given if isinstance(given, tuple | list) else (given,):
+    for plugin in requested if isinstance(requested, tuple | list) else (requested,):
         kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
         yield _PLUGIN_KINDS[kind], Requested(value=plugin, source=f"plugins=[{_shown(plugin)}]")
 
@@ -142,8 +142,9 @@ def _kind_of_object(plugin: object) -> Kind:
     # An object of another library of the same name, such as TorchCheckpointIO, has a counterpart here.
     counterpart = cls.__name__ in dir(plugins)
     advice = f"; pass the one of dstrat: from dstrat.plugins import {cls.__name__}" if counterpart else ""
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     raise RequestError(
-        f"plugins=[{_shown(plugin)}] is of the type {cls.__module__}.{cls.__qualname__}: "
+        f"plugins=[{_shown(plugin)}] is of the type {module}{cls.__qualname__}: "
         f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{advice}"
     )
 
