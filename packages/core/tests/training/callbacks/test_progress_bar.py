@@ -47,7 +47,7 @@ def shown(quiet_trainer, loader, capfd):
 
 def trained(epochs, steps, *values):
     """A pattern of the line after a training."""
-    counts = f"{epochs} epoch{'s' * (epochs != 1)}, {steps} step{'s' * (steps != 1)}"
+    counts = f"{epochs} epoch{'s' * (epochs != 1)}, " * (epochs > 0) + f"{steps} step{'s' * (steps != 1)}"
     return rf"trained {counts}, in {NUMBER} s: {', '.join([LOSS, *values])}"
 
 

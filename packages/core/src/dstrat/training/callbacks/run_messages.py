@@ -71,7 +71,8 @@ def describe_training(
     shown = ", ".join(
         f"{name} {format_value(value)}" for name, value in mark_best(trainer, values_of_epoch(values)).items()
     )
-    counts = f"{_count(epochs, 'epoch')}, {_count(steps, 'step')}"
+    # max_steps may end a training within its first epoch.
+    counts = f"{_count(epochs, 'epoch')}, {_count(steps, 'step')}" if epochs else _count(steps, "step")
     return f"trained {counts}, in {time}{f': {shown}' if shown else ''}"
 
 
