@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class WarmProgram:
         return self._process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
+        with suppress(ProcessLookupError):  # it has ended, and the fork server has taken notice before us
+            os.kill(self._process.pid, number)
 
     def run(self, timeout: float = 120.0) -> str:
         """Return what it printed, after it has ended well."""

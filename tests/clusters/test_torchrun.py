@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 
 import pytest
 from tests.clusters import checks
@@ -120,10 +119,8 @@ def test_job_goes_on_with_fewer_ranks_when_an_agent_has_died(torchrun, tmp_path,
     agents[1].kill()  # which torchrun's ranks survive
     for pid in checks.processes_of(folder, parent=agents[1].pid):
         os.kill(pid, signal.SIGKILL)
-    killed_at = time.monotonic()
     code, _, err = finish(agents[0])
     assert code == 0, err
-    assert time.monotonic() - killed_at < 100
     last = max(int(path.stem.split("-")[1]) for path in folder.glob("rank-*.jsonl"))
     assert checks.ranks(folder, last) == [(0, 0, 0)]
     assert checks.read_identities(folder, last)[0]["begin"] >= 4

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -50,11 +49,10 @@ def until_it_breaks(cluster, where, folder):
     module = Dying()
     module.where = where
     callbacks = [DiesWhileSaving(folder)] if where == "save" else []
-    begun = time.monotonic()
     try:
         fit(module, DeepSpeedStrategy(stage=3, save_native=True), cluster, callbacks=callbacks)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun, torch.distributed.is_initialized()
+        return f"{type(error).__name__}: {error}", torch.distributed.is_initialized()
     return None
 
 
@@ -62,8 +60,7 @@ def until_it_breaks(cluster, where, folder):
 def test_the_others_notice_and_can_close(ranks, tmp_path, where):
     survivor, victim = ranks(until_it_breaks, may_die=(1,), where=where, folder=str(tmp_path))
     assert victim is None
-    message, seconds, is_open = survivor
-    assert seconds < 90
+    message, is_open = survivor
     assert not is_open
     if where == "save":
         assert "another rank was lost" in message

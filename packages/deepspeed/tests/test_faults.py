@@ -1,7 +1,5 @@
 """Stage 3 that fails anywhere: the other ranks notice, and the next run in the same interpreter is not harmed."""
 
-import time
-
 import pytest
 from deepspeed_fit import Model, fit
 from deepspeed_loop import Net, parts, start
@@ -50,23 +48,22 @@ class Faulty(Model):
 
 
 def fail(cluster, point, rank=None):
-    """Fit until it breaks; return what broke, and how long it took."""
-    module, began = Faulty(), time.monotonic()
+    """Fit until it breaks; return what broke."""
+    module = Faulty()
     module.point, module.rank = point, rank
     try:
         fit(module, DeepSpeedStrategy(stage=3), cluster)
     except (ValueError, RuntimeError) as error:
         KEPT.append(error)
-        return f"{type(error).__name__}: {error}", time.monotonic() - began
+        return f"{type(error).__name__}: {error}"
     return None
 
 
 @pytest.mark.parametrize("point", ["configure_model", "configure_optimizers"])
 def test_the_others_notice_that_one_raises_before_there_is_an_engine(ranks, point):
-    (other, seconds), (culprit, _) = ranks(fail, point=point, rank=1)
+    other, culprit = ranks(fail, point=point, rank=1)
     assert culprit == f"ValueError: {point}, on purpose"
     assert other.startswith(("RuntimeError", "DistBackendError"))
-    assert seconds < 90
 
 
 def fail_and_fit(cluster):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -67,12 +66,10 @@ def test_another_start_method(tmp_path, expected):
 
 @pytest.mark.parametrize("fault", NAMED)
 def test_the_error_names_the_rank_that_fails(tmp_path, fault):
-    begun = time.monotonic()
     program = WarmProgram(SCRIPT, "forkserver", str(tmp_path / "out.json"), fault)
     _, errors = program.communicate()
     assert program.returncode == 1
     assert f"RankFailedError: {NAMED[fault]}" in errors
-    assert time.monotonic() - begun < 40
     assert processes_with(tmp_path) == []
 
 

@@ -1,7 +1,6 @@
 """Which failures are retried, how long a restart waits, and from where it continues."""
 
 import signal
-import time
 
 import pytest
 
@@ -178,9 +177,7 @@ def test_line_that_a_killed_rank_has_not_finished_is_left_out(folder, tmp_path):
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_signal_ends_the_wait_for_a_restart(number, error):
-    begin = time.monotonic()
     with Interrupts() as interrupts:
         signal.raise_signal(number)
         with pytest.raises(error):
-            wait_for_restart(60, interrupts)
-    assert time.monotonic() - begin < 30
+            wait_for_restart(600, interrupts)  # longer than the test may take

@@ -213,7 +213,7 @@ class Misbehaves(Callback):
         if batch_idx == 1 and trainer.global_rank in {ranks}:
             {deed}
 
-strategy = Averaging(timeout=timedelta(seconds=120))
+strategy = Averaging(timeout=timedelta(seconds=600))  # longer than the test may take
 strategy.hang_timeout = timedelta(seconds=2)
 trainer = Trainer(
     accelerator="cpu", devices=2, strategy=strategy, logger=False, max_epochs=1, callbacks=Misbehaves(),
@@ -261,10 +261,8 @@ def test_rank_that_does_not_respond_is_named_by_one_that_waits(start_ranks):
 
 def test_ranks_of_another_launcher_that_all_hang_are_found(start_ranks):
     ranks = start_ranks("time.sleep(600)", (0, 1))
-    started = time.monotonic()
     errors = "".join(rank.communicate(timeout=170)[1] for rank in ranks)
     assert "ranks 0, 1 of 2 hung: no progress for 2 s. If" in errors
-    assert time.monotonic() - started < 110  # rather than after the timeout of 120 s
     assert [rank.returncode for rank in ranks] == [1, 1]
 
 

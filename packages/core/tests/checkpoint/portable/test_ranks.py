@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -297,10 +296,8 @@ def test_a_rank_that_dies_while_saving_takes_no_checkpoint_with_it(io, tmp_path,
         for step in range(1, 10_000):
             io.save_checkpoint({"step": step, "a": weight * step, "b": weight + step}, tmp_path / str(step))
 
-    started = time.monotonic()
     with pytest.raises(RankFailedError, match=f"rank {victim}"):
         run_in_ranks(save_until_killed)
-    assert time.monotonic() - started < 60
     for path in sorted(tmp_path.glob("[0-9]*")):
         loaded = io.load_checkpoint(path)
         assert loaded["step"] == int(path.name)

@@ -62,7 +62,7 @@ def test_training_ends_when_the_time_is_up(fit, caplog):
     timer = Timer(timedelta(seconds=0.2))
     began = time.monotonic()
     trainer = fit([Slow(), timer], max_epochs=-1, limit_train_batches=6, validates=False)
-    assert 0.2 <= timer.time_elapsed() <= time.monotonic() - began < 10
+    assert 0.2 <= timer.time_elapsed() <= time.monotonic() - began
     assert timer.time_remaining() == 0.0
     assert 0 < trainer.global_step < 21
     (message,) = caplog.messages
@@ -99,9 +99,9 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(fit, tmp_path):
     (path,) = tmp_path.glob("*.ckpt")
     spent = read_checkpoint(path)["callbacks"]["Timer"]["time_elapsed"]["train"]
     assert 0.2 <= spent <= first.time_elapsed()
-    second = Timer(timedelta(seconds=60))
+    second, began = Timer(timedelta(seconds=60)), time.monotonic()
     fit([second, ModelCheckpoint(tmp_path / "b")], max_epochs=3, ckpt_path=path, **options)
-    assert spent < second.time_elapsed() < spent + 10
+    assert spent < second.time_elapsed() < spent + time.monotonic() - began
     third = Timer(timedelta(seconds=0.1))
     trainer = fit([third, ModelCheckpoint(tmp_path / "c")], max_epochs=9, ckpt_path=path, **options)
     assert trainer.global_step == 4
@@ -110,9 +110,9 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(fit, tmp_path):
 def test_a_second_fit_has_all_of_its_time(fit):
     timer = Timer()
     fit([Slow(0.05), timer], validates=False)
-    of_the_first = timer.time_elapsed()
+    began = time.monotonic()
     fit(timer, validates=False, max_epochs=1)
-    assert timer.time_elapsed() < of_the_first
+    assert timer.time_elapsed() < time.monotonic() - began
 
 
 def test_all_ranks_end_after_the_same_step_and_the_time_comes_back(fit, averaging):
@@ -120,7 +120,7 @@ def test_all_ranks_end_after_the_same_step_and_the_time_comes_back(fit, averagin
     options = {"validates": False, "max_epochs": -1, "limit_train_batches": 3}
     trainer = fit([Slow(ranks=(1,)), timer], devices=2, strategy=averaging(), **options)
     assert trainer.global_step > 0
-    assert 0.3 <= timer.time_elapsed() < 20
+    assert timer.time_elapsed() >= 0.3
 
 
 def test_time_that_an_exception_ends_is_measured_too(fit):
