@@ -55,8 +55,46 @@ def pytest_sessionstart():
             signal.signal(number, handler)
 
 
+def pytest_addoption(parser):
+    """Add the options by which a second environment leaves out what has passed in a first one."""
+    group = parser.getgroup("environments")
+    group.addoption("--record-passed", type=Path, metavar="FILE", help="write the names of the tests that pass")
+    group.addoption("--leave-out", type=Path, metavar="FILE", help="leave these tests out")
+
+
+def pytest_configure(config):
+    """Record in the process that the results of all others come to."""
+    if (file := config.getoption("--record-passed")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(file))
+
+
+class Recorder:
+    """Names of the tests that have passed, one in a line of a file."""
+
+    def __init__(self, file):
+        self.file = file
+        self.passed = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.passed.append(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        self.file.write_text("\n".join(self.passed), encoding="utf-8")
+
+
+def leave_out_passed(config, items):
+    """Deselect the tests that have passed in another environment."""
+    file = config.getoption("--leave-out")
+    if file is None or not file.exists():
+        return
+    passed = set(file.read_text(encoding="utf-8").split("\n"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark the standard test that starts a script as users do, which takes seconds, but for one class of each file.
 
     The way is that of the core's launcher, whatever the strategy.  Of the classes it is the first that has ranks.
@@ -69,6 +107,7 @@ def pytest_collection_modifyitems(items):
             first.setdefault(item.path, item.cls)
         if first.get(item.path) not in {None, item.cls}:
             item.add_marker(pytest.mark.variant)
+    leave_out_passed(config, items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -136,29 +136,22 @@ if __name__ == "__main__":
 import nox  # noqa: E402 - not there before the lines above
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = [
-    "environments",
-    "lint",
-    "types",
-    "layers",
-    "wheels",
-    "tests",
-    "neighbours",
-    "third_party",
-    "hpu",
-    "xla",
-]
+FIRST = ("lint", "types", "layers", "tests")  # in one environment
+nox.options.sessions = FIRST
+REST = ("environments", "wheels", "complete", "neighbours", "third_party", "hpu", "xla")  # of what CI runs
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries, which are in the session neighbours
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
+PASSED = "DSTRAT_TEST_PASSED"  # a file with the tests that have passed in the session tests: others leave them out
 WHEELS = "DSTRAT_TEST_WHEELS"  # the folder of the environment that is made from the wheels
 NEWER_TORCH = "DSTRAT_TEST_NEWER_TORCH"  # a Python with all families and the torch of the other sessions
 SIMULATOR_OF_HPU = "DSTRAT_TEST_HPU_SIMULATOR"  # its folder, for tests that only show it to some of their processes
 BUILD_TOOLS = (PIP, "editables", "hatchling>=1.26,<2", "setuptools", "wheel")  # or each build has its own environment
 FAIRSCALE = ROOT / "packages" / "fairscale"  # installed after torch, which the build of FairScale imports
+ON_LIBRARIES = ("deepspeed", "fairscale", "hivemind", "ray", "torchft")  # many distributions, which few tests need
 TWINE = "twine>=6.1,<7"  # the first that publishes from a trusted workflow without a token
 WORKFLOW_LINTERS = ("check-jsonschema>=0.33,<1", "zizmor>=1.5,<2")
 OLDEST_TORCH = "torch==2.9.*"  # the floor in the packages' requirements
@@ -183,6 +176,24 @@ THIRD_PARTY: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 MOVED_TO = ("core", "ddp", "fsdp", "hpu", "ipu")  # in the same environment: strategies that take over checkpoints
 CORE_ON_OLDER_TORCH = ("interfaces", "parallel")  # of the core's tests, those that use most of torch
+
+
+def lean_environment() -> Path:
+    """Return the programs of the environment that has all packages, and the libraries that most of the tests need.
+
+    Tests of others are skipped in it.
+    """
+    light = [path for path in editable_packages() if Path(path).name not in ON_LIBRARIES]
+    others = [f"--editable={(ROOT / 'packages' / name).relative_to(ROOT)}" for name in ON_LIBRARIES]
+    return environment(
+        "tests",
+        BUILD_TOOLS,
+        ("--no-build-isolation", "--constraint=constraints.txt", *light, *dependency_group("tests")),
+        ("--no-build-isolation", "--no-deps", *others),
+        pip=bootstrap() / "pip",
+        inputs=(CONSTRAINTS, *(package / "pyproject.toml" for package in PACKAGES)),
+        first_import=f"{COMPILED}, pytest",
+    )
 
 
 def demo_environment() -> Path:
@@ -296,20 +307,20 @@ def compile_tests() -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff's rules and its format."""
-    run(session, workspace(), "ruff", "check", ".")
-    run(session, workspace(), "ruff", "format", "--check", ".")
+    run(session, lean_environment(), "ruff", "check", ".")
+    run(session, lean_environment(), "ruff", "format", "--check", ".")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """The types of all packages, with mypy."""
-    run(session, workspace(), "mypy")
+    run(session, lean_environment(), "mypy")
 
 
 @nox.session
 def layers(session: nox.Session) -> None:
     """Who may import whom, with import-linter."""
-    run(session, workspace(), "lint-imports", "--no-logo")
+    run(session, lean_environment(), "lint-imports", "--no-logo")
 
 
 @nox.session
@@ -323,14 +334,42 @@ def workflows(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
+    """Most tests of all packages, in several processes; or with arguments after --, which go to pytest, in one.
 
-    ``-- -m variant`` runs those of further aliases.  Those marked ``builds`` run where that session has been before,
-    and those marked ``wheels`` where that one has just been: ``-s wheels tests``.
+    The session ``complete`` runs the slow ones, and those of libraries that this environment does not have.
+    ``-- -m variant`` runs those of further aliases.
+    """
+    passed = Path(os.environ.setdefault(PASSED, str(ROOT / ".nox" / "passed")))  # for sessions in the same run of nox
+    passed.unlink(missing_ok=True)
+    options = ("-m", f"{DEFAULT} and not wheels and not slow", f"--record-passed={passed}")
+    run(session, lean_environment(), "pytest", *options, *(session.posargs or workers()), OMP_NUM_THREADS="1")
+
+
+@nox.session
+def complete(session: nox.Session) -> None:
+    """The tests beside all libraries, but for those that have passed in the session tests of the same run of nox.
+
+    Arguments after -- go to pytest.  Tests marked ``builds`` run where that session has been before, and those marked
+    ``wheels`` where that one has just been: ``-s wheels complete``.
     """
     marked = DEFAULT if WHEELS in os.environ else f"{DEFAULT} and not wheels"
+    options = ["-m", marked, *([f"--leave-out={os.environ[PASSED]}"] if PASSED in os.environ else [])]
     one_thread = {"OMP_NUM_THREADS": "1"}  # in each process, of which there are several for each core
-    run(session, workspace(), "pytest", "-m", marked, *(session.posargs or workers()), **one_thread)
+    run(session, workspace(), "pytest", *options, *(session.posargs or workers()), **one_thread)
+
+
+@nox.session(name="all")
+def everything(session: nox.Session) -> None:
+    """What CI runs: the sessions that run without arguments, then those in other environments."""
+    for name in (*FIRST, *REST):
+        session.notify(name)
+
+
+@nox.session
+def rest(session: nox.Session) -> None:
+    """What CI runs after the sessions that run without arguments."""
+    for name in REST:
+        session.notify(name)
 
 
 @nox.session

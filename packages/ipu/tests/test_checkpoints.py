@@ -129,8 +129,9 @@ def test_checkpoints_move_to_one_device_and_back(tmp_path, unbroken, plugins):
 )
 def test_checkpoints_move_to_other_families_and_back(tmp_path, unbroken, family, processes):
     made_of = {"bagua": BaguaStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    if family in {"deepspeed", "fairscale"}:
+        pytest.importorskip(family, reason=f"needs {family}")
     if family == "fairscale":
-        pytest.importorskip("fairscale", reason="needs fairscale")
         from dstrat_fairscale import DDPShardedStrategy
 
         made_of[family] = DDPShardedStrategy
