@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-LISTINGS = ["strategies", "accelerators", "plugins", "show ddp"]
+LISTINGS = ["strategies", "accelerators", "plugins", "show ddp", "show ddp(bucket_cap_mb=1)"]
 REPORT_TORCH = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
 
 

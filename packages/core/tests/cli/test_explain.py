@@ -35,6 +35,18 @@ def test_the_plan_is_printed_with_reasons_and_owners():
     assert "bf16-mixed" in rows["precision"]
 
 
+def test_options_after_the_alias_are_in_the_plan_and_its_memory():
+    shown = explain("--strategy", "ddp(gradient_as_bucket_view=True)", "--devices", "2").stdout
+    assert "ddp(gradient_as_bucket_view=True)  asked for" in shown
+    model = ("--devices", "2", "--model", f"{__name__}:factory", "--json")
+    by_default, in_buckets = (
+        json.loads(explain("--strategy", strategy, *model).stdout)["memory_per_rank"]
+        for strategy in ("ddp", "ddp(gradient_as_bucket_view=True)")
+    )
+    assert in_buckets["strategy"] == "ddp(gradient_as_bucket_view=True)"
+    assert in_buckets["peak"] < by_default["peak"]
+
+
 def test_json_holds_the_plan():
     plan = json.loads(explain("--json").stdout)
     assert (plan["accelerator"], plan["world_size"]) == ("cpu", 1)

@@ -114,6 +114,25 @@ def test_options_are_shown_with_defaults_types_and_texts(site, dstrat):
     }
 
 
+FIXED = """
+class Fast(object):
+    def __init__(self, level: int = 1, name="x"):
+        pass
+"""
+
+
+def test_options_after_an_alias_are_shown_and_checked(site, dstrat):
+    fixed = site.component("a1", "acme.strategy:Fast", options={"level": 1})
+    site.add("acme", fixed, site.component("more", "acme.more:Fast"), strategy=FIXED, more=OPTIONS, base=BASE)
+    shown = facts(dstrat("show", "a1(name='y', level=3)").stdout.partition("\n\n")[0])
+    assert (shown["preset"].strip(), shown["options"].strip()) == ("level=1", "name='y', level=3")
+    assert dstrat("show", "a1(nmae=3)").stderr == (
+        "dstrat: strategy 'a1(nmae=3)' from acme 1.0: Fast has no argument 'nmae': did you mean 'name'?\n"
+    )
+    passed_on = facts(dstrat("show", "more(level=2, other=1)").stdout.partition("\n\n")[0])["options"]
+    assert passed_on.strip() == "level=2, other=1 (not checked: its class has **kwargs)"
+
+
 def test_the_guide_is_a_file_of_the_checkout_or_a_page(site, dstrat):
     site.add("acme", site.component("fast"))
     info = "acme-1.0.dist-info"

@@ -11,6 +11,7 @@ from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.errors import MisuseError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.interfaces.precision import Precision
@@ -111,8 +112,26 @@ class Odd(Precision):
     compute_dtype = property(lambda self: torch.float64)
 
 
+class Scaled(TruePrecision):
+    """Has an option, and a flag that the fast accelerator serves with another class."""
+
+    def __init__(self, scale=1.0):
+        super().__init__("bf16-true")
+        self.scale = scale
+
+
 class Shelf(TorchCheckpointIO):
     """A checkpoint io of one's own."""
+
+
+class Drawer(Shelf):
+    """A checkpoint io with an option."""
+
+    def __init__(self, depth=1, **kwargs):
+        super().__init__()
+        self.depth = depth
+        if kwargs:
+            raise MisuseError(f"Drawer has no {[*kwargs]}")
 
 
 class Demanding(SingleDeviceStrategy):
@@ -164,6 +183,8 @@ COMPONENTS = [
     dataclasses.replace(_FARM, alias="blind", target=Blind, auto=950),
     Component(kind="precision", alias="odd", target=Odd, summary=""),
     Component(kind="checkpoint_io", alias="shelf", target=Shelf, summary=""),
+    Component(kind="checkpoint_io", alias="drawer", target=Drawer, summary=""),
+    Component(kind="precision", alias="scaled", target=Scaled, summary=""),
 ]
 
 

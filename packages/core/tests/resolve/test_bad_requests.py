@@ -24,7 +24,7 @@ from dstrat.errors import (
 from dstrat.plugins.catalog import Catalog
 from dstrat.plugins.component import Component
 from dstrat.plugins.known import pip_command
-from dstrat.resolve import Request, make_plan
+from dstrat.resolve import Request, make_plan, resolve_request
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -55,6 +55,48 @@ BAD = {
         {},
         UnknownAliasError,
         "'manny' is not known: did you mean 'many'",
+    ),
+    "a misspelled option": (
+        {"strategy": "many(timeuot=1)"},
+        {},
+        MisuseError,
+        "strategy 'many(timeuot=1)' from this process: Many has no argument 'timeuot': did you mean 'timeout'?",
+    ),
+    "an option that the constructor refuses": (
+        {"plugins": ("drawer(width=1)",)},
+        {},
+        MisuseError,
+        "checkpoint io 'drawer(width=1)' from this process: Drawer has no ['width']",
+    ),
+    "a misspelled option of an accelerator": (
+        {"accelerator": "cpu(threads=1)"},
+        {},
+        MisuseError,
+        "accelerator 'cpu(threads=1)' from dstrat 0.1.0: CPUAccelerator has no argument 'threads': it has none",
+    ),
+    "an option that the alias presets": (
+        {"strategy": "many_spawn(start_method='fork')"},
+        {},
+        ConflictError,
+        "gives the option 'start_method' twice, as the alias presets start_method='spawn': leave it out, or choose",
+    ),
+    "an option of a choice": (
+        {"accelerator": "chips(x=1)"},
+        {},
+        RequestError,
+        "accelerator 'chips(x=1)': 'chips' stands for a choice, and has no options of its own: give them to a",
+    ),
+    "options that are no literals": (
+        {"plugins": ["shelf(x=y)"]},
+        {},
+        RequestError,
+        "'shelf(x=y)' is not understood: y is no literal of Python, write x='y'",
+    ),
+    "options of a misspelled plugin": (
+        {"plugins": ["shef(x=1)"]},
+        {},
+        UnknownAliasError,
+        "plugins=['shef(x=1)'] is not known: did you mean 'shelf'?",
     ),
     "a strategy of nobody": ({"strategy": "?"}, {}, UnknownAliasError, "strategy '?' is not known: available are"),
     # Where its package is installed beside the tests, the message says that they have disabled it.
@@ -182,7 +224,7 @@ BAD = {
         ConflictError,
         (
             "precision '64-true' needs torch.float64, in which accelerator 'fast' from this process does not compute "
-            "here: choose another one ('16-mixed', '16-true', '32-true', 'bf16-mixed', 'bf16-true')"
+            "here: choose another one ('16-mixed', '16-true', '32-true', 'bf16-mixed', 'bf16-true', 'scaled')"
         ),
     ),
     "a precision that the strategy cannot do": (
@@ -376,6 +418,17 @@ def request_of(words, parts):
 def test_a_request_is_refused(words, environ, error, message, catalog, parts):
     with pytest.raises(error, match=re.escape(message)):
         make_plan(request_of(words, parts), catalog=catalog, environ=environ, interactive=False)
+
+
+def test_options_of_a_precision_that_other_classes_serve_are_refused(catalog):
+    request = Request(strategy="many", accelerator="fast", devices=2, precision="scaled(scale=2.0)")
+    with pytest.raises(ConflictError) as error:
+        resolve_request(request, catalog=catalog, environ={}, interactive=False)
+    assert str(error.value) == (
+        "precision 'scaled(scale=2.0)' from this process: many on fast computes 'bf16-true' with its own "
+        "FastPrecision, which these options do not reach: leave them out, or construct the precision that is to be "
+        "used, and give the instance"
+    )
 
 
 @pytest.mark.parametrize("strategy", [SingleDeviceStrategy, SingleDeviceStrategy()])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError
 from dstrat.interfaces.strategy import Parts
 from dstrat.launch.external import ExternalLauncher
 from dstrat.launch.local import LocalLauncher
-from dstrat.resolve import Request, resolve_request
+from dstrat.plugins.component import Component
+from dstrat.resolve import Request, make_plan, resolve_request
 
 FARM = {"FARM": "2", "FARM_RANK": "1"}
 
@@ -35,6 +37,56 @@ def test_a_strategy_by_alias_has_all_its_parts(built, parts):
 
 def test_an_alias_gives_its_options_to_the_constructor(built):
     assert built({}, strategy="many_spawn", devices=2).start_method == "spawn"
+
+
+def test_options_after_an_alias_are_arguments_of_each_kind(built):
+    strategy = built(
+        {"FARM": "2", "FARM_RANK": "1"},
+        strategy="many(process_group_backend='gloo')",
+        accelerator="cpu()",
+        precision="scaled(scale=3.0)",
+        plugins=["drawer@this process(depth=2)", "farm()"],
+    )
+    assert (strategy.process_group_backend, strategy.checkpoint_io.depth) == ("gloo", 2)
+    assert (strategy.precision_plugin.scale, strategy.global_rank) == (3.0, 1)
+
+
+def test_an_option_replaces_a_preset_that_is_the_default(built, catalog):
+    strategy = built({}, strategy="many(start_method='fork')", devices=2)
+    assert strategy.start_method == "fork"
+    assert catalog.find("strategy", "many(start_method='fork')").component.notebook_safe
+    assert not catalog.find("strategy", "many").component.notebook_safe
+
+
+def test_options_go_to_the_strategy_that_serves_an_alias(catalog):
+    catalog.register(
+        Component(
+            kind="accelerator",
+            alias="rows",
+            target=CPUAccelerator,
+            summary="",
+            groups=("chips",),
+            strategies={"many": "many_spawn"},
+        )
+    )
+    try:
+        request = Request(strategy="many(process_group_backend='x')", accelerator="rows", devices=2)
+        plan, strategy = resolve_request(request, catalog=catalog, environ={}, interactive=False)
+    finally:
+        catalog.unregister("accelerator", "rows")
+    assert plan.choices[0].value == "many_spawn(process_group_backend='x')"
+    assert (strategy.process_group_backend, strategy.start_method) == ("x", "spawn")
+
+
+def test_the_plan_shows_options(catalog):
+    request = Request(
+        strategy="many(process_group_backend='gloo')", accelerator="cpu", devices=2, plugins=("drawer(depth=2)",)
+    )
+    plan = make_plan(request, catalog=catalog, environ={}, interactive=False)
+    shown = {row.subject: row.value for row in plan.choices}
+    assert (shown["strategy"], shown["checkpoint io"]) == ("many(process_group_backend='gloo')", "drawer(depth=2)")
+    assert (plan.strategy, plan.checkpoint_io) == ("many", "drawer")
+    assert dict(plan.catalog_names)["strategy"] == "many@this process(process_group_backend='gloo')"
 
 
 def test_a_cluster_environment_reads_the_given_variables(built):

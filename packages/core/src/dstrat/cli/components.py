@@ -15,11 +15,13 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from dstrat.cli.output import json_option, print_json, print_table
-from dstrat.cli.source import constructor_options, first_line
+from dstrat.cli.source import constructor_options, first_line, has_fixed_options
+from dstrat.errors import MisuseError
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.component import KINDS, NO_BACKEND
 from dstrat.plugins.known import KNOWN, KNOWN_ADAPTERS, known_distribution, origin_of, pip_command, quoted
 from dstrat.plugins.offer import kind_label
+from dstrat.plugins.options import check_names, parse_alias
 from dstrat.plugins.settings import normalized
 
 if TYPE_CHECKING:
@@ -192,9 +194,14 @@ _UNDECLARED = "as its class says"  # a fact that the record leaves open; reading
 @click.option("--kind", type=click.Choice(KINDS), help="If the alias names components of several kinds.")
 @json_option
 def show(alias: str, kind: Kind | None, as_json: bool) -> None:
-    """Show what ALIAS (or ALIAS@DISTRIBUTION, or the name of a group) is, who offers it, and what it needs."""
+    """Show what ALIAS (or ALIAS@DISTRIBUTION, or the name of a group) is, who offers it, and what it needs.
+
+    Its options are listed, and the names of those in "ALIAS(option=value)" checked.
+    """
     catalog = loaded_catalog()
     offers = _offers(alias, [kind] if kind else _kinds(alias, catalog), catalog)
+    for offer in offers:
+        _check_options(offer)
     if as_json:
         print_json(
             [
@@ -224,7 +231,7 @@ def _offers(alias: str, kinds: Sequence[Kind], catalog: Catalog) -> list[Offer]:
 
 def _kinds(alias: str, catalog: Catalog) -> list[Kind]:
     """Return the kinds that have the name, or the kind of a component that could be installed, or the strategies."""
-    bare = alias.partition("@")[0]
+    bare = parse_alias(alias).alias
     matches = [
         kind for kind in KINDS if any(bare in (*offer.names, *offer.component.groups) for offer in catalog.offers(kind))
     ]
@@ -241,7 +248,9 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
     yield "from", offer.owner_label
     yield "class", component.target_name.replace(":", ".")
     yield "docstring", first_line(component.target_name)
-    yield "preset", ", ".join(f"{name}={value!r}" for name, value in component.options.items())
+    presets = offer.presets if offer.options else component.options
+    yield "preset", ", ".join(f"{name}={value!r}" for name, value in presets.items())
+    yield "options", ", ".join(_option_texts(offer))
     yield "requires", ", ".join(f"{text}{' (missing)' if text in missing else ''}" for text in component.requires)
     if component.kind == "strategy":
         yield from _strategy_lines(component)
@@ -254,6 +263,24 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
 def _user_options(offer: Offer) -> list[ConstructorOption]:
     """Return the options of a component's constructor, without those that the Trainer sets."""
     return [option for option in constructor_options(offer.component.target_name) if option.name not in _SET_BY_TRAINER]
+
+
+def _option_texts(offer: Offer) -> Iterator[str]:
+    """Yield the options that the user wrote after the alias."""
+    known = {option.name for option in constructor_options(offer.component.target_name)}
+    for name, value in offer.options.items():
+        yield f"{name}={value!r}{'' if name in known else ' (not checked: its class has **kwargs)'}"
+
+
+def _check_options(offer: Offer) -> None:
+    """Raise MisuseError for an option that the constructor does not have, as far as its source shows."""
+    target = offer.component.target_name
+    if has_fixed_options(target):
+        names = [option.name for option in constructor_options(target)]
+        try:
+            check_names(names, offer.options, target.rpartition(":")[2])
+        except MisuseError as error:
+            raise MisuseError(f"{offer.title}: {error}") from None
 
 
 def _option_text(option: ConstructorOption) -> str:
@@ -322,7 +349,7 @@ def _fact_text(fact: bool | None, yes: str, no: str) -> str:
 
 
 @click.command(short_help="Explain what would run, and why.")
-@click.option("--strategy", default="auto", show_default=True, help="Alias of a strategy.")
+@click.option("--strategy", default="auto", show_default=True, help='Alias of a strategy, or "alias(option=value)".')
 @click.option("--accelerator", default="auto", show_default=True, help='Alias of an accelerator, or "gpu".')
 @click.option("--devices", default="auto", show_default=True, help='How many or which: "4", "0,1", "-1".')
 @click.option("--num-nodes", default=1, show_default=True, help="Number of machines.")
@@ -357,13 +384,13 @@ def explain(
         estimates, reasons = make_estimates(
             catalog,
             model,
-            [plan.strategy_alias],
+            [plan.to_dict()["catalog_names"]["strategy"]],
             accelerator=plan.accelerator,
             devices=plan.num_devices,
             num_nodes=plan.num_nodes,
             precision=plan.precision,
         )
-        value, reason = memory_text(estimates[0]) if estimates else ("unknown", reasons[plan.strategy_alias])
+        value, reason = memory_text(estimates[0]) if estimates else ("unknown", *reasons.values())
         rows.append(("memory per rank", value, reason, model))
         answer["memory_per_rank"] = asdict(estimates[0]) if estimates else None
     if as_json:

@@ -43,14 +43,23 @@ def first_line(target: str) -> str:
 
 def constructor_options(target: str) -> list[ConstructorOption]:
     """Return the options of the constructor of ``"package.module:Class"``, which may be that of a base class."""
-    options: list[ConstructorOption] = []
+    return [option for module, cls, arguments in _constructors(target) for option in _options(module, cls, arguments)]
+
+
+def has_fixed_options(target: str) -> bool:
+    """Return whether the constructor of ``"package.module:Class"`` is known, and takes no further keywords."""
+    constructors = [arguments for _, _, arguments in _constructors(target)]
+    return bool(constructors) and all(arguments.kwarg is None for arguments in constructors)
+
+
+def _constructors(target: str) -> Iterator[tuple[str, ast.ClassDef, ast.arguments]]:
+    """Yield the constructor of a class, and that of its base if the first passes its arguments on."""
     for module, cls in _with_bases(*target.split(":", 1)):
         for node in cls.body:
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                options += _options(module, cls, node.args)
-                if node.args.vararg is None:  # otherwise it passes its arguments to that of the base
-                    return options
-    return options
+                yield module, cls, node.args
+                if node.args.vararg is None:
+                    return
 
 
 def _options(module: str, cls: ast.ClassDef, arguments: ast.arguments) -> Iterator[ConstructorOption]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
 from dstrat.errors import MisuseError
-from dstrat.plugins.settings import nearest
+from dstrat.plugins.options import check_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-_MOST_LISTED = 12
-_NONE: Mapping[str, str] = MappingProxyType({})
 _UNEXPECTED = re.compile(r"([\w.]+)\(\) got an unexpected keyword argument '(\w+)'$")
 
 
@@ -60,40 +57,6 @@ def _parameters(cls: type[Any], *, follow_wrapped: bool = True) -> list[inspect.
     if cls.__init__ is object.__init__:
         return []  # its signature has *args and **kwargs
     return list(inspect.signature(cls.__init__, follow_wrapped=follow_wrapped).parameters.values())[1:]
-
-
-def check_keywords(
-    parameters: Iterable[inspect.Parameter], keywords: Iterable[str], label: str, retired: Mapping[str, str] = _NONE
-) -> None:
-    """Check that a function accepts keyword arguments.
-
-    Args:
-        parameters: The parameters of the function.
-        keywords: The names of the arguments.
-        label: The function's name in the message.
-        retired: The successors of retired arguments.
-
-    Raises:
-        MisuseError: It has no such argument; the message has the nearest names.
-    """
-    parameters = list(parameters)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    names = [parameter.name for parameter in parameters]
-    for keyword in keywords:
-        if keyword not in names:
-            raise MisuseError(_describe(keyword, names, label, retired))
-
-
-def _describe(keyword: str, names: list[str], label: str, retired: Mapping[str, str]) -> str:
-    problem = f"{label} has no argument {keyword!r}"
-    if keyword in retired:
-        return f"{problem}: {retired[keyword]}"
-    if near := nearest(keyword, names):
-        return f"{problem}: did you mean {' or '.join(map(repr, near))}?"
-    if len(names) > _MOST_LISTED:
-        return f"{problem}: help({label}) lists all"
-    return f"{problem}: it has {', '.join(names) or 'none'}"
 
 
 def explain_keyword(error: BaseException, owners: Iterable[type]) -> None:

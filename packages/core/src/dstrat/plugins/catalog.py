@@ -12,7 +12,7 @@ from importlib.metadata import MetadataPathFinder
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import AmbiguousAliasError, InvalidComponentError, PluginError
+from dstrat.errors import AmbiguousAliasError, InvalidComponentError, PluginError, RequestError
 from dstrat.plugins.component import KINDS, Component, Kind
 from dstrat.plugins.discovery import discover
 from dstrat.plugins.facts import declares_all, with_class_facts
@@ -29,6 +29,7 @@ from dstrat.plugins.offer import (
     load_class,
     missing_requirements,
 )
+from dstrat.plugins.options import parse_alias
 from dstrat.plugins.settings import DISABLE, PREFER, STRICT, PluginSettings, normalized
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Catalog:
         self._satisfied: set[Offer] = set()
         self._loaded: dict[Offer, type[Any]] = {}
         self._facts: dict[Offer, Component] = {}
+        self._with_options: dict[tuple[Kind, str], Offer] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -94,7 +96,7 @@ class Catalog:
             for kind, of_kind in self._by_kind.items()
         }
         # Only successes are cached, so that a requirement that is installed later is found.
-        for cache in (self._satisfied, self._loaded, self._facts):
+        for cache in (self._satisfied, self._loaded, self._facts, self._with_options):
             cache.clear()
 
     @property
@@ -107,9 +109,11 @@ class Catalog:
 
         Args:
             kind: Kind of the component.
-            name: Its alias or a synonym of it, or ``"alias@distribution"``.
+            name: Its alias or a synonym of it, or ``"alias@distribution"``; options may follow, as in
+                ``"alias(count=2)"``, which the component of the result has too.
 
         Raises:
+            RequestError: The options cannot be understood, or the name stands for a choice.
             AmbiguousAliasError: Several distributions offer it and none is preferred, or not the one that was named.
             RetiredAliasError: It was renamed or retired.
             NotInstalledError: A known distribution offers it, and is not installed.
@@ -117,17 +121,23 @@ class Catalog:
             PluginError: Strict mode is on, and a plugin does not work.
         """
         self._check_strict()
-        alias, at, owner = name.partition("@")
+        text = parse_alias(name)
+        alias = text.alias
         candidates = self._by_name.get((kind, alias), [])
-        if at:
-            offer = of_owner(kind, alias, owner, candidates)
+        if text.owner is not None:
+            offer = of_owner(kind, alias, text.owner, candidates)
         elif candidates:
             offer = choose(kind, alias, candidates, self.settings.preferred.get(alias))
         else:
             offer = None
         if offer is None:
+            if text.options:
+                self._check_no_choice(kind, alias, name)
             raise self._miss(kind, alias)
-        return offer
+        if not text.options:
+            return offer
+        # One object for a text, as the caches are by offer.
+        return self._with_options.setdefault((kind, name), offer.with_options(text.options))
 
     def find_default(self, kind: Kind, alias: str) -> Offer:
         """Look up the component for an unset argument: the core's, unless the user prefers another.
@@ -267,6 +277,16 @@ class Catalog:
             for other, offers in self._by_kind.items()
         }
         return miss(kind, alias, names, self._plugins, [offer.component for offer in self._by_kind[kind]])
+
+    def _check_no_choice(self, kind: Kind, alias: str, name: str) -> None:
+        """Raise RequestError where an alias with options stands for a choice between components."""
+        members = [offer.component.alias for offer in self._by_kind[kind] if alias in offer.component.groups]
+        if members or alias == "auto":
+            example = f", such as {members[0]!r}" if members else ""
+            raise RequestError(
+                f"{kind_label(kind)} {name!r}: {alias!r} stands for a choice, and has no options of its own: "
+                f"give them to a component{example}"
+            )
 
     def _check_strict(self) -> None:
         if not self.settings.strict:

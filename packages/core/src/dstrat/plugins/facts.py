@@ -49,6 +49,13 @@ def derived_facts(record: Component, cls: type) -> dict[str, Any]:
     return accelerator_facts(cls) if record.kind == "accelerator" else {}
 
 
+def with_options(record: Component, options: Mapping[str, Any]) -> Component:
+    """Return the record with further constructor arguments, and the facts that follow from them."""
+    method = options.get("start_method")
+    is_safe = method in _FROM_MEMORY if isinstance(method, str) else record.notebook_safe
+    return dataclasses.replace(record, options={**record.options, **options}, notebook_safe=is_safe)
+
+
 def strategy_facts(cls: type, method: str | None, max_devices: int | None = None) -> dict[str, Any]:
     """Return the facts of a strategy class with a start method; None starts no processes."""
     drives_several = getattr(cls, "drives_several_devices", False) is True

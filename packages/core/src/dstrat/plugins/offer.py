@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.errors import BrokenComponentError, InvalidComponentError, MissingRequirementError
-from dstrat.plugins.facts import contradiction
+from dstrat.plugins.facts import contradiction, with_options
 from dstrat.plugins.known import pip_command
+from dstrat.plugins.options import check_options, options_text
 from dstrat.plugins.settings import DISABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from dstrat.plugins.component import Adapter, Component, Kind, Tombstone
 
@@ -48,11 +50,24 @@ class Offer:
         component: The record.
         owner: Name of the distribution, or ``"this process"`` for in-process registration.
         version: Version of the distribution; empty for in-process registration.
+        options: The options that the user wrote after the alias; the component has them too.
+        presets: The arguments that the alias itself presets, where there are options.
     """
 
     component: Component
     owner: str
     version: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_options(self, options: Mapping[str, Any]) -> Offer:
+        """Return the same offer with options that the user wrote after its alias."""
+        return dataclasses.replace(
+            self,
+            component=with_options(self.component, options),
+            options=options,
+            presets=self.component.options,
+        )
 
     @property
     def owner_label(self) -> str:
@@ -66,13 +81,18 @@ class Offer:
 
     @property
     def full_alias(self) -> str:
-        """The alias with its owner, which is never ambiguous: ``"ddp@dstrat-ddp"``."""
-        return f"{self.component.alias}@{self.owner}"
+        """The alias with its owner, which is never ambiguous: ``"ddp@dstrat-ddp"``; options follow it."""
+        return f"{self.component.alias}@{self.owner}{options_text(self.options)}"
+
+    @property
+    def alias_text(self) -> str:
+        """The alias with the options that the user wrote: ``"fsdp(cpu_offload=True)"``."""
+        return f"{self.component.alias}{options_text(self.options)}"
 
     @property
     def title(self) -> str:
         """The offer as error messages name it: ``"strategy 'ddp' from dstrat-ddp 0.1.0"``."""
-        return f"{kind_label(self.component.kind)} {self.component.alias!r} from {self.owner_label}"
+        return f"{kind_label(self.component.kind)} {self.alias_text!r} from {self.owner_label}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,12 +244,16 @@ def load_class(offer: Offer) -> type[Any]:
     Raises:
         MissingRequirementError: It cannot be imported, and something that it requires is missing.
         BrokenComponentError: It cannot be imported, is not a complete class of its kind, or contradicts its record.
+        MisuseError: Its constructor has no argument of the name of an option.
+        ConflictError: An option is preset by the alias.
     """
     target = offer.component.target
     loaded = _import_target(offer, target) if isinstance(target, str) else target
     problem = _target_problem(loaded, offer.component.kind)
     if problem is not None:
         raise BrokenComponentError(f"{offer.title} cannot be used: {offer.component.target_name} {problem}")
+    if offer.options:
+        check_options(loaded, offer.title, offer.options, offer.presets)
     if (difference := contradiction(offer.component, loaded)) is not None:
         raise BrokenComponentError(f"{offer.title} cannot be used: its record {difference}")
     return loaded

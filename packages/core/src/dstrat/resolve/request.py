@@ -9,6 +9,7 @@ from dstrat import plugins
 from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
 from dstrat.interfaces.strategy import Parts
 from dstrat.plugins.offer import kind_label
+from dstrat.plugins.options import parse_alias
 from dstrat.plugins.settings import nearest
 from dstrat.resolve.selection import INTERFACES
 
@@ -30,7 +31,8 @@ class Request:
     Nothing is checked here; :func:`~dstrat.resolve.resolve_request` does.
 
     Attributes:
-        strategy: How the training is distributed.
+        strategy: How the training is distributed.  An alias of any component may be followed by options for its
+            constructor, ``"fsdp(cpu_offload=True)"``.
         accelerator: The hardware; a group such as ``"gpu"`` takes the best member that is available.
         devices: Which devices of each machine, or how many.
         num_nodes: Number of machines.
@@ -157,7 +159,7 @@ def _kind_of_alias(alias: str, catalog: Catalog) -> Kind:
         labels = " and of a ".join(kind_label(kind) for kind in kinds)
         raise ConflictError(f"plugins=[{alias!r}] is the name of a {labels}: give the class instead")
     known = sorted({name for kind in _PLUGIN_KINDS for offer in catalog.offers(kind) for name in offer.names})
-    near = " or ".join(repr(name) for name in nearest(alias, known))
+    near = " or ".join(repr(name) for name in nearest(parse_alias(alias).alias, known))
     hint = f"did you mean {near}?" if near else f"available are {', '.join(known) or 'none'}"
     raise UnknownAliasError(f"plugins=[{alias!r}] is not known: {hint}")
 

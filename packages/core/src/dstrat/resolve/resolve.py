@@ -180,6 +180,12 @@ def _compose(
     if precision.from_catalog:  # a flag, for which a strategy or an accelerator may have an implementation
         flag = precision_flag(precision)
         precision_plugin = strategy.precision_for(flag) or accelerator.instance.precision_for(flag)
+        if precision_plugin is not None and precision.options:
+            raise ConflictError(
+                f"{precision.title}: {plan.strategy} on {plan.accelerator} computes {flag!r} with its own "
+                f"{type(precision_plugin).__name__}, which these options do not reach: leave them out, or construct "
+                "the precision that is to be used, and give the instance"
+            )
     strategy.receive(
         Parts(
             accelerator=accelerator.instance,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dstrat.errors import DstratError, MisuseError, RequestError
@@ -14,11 +14,12 @@ from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
 from dstrat.plugins.facts import facts_of_subclass, with_class_facts
 from dstrat.plugins.offer import kind_label
+from dstrat.plugins.options import options_text
 from dstrat.plugins.registry import inherited_record, is_target
 from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Component, Kind
@@ -49,6 +50,7 @@ class Selection(Generic[T]):
         record: Its facts; for a class that is not in the catalog those of its nearest base, or None.
         catalog_name: Its full alias, such as ``"ddp@dstrat-ddp"``; empty where the user passed a class or an instance.
         owner: The distribution that offers it; empty where the user passed a class or an instance.
+        options: Options that the user wrote after the alias.
         reason: Why it was selected, a few words.
     """
 
@@ -58,6 +60,7 @@ class Selection(Generic[T]):
     record: Component | None = None
     catalog_name: str = ""
     owner: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -69,7 +72,8 @@ class Selection(Generic[T]):
     def title(self) -> str:
         """The component as error messages name it."""
         label = kind_label(self.kind)
-        return f"{label} {self.name!r} from {self.owner}" if self.from_catalog else f"{label} {self.name}"
+        name = f"{self.name}{options_text(self.options)}"
+        return f"{label} {name!r} from {self.owner}" if self.from_catalog else f"{label} {self.name}"
 
     @property
     def alias(self) -> str:
@@ -85,7 +89,8 @@ class Selection(Generic[T]):
 
     def row(self, subject: str, value: str | None = None) -> PlanRow:
         """Return the plan's row for it."""
-        return PlanRow(subject=subject, value=value or self.name, reason=self.reason, owner=self.owner)
+        text = f"{value or self.name}{options_text(self.options)}"
+        return PlanRow(subject=subject, value=text, reason=self.reason, owner=self.owner)
 
     def because(self, reason: str) -> Selection[T]:
         """Return the same selection for another reason."""
@@ -163,6 +168,8 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
     try:
         instance = cls(*arguments, **component.options)
     except TypeError as error:
+        if offer.options and isinstance(error, MisuseError):
+            raise MisuseError(f"{offer.title}: {error}") from error
         raise _construction_error(offer.title, error) from error
     return Selection(
         kind=component.kind,
@@ -171,6 +178,7 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         record=catalog.facts(offer),
         catalog_name=offer.full_alias,
         owner=offer.owner_label,
+        options=offer.options,
         reason=reason,
     )
 

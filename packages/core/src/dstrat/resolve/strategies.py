@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.errors import CatalogError, ClusterError, ConflictError, DeviceError, DstratError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
+from dstrat.plugins.options import options_text, parse_alias
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.compatibility import (
     accelerator_problem,
@@ -42,6 +43,7 @@ class RequestedStrategy:
 
     Attributes:
         names: The requested alias with its synonyms; empty where no accelerator may serve it with another strategy.
+        options_text: The options that the user wrote after the alias, which the other strategy gets too.
         selection: The strategy; None where its alias cannot be used.
         error: Why not.
         device_type: The type of the devices that it was constructed with, such as ``"cuda"``; None without devices.
@@ -51,6 +53,7 @@ class RequestedStrategy:
     selection: Selection[Strategy] | None
     error: CatalogError | None = None
     device_type: str | None = None
+    options_text: str = ""
 
     def with_arguments(self, components: Mapping[Subject, Requested]) -> RequestedStrategy:
         """Return the same, with regard to the components that the strategy's constructor received.
@@ -95,7 +98,8 @@ class RequestedStrategy:
             _check_not_substituted(self.selection, accelerator)
             return self.selection
         try:
-            served = select("strategy", alias, catalog, source=written("strategy", alias))
+            text = f"{alias}{self.options_text}"
+            served = select("strategy", text, catalog, source=written("strategy", text))
         except CatalogError as error:
             raise type(error)(f"{accelerator.title} lets {alias!r} serve {self.names[0]!r}, and {error}") from error
         return served.because(f"serves {self.names[0]!r} on accelerator {accelerator.name!r}")
@@ -112,22 +116,25 @@ def requested_strategy(value: object, catalog: Catalog) -> RequestedStrategy | N
     if isinstance(value, str) and value == "auto":
         return None
     names = _all_names(value, catalog)
+    options = options_text(parse_alias(value).options) if isinstance(value, str) else ""
     try:
         selection = select("strategy", value, catalog, source=written("strategy", value)).because("asked for")
     except CatalogError as error:
         records = [offer.component for offer in catalog.offers("accelerator")]
         if not any(name in record.strategies for record in records for name in names):
             raise
-        return RequestedStrategy(names=names, selection=None, error=error)
-    return RequestedStrategy(names=names, selection=selection)
+        return RequestedStrategy(names=names, selection=None, error=error, options_text=options)
+    return RequestedStrategy(names=names, selection=selection, options_text=options)
 
 
 def _all_names(value: object, catalog: Catalog) -> tuple[str, ...]:
     """Return the alias that a user wrote, then its synonyms; nothing where an owner is named, which insists on it."""
-    if not isinstance(value, str) or "@" in value:
+    text = parse_alias(value) if isinstance(value, str) else None
+    if text is None or text.owner is not None:
         return ()
-    synonyms = {name for offer in catalog.offers("strategy") if value in offer.names for name in offer.names}
-    return (value, *sorted(synonyms - {value}))
+    alias = text.alias
+    synonyms = {name for offer in catalog.offers("strategy") if alias in offer.names for name in offer.names}
+    return (alias, *sorted(synonyms - {alias}))
 
 
 def _device_type(devices: Requested | None) -> str | None:

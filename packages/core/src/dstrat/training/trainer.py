@@ -74,7 +74,8 @@ class Trainer(RunState):
 
     Args:
         accelerator: Hardware: an alias (``"cpu"``, ``"gpu"``, ``"auto"`` ...) or an Accelerator.
-        strategy: Distribution of the training: an alias (``"ddp"``, ``"auto"`` ...) or a Strategy.
+        strategy: Distribution of the training: an alias (``"ddp"``, ``"auto"`` ...), which options may follow
+            (``"fsdp(cpu_offload=True)"``), or a Strategy.
         devices: Number of devices of each machine, or their indices: ``4``, ``"4"``, ``[0, 1]``, ``"0,1"``, ``-1``,
             ``"auto"``.
         num_nodes: Number of machines.

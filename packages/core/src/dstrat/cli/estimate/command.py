@@ -43,7 +43,7 @@ class Estimate:
     """Memory of a rank with a strategy; all sizes in bytes.
 
     Attributes:
-        strategy: Its alias.
+        strategy: Its alias, with its options.
         same_as: Further aliases with the same sizes.
         parameters: Parameters and buffers on the device.
         gradients: Gradients, when all are computed.
@@ -72,7 +72,12 @@ class Estimate:
 
 @click.command(short_help="Estimate memory per rank, for each strategy.")
 @click.option("--model", required=True, help="Function that returns the training, as package.module:factory.")
-@click.option("--strategy", "aliases", multiple=True, help="Alias; several times for several.  By default all.")
+@click.option(
+    "--strategy",
+    "aliases",
+    multiple=True,
+    help='Alias, or "alias(option=value)"; several times for several.  By default all.',
+)
 @click.option("--accelerator", default="cuda", show_default=True, help="Alias of an accelerator; none need be there.")
 @click.option("--devices", default=1, show_default=True, type=click.IntRange(1), help="Devices of a machine.")
 @click.option("--num-nodes", default=1, show_default=True, type=click.IntRange(1), help="Number of machines.")
@@ -287,7 +292,7 @@ class _Cases:
             aliases: The requested aliases; empty for all that are installed.
         """
         for offer in self._offers(aliases):
-            yield offer.component.alias, partial(self._strategy, offer)
+            yield offer.alias_text, partial(self._strategy, offer)
 
     def _offers(self, aliases: Sequence[str]) -> Iterable[Offer]:
         if aliases:

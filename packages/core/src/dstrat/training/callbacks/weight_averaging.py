@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dstrat.checkpoint.strategy_state import CURRENT_WEIGHTS, replaced_weights
 from dstrat.errors import ConflictError, RequestError
-from dstrat.interfaces.keywords import check_keywords
+from dstrat.plugins.options import check_keywords
 from dstrat.training.callbacks.averaged_weights import AveragedWeights, move_towards
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.checkpoint.save import replace_rank_buffers
