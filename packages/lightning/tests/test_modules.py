@@ -55,7 +55,7 @@ def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
     assert seen["score"] == pytest.approx(seen["val_losses"][0], abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["dstrat_ddp", pytest.param("dstrat_fsdp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["dstrat_ddp", "dstrat_fsdp"])
 def test_lightnings_trainer_runs_strategies_of_dstrat(tmp_path, reference, strategy):
     seen = run(tmp_path, "lightning", strategy)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
