@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
     assert seen["score"] == pytest.approx(seen["val_losses"][0], abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["dstrat_ddp", pytest.param("dstrat_fsdp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["dstrat_ddp", "dstrat_fsdp"])
 def test_lightnings_trainer_runs_strategies_of_dstrat(tmp_path, reference, strategy):
     seen = run(tmp_path, "lightning", strategy)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
@@ -314,10 +315,11 @@ def test_each_goes_on_exactly_from_the_others_checkpoint(library, make, tmp_path
 def test_a_folder_becomes_a_file_that_lightning_loads(library, make, tmp_path):
     net, data, trainer = make
     module = net(lr=0.01)
-    made = trainer()
+    made = trainer(plugins="portable")
     made.fit(module, datamodule=data())
     made.save_checkpoint(tmp_path / "folder")
-    dstrat_lightning.convert_to_lightning(tmp_path / "folder", tmp_path / "file.ckpt")
+    dstrat_lightning.convert_to_lightning(tmp_path / "folder", tmp_path / "other.ckpt")
+    dstrat_lightning.convert_to_lightning(tmp_path / "other.ckpt", tmp_path / "file.ckpt")
     for loaded in (
         net.load_from_checkpoint(tmp_path / "file.ckpt"),
         dstrat_lightning.load_from_checkpoint(net, tmp_path / "folder"),
@@ -504,10 +506,58 @@ def test_the_best_checkpoint_is_a_file_of_torch(library, make, tmp_path):
         made = trainer(callbacks=[best], enable_checkpointing=True, plugins=plugins)
         made.fit(net(), datamodule=data())
         assert Path(best.best_model_path).is_file() == is_file
+        assert made.plan.checkpoint_io == ("lightning" if is_file else "portable")
         if is_file:
             weights = torch.load(best.best_model_path, weights_only=True)["state_dict"]
             assert weights.keys() == net().state_dict().keys()
             trainer().fit(net(), datamodule=data(), ckpt_path=best.best_model_path)
+
+
+def test_lightnings_own_method_and_trainer_load_the_best_checkpoint(library, make, tmp_path):
+    net, data, trainer = make
+    best = library.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
+    module = net(lr=0.01)
+    trainer(callbacks=[best], enable_checkpointing=True, max_epochs=1).fit(module, datamodule=data())
+    loaded = net.load_from_checkpoint(best.best_model_path)
+    assert loaded.hparams.lr == 0.01
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    theirs = library.Trainer(accelerator="cpu", devices=1, max_epochs=2, **off)
+    theirs.fit(net(), datamodule=data(), ckpt_path=best.last_model_path)
+    assert theirs.current_epoch == 2
+    ours = dstrat_lightning.load_from_checkpoint(net, best.best_model_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("saved_by", ["portable", "torch", "lightning"])
+def test_a_run_with_the_default_resumes_from_each_format(library, make, tmp_path, saved_by):
+    net, data, trainer = make
+    path = tmp_path / "saved.ckpt"
+    library.seed_everything(1, verbose=False)
+    first = trainer(max_epochs=1, plugins=saved_by)
+    first.fit(net(dropout=0.0), nets.unshuffled(data()))
+    first.save_checkpoint(path)
+    library.seed_everything(1, verbose=False)
+    whole = net(dropout=0.0)
+    trainer(max_epochs=2).fit(whole, nets.unshuffled(data()))
+    resumed = net(dropout=0.0)
+    made = trainer(max_epochs=2)
+    made.fit(resumed, nets.unshuffled(data()), ckpt_path=path)
+    assert made.global_step == 16
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("request_", [{"ckpt_path": "last"}, {"resume": "auto"}])
+def test_the_newest_of_lightnings_files_is_found_by_its_steps(library, make, tmp_path, request_):
+    net, data, trainer = make
+    saving = library.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1)
+    trainer(callbacks=[saving], enable_checkpointing=True, max_epochs=2).fit(net(), datamodule=data())
+    first = min(tmp_path.glob("*.ckpt"))
+    os.utime(first)  # the older one by its steps is now the newer file
+    again = library.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1)
+    made = trainer(callbacks=[again], enable_checkpointing=True, max_epochs=3)
+    made.fit(net(), datamodule=data(), **request_)
+    assert Path(made.ckpt_path).name == "epoch=1-step=16.ckpt"
 
 
 def test_where_shards_are_saved_a_line_says_how_to_get_a_file(library, make, caplog):
@@ -516,7 +566,11 @@ def test_where_shards_are_saved_a_line_says_how_to_get_a_file(library, make, cap
     net, data, trainer = make
     with caplog.at_level("INFO"):
         trainer(strategy=FSDPStrategy()).fit(net(), datamodule=data())
-    assert "a folder of shards, which torch.load cannot read: for single files pass Trainer(plugins=" in caplog.text
+    assert (
+        "a folder of shards, which torch.load and Lightning's load_from_checkpoint cannot read: for single"
+        in caplog.text
+    )
+    assert [record.levelname for record in caplog.records if "a folder of shards" in record.message] == ["WARNING"]
 
 
 def test_private_names_are_refused_by_an_error_that_names_dstrat(make):

@@ -370,6 +370,17 @@ def test_weights_alone_are_loaded_for_evaluation(tmp_path):
     assert torch.equal(net.weight, line().weight)
 
 
+def test_a_used_path_is_an_error_and_the_state_is_saved_beside_it(tmp_path):
+    def save(loop):
+        loop.setup(line(), adam)
+        loop.save_checkpoint(tmp_path / "saved", {"number": 1})
+        with pytest.raises(CheckpointError, match=r"exists already, .* this one is '.*saved-v1'"):
+            loop.save_checkpoint(tmp_path / "saved", {"number": 2})
+        return loop.load_checkpoint(tmp_path / "saved"), loop.load_checkpoint(tmp_path / "saved-v1")
+
+    assert make_loop().launch(save) == ({"number": 1}, {"number": 2})
+
+
 def test_two_optimizers_are_stepped_one_by_one():
     def both(loop):
         net = line()

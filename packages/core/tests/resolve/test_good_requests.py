@@ -109,7 +109,7 @@ def test_each_choice_says_why_and_whose_it_is(core_catalog):
     assert choices["cluster"].reason == "nothing else started this process"
     assert choices["processes"].reason == "the strategy needs no others"
     assert choices["precision"].reason == "asked for"
-    assert choices["checkpoint io"].reason == "the default"
+    assert choices["checkpoint io"].reason == "the default, folders"
     owners = {subject for subject, choice in choices.items() if choice.owner.startswith("dstrat 0.")}
     assert owners == {"strategy", "accelerator", "cluster", "precision", "checkpoint io"}
 
@@ -131,7 +131,7 @@ def test_a_table_of_a_plan_is_aligned(core_catalog):
     plan = make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ={}, interactive=False)
     lines = str(plan).splitlines()
     assert lines[0].startswith("strategy       single_device  the first choice for 1 device ")
-    assert lines[-1].startswith("checkpoint io  portable       the default ")
+    assert lines[-1].startswith("checkpoint io  portable       the default, folders ")
     assert lines[0].index("dstrat 0.") == lines[-1].index("dstrat 0.")
     assert not any(line.endswith(" ") for line in lines)
 

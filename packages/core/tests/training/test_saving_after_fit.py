@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
@@ -10,7 +11,7 @@ from tests.warm_program import WarmProgram
 from torch import nn
 
 from dstrat import Callback, EMAWeightAveraging
-from dstrat.errors import MisuseError
+from dstrat.errors import CheckpointError, MisuseError
 
 TRAIN = """
 import os
@@ -102,6 +103,36 @@ def test_a_fit_goes_on_from_its_end_as_if_it_had_not_ended(quiet_trainer, make_l
     resumed = net()
     fit(resumed, 2, tmp_path / "end")
     assert same(resumed, whole)
+
+
+@pytest.mark.parametrize("in_run", [True, False])
+def test_a_used_path_loses_no_finished_training(quiet_trainer, line, line_class, loader, tmp_path, in_run):
+    class Saving(Callback):
+        def on_train_end(self, trainer, module):
+            if in_run:
+                trainer.save_checkpoint(tmp_path / "final.ckpt")
+
+    (tmp_path / "final.ckpt").mkdir()
+    trainer = quiet_trainer(max_epochs=1, callbacks=Saving())
+    where = re.escape(str(tmp_path / "final-v1.ckpt"))
+    if in_run:
+        with pytest.raises(CheckpointError, match=f"exists already, .* this one is '{where}'"):
+            trainer.fit(line, loader())
+    else:
+        trainer.fit(line, loader())
+        with pytest.raises(CheckpointError, match=f"exists already, .* this one is '{where}'"):
+            trainer.save_checkpoint(str(tmp_path / "final.ckpt"))
+    saved = line_class.load_from_checkpoint(tmp_path / "final-v1.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), line.parameters(), strict=True))
+    assert not any((tmp_path / "final.ckpt").iterdir())
+
+
+def test_single_files_are_replaced_after_a_fit(quiet_trainer, line, loader, tmp_path):
+    trainer = quiet_trainer(max_epochs=1, plugins="torch")
+    trainer.fit(line, loader())
+    for _ in range(2):
+        trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert [path.name for path in tmp_path.glob("final*")] == ["final.ckpt"]
 
 
 def test_weights_alone_are_saved_after_a_fit_too(quiet_trainer, line, line_class, loader, tmp_path):

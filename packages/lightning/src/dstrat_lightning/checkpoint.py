@@ -26,11 +26,16 @@ class LightningCheckpointIO(LightningFileIO):
     entry, which Lightning leaves alone.
     """
 
+    @property
+    def file_io(self) -> TorchCheckpointIO:
+        """The checkpoint io of single files."""
+        return TorchCheckpointIO()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        TorchCheckpointIO().save_checkpoint(to_lightning(checkpoint), path)
+        self.file_io.save_checkpoint(to_lightning(checkpoint), path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        TorchCheckpointIO().remove_checkpoint(path)
+        self.file_io.remove_checkpoint(path)
 
 
 def convert_to_lightning(path: str | Path, output: str | Path) -> None:
@@ -44,6 +49,8 @@ def convert_to_lightning(path: str | Path, output: str | Path) -> None:
         CheckpointError: The checkpoint cannot be read, or the file not be written.
     """
     checkpoint = dict(read_checkpoint(path))
+    if DSTRAT_KEY in checkpoint:  # a file that Lightning loads already
+        checkpoint = LightningFileIO().load_checkpoint(path)
     if "optimizers" in checkpoint:
         checkpoint["optimizer_states"] = [number_parameters(state) for state in checkpoint.pop("optimizers")]
     LightningCheckpointIO().save_checkpoint(checkpoint, output)

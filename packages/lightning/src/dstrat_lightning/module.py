@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dstrat import TrainModule, seed_everything
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.resolve.plan import PlanRow
+from dstrat_lightning.checkpoint import LightningCheckpointIO
 from dstrat_lightning.conversion import convert, is_of_lightning
 from dstrat_lightning.internals import ModuleAttributes
 from dstrat_lightning.trainer_view import TrainerView
@@ -71,20 +72,23 @@ def _scheduler_dicts(returned: Any) -> list[dict[str, Any]]:
 
 
 def _write_single_files(trainer: Trainer) -> None:
-    """Let a run save files for ``torch.load``, as programs of Lightning's read them, unless the user chose a format.
+    """Let a run save Lightning's files, as programs of Lightning's read them, unless the user chose a format.
 
     Shards stay in a folder: one file needs the memory of one process for all of them.
     """
-    strategy = trainer.strategy
-    is_default = any(row.subject == "checkpoint io" and row.reason == "the default" for row in trainer.plan.choices)
-    if not is_default or type(strategy.checkpoint_io) is not PortableCheckpointIO:
+    strategy, plan = trainer.strategy, trainer.plan
+    row = next(row for row in plan.choices if row.subject == "checkpoint io")
+    if not row.reason.startswith("the default") or type(strategy.checkpoint_io) is not PortableCheckpointIO:
         return
     if strategy.replicates_state:
-        strategy.parts = dataclasses.replace(strategy.parts, checkpoint_io=TorchCheckpointIO())
-    elif trainer.is_global_zero:
-        _log.info(
-            "each checkpoint is a folder of shards, which torch.load cannot read: for single files pass "
-            "Trainer(plugins='lightning')"
+        strategy.parts = dataclasses.replace(strategy.parts, checkpoint_io=LightningCheckpointIO())
+        changed = PlanRow(subject=row.subject, value="lightning", reason="the default of a LightningModule")
+        choices = tuple(changed if choice is row else choice for choice in plan.choices)
+        trainer.plan = dataclasses.replace(plan, checkpoint_io="lightning", choices=choices)
+    elif trainer.is_global_zero and trainer.is_fitting:
+        _log.warning(
+            "each checkpoint is a folder of shards, which torch.load and Lightning's load_from_checkpoint cannot read: "
+            "for single files pass Trainer(plugins='lightning')"
         )
 
 

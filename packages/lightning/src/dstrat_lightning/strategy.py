@@ -104,6 +104,9 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             start_method: Of the processes, which Lightning starts; None is that of the alias, such as ``ddp_fork``.
         """
 
+        is_distributed = True
+        """Whether Lightning divides the data among the ranks, which it otherwise does for its own classes alone."""
+
         def __new__(cls, alias: str, start_method: str | None = None) -> Any:  # noqa: ARG004 - of __init__
             # Only dstrat's ddp counts as Lightning's: libraries then expect whole parameters and a wrapped module.
             target = str(get_catalog().find("strategy", alias).component.target)

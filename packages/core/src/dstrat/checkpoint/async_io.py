@@ -60,6 +60,11 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.is_collective
 
     @property
+    @override
+    def file_io(self) -> CheckpointIO:
+        return self.checkpoint_io.file_io
+
+    @property
     def written_path(self) -> str:
         """The path of the latest save; empty without one, or if its end was waited for."""
         return "" if self._write is None else str(self._write.path)

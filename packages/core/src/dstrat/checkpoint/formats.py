@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.local_files import remove_stale
@@ -30,7 +30,7 @@ def io_for(path: str | Path, default: CheckpointIO) -> CheckpointIO:
     Raises:
         CheckpointError: The path cannot be accessed.
     """
-    inner = default.checkpoint_io if isinstance(default, AsyncCheckpointIO) else default
+    inner = default.file_io
     try:
         # The exact types, as in is_builtin: a subclass may have another format, and reads its own checkpoints.
         if type(inner) is TorchCheckpointIO and is_portable(as_path(path)):
@@ -49,8 +49,22 @@ def io_for(path: str | Path, default: CheckpointIO) -> CheckpointIO:
 
 def is_builtin(io: CheckpointIO) -> bool:
     """Return whether a checkpoint io is one of this package, whose saves are atomic."""
-    inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
-    return type(inner) in (TorchCheckpointIO, PortableCheckpointIO)
+    return type(io.file_io) in (TorchCheckpointIO, PortableCheckpointIO)
+
+
+def unused_beside(path: str | Path, io: CheckpointIO) -> str | None:
+    """Return another path for a checkpoint where a folder is to be written, and something is there; otherwise None."""
+    target = as_path(path)
+    if type(io.file_io) is not PortableCheckpointIO or not _exists(target):
+        return None
+    name, version = target.name.removesuffix(target.suffix), 1
+    while _exists(other := target.parent / f"{name}-v{version}{target.suffix}"):
+        version += 1
+    return str(other)
+
+
+def _exists(path: CheckpointPath) -> bool:
+    return os.path.lexists(path) if isinstance(path, Path) else path.exists()
 
 
 def recover_checkpoint(path: str, step: int, *, io: CheckpointIO) -> bool:

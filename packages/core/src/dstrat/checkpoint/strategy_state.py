@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dstrat.checkpoint.formats import unused_beside
 from dstrat.checkpoint.portable.format import checksum
 from dstrat.checkpoint.portable.shards import is_sharded, local_tensor
 from dstrat.errors import CheckpointError
@@ -38,6 +39,28 @@ _MISMATCH_ADVICE = (
 )
 
 _log = logging.getLogger(__name__)
+
+
+def unused_path(strategy: Strategy, path: str | Path) -> str | Path:
+    """Return the path for a checkpoint: another one beside it if nothing may be written there; collective.
+
+    The training may have ended, and its state be lost if the save was refused: :func:`refuse_used` follows it.
+    """
+    other = None
+    if strategy.is_global_zero:
+        with contextlib.suppress(OSError):  # raised by the save, on all ranks
+            other = unused_beside(path, strategy.checkpoint_io)
+    return strategy.broadcast(other) or path
+
+
+def refuse_used(requested: str | Path, written: str | Path) -> None:
+    """Raise a :class:`CheckpointError` if a checkpoint was written beside the requested path."""
+    if written != requested:
+        raise CheckpointError(
+            f"checkpoint {str(requested)!r} exists already, and none is ever written over, so this one is "
+            f"{str(written)!r}: rename it, and choose another path for the next one, or pass Trainer(plugins='torch'), "
+            "whose single files are replaced"
+        )
 
 
 def module_entries(strategy: Strategy) -> dict[str, Any]:

@@ -42,6 +42,11 @@ class CheckpointIO(ABC):
 
     is_collective: bool = False
 
+    @property
+    def file_io(self) -> CheckpointIO:
+        """The checkpoint io in whose format the files are: this one, unless it is a wrapper of another one."""
+        return self
+
     @classmethod
     def recognizes(cls, path: str | Path) -> bool:  # noqa: ARG003 - most read only what they have written
         """Return whether a path has a checkpoint of another program, which :meth:`load_checkpoint` converts."""

@@ -15,7 +15,9 @@ from dstrat.checkpoint.strategy_state import (
     optimization_entries,
     rank_buffers,
     read_checkpoint,
+    refuse_used,
     restore_optimization,
+    unused_path,
 )
 from dstrat.data.random_state import RandomState
 from dstrat.errors import CheckpointError
@@ -44,7 +46,7 @@ def save(
 
     Args:
         strategy: The strategy that has set up the module.
-        path: A path at which nothing exists.
+        path: A path at which nothing exists; otherwise it is saved beside, and that is an error.
         state: The loop's own state: plain values and tensors, the same in every process.
         loaders: The training loaders.
         evaluation_loaders: The evaluation loaders.
@@ -64,7 +66,9 @@ def save(
         checkpoint["per_rank"] = rank_state
     else:
         checkpoint["ranks"] = [strategy.broadcast(rank_state, src=rank) for rank in range(strategy.world_size)]
-    strategy.save_checkpoint(checkpoint, path)
+    target = unused_path(strategy, path)
+    strategy.save_checkpoint(checkpoint, target)
+    refuse_used(path, target)
 
 
 def load(

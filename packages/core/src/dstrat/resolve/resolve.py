@@ -209,7 +209,8 @@ def _choose_checkpoint_io(requested: Requested | None, catalog: Catalog) -> Sele
     if requested is not None:
         return select_requested("checkpoint_io", requested, catalog)
     for selection in usable(automatic_offers("checkpoint_io", catalog), catalog):
-        return selection.because("the default")
+        # torch.load of other programs needs files.
+        return selection.because("the default, folders" if selection.instance.is_collective else "the default")
     raise RequestError("no checkpoint io is installed that may be chosen automatically: give one as a plugin")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dstrat.checkpoint.strategy_state import optimization_entries, refuse_used, unused_path
 from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -178,8 +179,6 @@ class FinalState:
         """Return the final state of a fit, before the strategy's teardown; None if it cannot be saved afterwards."""
         if not trainer.is_fitting or trainer.ran_elsewhere or _is_sharded(trainer):
             return None
-        from dstrat.checkpoint.strategy_state import optimization_entries
-
         try:
             entries, rank_state = optimization_entries(trainer.strategy), collect_rank_state(trainer)
             if not trainer.is_global_zero and not trainer.strategy.checkpoint_io.is_collective:
@@ -216,7 +215,9 @@ class FinalState:
         try:
             with warn_if_slow(trainer, "save_checkpoint"):
                 strategy.setup_environment()
-            strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), path)
+            target = unused_path(strategy, path)
+            strategy.save_checkpoint(collect_checkpoint(trainer, weights_only=weights_only, ended=self), target)
+            refuse_used(path, target)
         except BaseException as error:
             strategy.on_exception(error)  # closes communication, in which other ranks wait
             raise

@@ -419,7 +419,9 @@ class Trainer(RunState):
         Raises:
             MisuseError: The state does not exist any more: another module has run since, the fit ran in processes that
                 have ended, or the strategy has sharded the state and freed it.
+            CheckpointError: It cannot be written; or a folder exists at the path, and it was written beside that.
         """
+        from dstrat.checkpoint.strategy_state import refuse_used, unused_path
         from dstrat.training.checkpoint.recovery import record_checkpoint
         from dstrat.training.checkpoint.save import collect_checkpoint
         from dstrat.training.contexts import warn_if_slow
@@ -430,11 +432,12 @@ class Trainer(RunState):
             # If a rank does not call it, the others wait here, where a warning says so, not in some later collective.
             with warn_if_slow(self, "save_checkpoint"):
                 self.strategy.barrier("save_checkpoint")
-            begin = monotonic()
+            begin, target = monotonic(), unused_path(self.strategy, path)
             if not weights_only:
-                record_checkpoint(self, path)  # before it is written: a restart checks whether it is complete
-            self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), path)
+                record_checkpoint(self, target)  # before it is written: a restart checks whether it is complete
+            self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), target)
             self.context.save_seconds = monotonic() - begin
+            refuse_used(path, target)
         elif self.final_state is not None:
             self.final_state.save(self, path, weights_only=weights_only)
         else:

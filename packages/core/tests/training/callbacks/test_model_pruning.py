@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from dstrat import Callback, ModelCheckpoint, ModelPruning, TrainModule
-from dstrat.errors import CheckpointError, RequestError
+from dstrat.errors import CheckpointError, ConflictError, RequestError
 
 
 class Net(TrainModule):
@@ -163,6 +163,54 @@ def test_a_method_of_ones_own_prunes(train):
     assert zeros(train(ModelPruning(Even), max_epochs=1)) == 41
 
 
+class Small(prune.BasePruningMethod):
+    """Prunes all elements below a limit, whatever their number."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t.abs() > 1e9)
+
+
+class Share(Small):
+    """Takes all its arguments as keywords."""
+
+    def __init__(self, **options):
+        self.share = options.pop("amount")
+        assert not options
+
+    def compute_mask(self, t, default_mask):
+        mask = default_mask.clone()
+        mask.view(-1)[: int(t.numel() * self.share)] = 0
+        return mask
+
+
+class OwnApply(Small):
+    """Has a function without amount, though the constructor takes one."""
+
+    def __init__(self, amount=0.0):
+        assert amount == 0
+
+    @classmethod
+    def apply(cls, module, name):
+        return super().apply(module, name)
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_a_method_without_an_amount_prunes_what_it_decides(train, is_global):
+    assert zeros(train(ModelPruning(Small, use_global_unstructured=is_global), max_epochs=1)) == 81
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_a_method_that_takes_keywords_gets_the_amount(train, is_global):
+    callback = ModelPruning(Share, amount=1.0, use_global_unstructured=is_global)
+    assert zeros(train(callback, max_epochs=1)) == 81
+
+
+def test_an_apply_without_an_amount_gets_none(train):
+    assert zeros(train(ModelPruning(OwnApply, use_global_unstructured=False), max_epochs=1)) == 81
+
+
 def test_pruning_may_follow_each_validation(fit):
     class Validated(Net):
         def validation_step(self, batch, batch_idx):
@@ -238,6 +286,24 @@ def test_how_much_is_pruned_is_logged(train, caplog):
 )
 def test_arguments_that_are_not_possible_say_what_is(arguments, message):
     with pytest.raises(RequestError, match=message):
+        ModelPruning(**{"pruning_fn": "l1_unstructured"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pruning_fn": Small, "amount": 0.3}, "amount=0.3 would be ignored: Small, the pruning_fn, takes no 'amount'"),
+        ({"pruning_fn": Small, "amount": 0.3, "use_global_unstructured": False}, "amount=0.3 would be ignored"),
+        ({"pruning_fn": OwnApply, "amount": 0.3, "use_global_unstructured": False}, "amount=0.3 would be ignored"),
+        ({"pruning_dim": 0}, "pruning_dim=0 would be ignored by pruning_fn='l1_unstructured'"),
+        ({"pruning_fn": Share, "pruning_norm": 1}, "pruning_norm=1 would be ignored by .*Share"),
+        ({"pruning_fn": "random_structured", "pruning_dim": 0, "pruning_norm": 1}, "it is for 'ln_structured': leave"),
+        ({"parameters_to_prune": [(nn.Linear(1, 1), "weight")], "parameter_names": ["weight"]}, "pass one of them"),
+        ({"resample_parameters": True, "use_lottery_ticket_hypothesis": False}, "which use_lottery_ticket_hypothesis="),
+    ],
+)
+def test_an_argument_that_would_be_ignored_is_refused(arguments, message):
+    with pytest.raises(ConflictError, match=message):
         ModelPruning(**{"pruning_fn": "l1_unstructured"} | arguments)
 
 

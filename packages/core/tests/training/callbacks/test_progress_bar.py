@@ -821,7 +821,7 @@ def test_the_best_value_is_marked_and_the_last_line_says_where_things_are(
     *epochs, last = capfd.readouterr().err.splitlines()
     assert [line.rpartition(", ")[2] for line in epochs] == ["val 3 (best)", "val 1 (best)", "val 2"]
     assert last.endswith(
-        f", val 2; checkpoint {tmp_path / 'saved' / 'epoch=1.ckpt'}; logs {tmp_path / 'dstrat_logs' / 'version_0'}"
+        f", val 2; checkpoint {tmp_path / 'saved' / 'epoch=1.ckpt'}/; logs {tmp_path / 'dstrat_logs' / 'version_0'}"
     )
 
 

@@ -17,7 +17,7 @@ from dstrat.errors import CheckpointError, ConflictError, RequestError
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.module.train_module import TrainModule
@@ -59,7 +59,7 @@ class ModelPruning(Callback):
         parameter_names: Names of the pruned parameters without such pairs; by default ``("weight", "bias")``.
         use_global_unstructured: Whether ``amount`` applies to all parameters together, not to each.
         amount: Fraction of the remaining elements that are pruned in an epoch, 0.0 to 1.0, or their number as an int;
-            or a function of the epoch's index that returns it.
+            or a function of the epoch's index that returns it; by default 0.5, or what the class decides.
         apply_pruning: Whether to prune; or a function of the epoch's index that returns it.
         make_pruning_permanent: Whether the module has plain parameters without masks at the end and in checkpoints.
         use_lottery_ticket_hypothesis: Whether parameters are reset to their initial values after each pruning
@@ -82,7 +82,7 @@ class ModelPruning(Callback):
         parameters_to_prune: Parameters = (),
         parameter_names: Sequence[str] | None = None,
         use_global_unstructured: bool = True,
-        amount: float | Callable[[int], float] = 0.5,
+        amount: float | Callable[[int], float] | None = None,
         apply_pruning: bool | Callable[[int], bool] = True,
         make_pruning_permanent: bool = True,
         use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
@@ -96,14 +96,28 @@ class ModelPruning(Callback):
         unknown = [name for name in names if name not in self.PARAMETER_NAMES]
         if unknown:
             raise RequestError(f"parameter_names={parameter_names!r} may have 'weight' and 'bias', not {unknown[0]!r}")
-        if not callable(amount) and (isinstance(amount, bool) or not isinstance(amount, int | float)):
+        is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+        if not (amount is None or is_number or callable(amount)):
             raise RequestError(f"amount={amount!r} must be a float from 0.0 to 1.0, an int, or a function of the epoch")
         if verbose not in (0, 1, 2):
             raise RequestError(f"verbose={verbose!r} must be 0, 1 or 2")
-        self._prune = _pruner(pruning_fn, is_global=use_global_unstructured, dim=pruning_dim, norm=pruning_norm)
+        if parameters_to_prune and parameter_names is not None:
+            raise ConflictError(
+                "parameters_to_prune has the names of the pruned parameters, so parameter_names would be ignored: "
+                "pass one of them"
+            )
+        if resample_parameters and not use_lottery_ticket_hypothesis:
+            raise ConflictError(
+                "resample_parameters=True draws new values when parameters are reset, which "
+                f"use_lottery_ticket_hypothesis={use_lottery_ticket_hypothesis!r} switches off: pass one of them"
+            )
+        self._prune = _pruner(
+            pruning_fn, is_global=use_global_unstructured, amount=amount, dim=pruning_dim, norm=pruning_norm
+        )
         self._method_name = pruning_fn if isinstance(pruning_fn, str) else pruning_fn.__name__
         self._requested_parameters, self._parameter_names = parameters_to_prune, names
-        self._amount, self._applies = amount, apply_pruning
+        self._amount = 0.5 if amount is None else amount
+        self._applies = apply_pruning
         self._is_permanent = make_pruning_permanent
         self._uses_lottery_ticket, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
         self._verbose, self._prunes_after_training = verbose, prune_on_train_epoch_end
@@ -291,14 +305,13 @@ class ModelPruning(Callback):
 
 
 def _pruner(
-    pruning_fn: Any, *, is_global: bool, dim: int | None, norm: int | None
+    pruning_fn: Any, *, is_global: bool, amount: Any, dim: int | None, norm: int | None
 ) -> Callable[[Parameters, float], None]:
     """Return the function that prunes an amount of parameters.
 
     Raises:
-        RequestError: The method is not known, or lacks an argument.
+        RequestError: The method is not known, lacks an argument, or would ignore one.
     """
-    options: dict[str, Any] = {}
     if isinstance(pruning_fn, str):
         name = pruning_fn.lower()
         if name not in _METHODS:
@@ -307,16 +320,24 @@ def _pruner(
                 "from torch.nn.utils.prune.BasePruningMethod"
             )
         method, function = _METHODS[name], _FUNCTIONS[name]
-        options = _structured_options(name, dim, norm)
     elif isinstance(pruning_fn, type) and issubclass(pruning_fn, prune.BasePruningMethod):
-        method, function = pruning_fn, pruning_fn.apply
+        name, method, function = pruning_fn.__name__, pruning_fn, pruning_fn.apply
     else:
         raise RequestError(
             f"pruning_fn={pruning_fn!r} must be one of {', '.join(_METHODS)}, or a class derived from "
             "torch.nn.utils.prune.BasePruningMethod (the class, not an instance)"
         )
+    takes_amount = _constructs_with_amount(method)
+    if not is_global:  # which constructs the method itself, and does not call its function
+        parameters = inspect.signature(function).parameters
+        takes_amount = "amount" in parameters or (takes_amount and _has_var_keyword(parameters))
+    if amount is not None and not takes_amount:
+        raise ConflictError(
+            f"amount={amount!r} would be ignored: {name}, the pruning_fn, takes no 'amount' where it is constructed; "
+            f"leave amount out, or add it to {name}.__init__"
+        )
+    options = _slice_options(pruning_fn, dim, norm)
     if not is_global:
-        takes_amount = "amount" in inspect.signature(function).parameters or _takes_amount(method)
         return partial(_prune_each if takes_amount else _prune_each_by_itself, partial(function, **options))
     if getattr(method, "PRUNING_TYPE", None) != "unstructured":
         raise RequestError(
@@ -326,16 +347,29 @@ def _pruner(
     return partial(_prune_together, method)
 
 
-def _structured_options(name: str, dim: int | None, norm: int | None) -> dict[str, Any]:
-    if not name.endswith("_structured"):
-        return {}
-    if dim is None:
-        raise RequestError(f"pruning_fn={name!r} needs pruning_dim, the dimension along which it prunes")
-    if name != "ln_structured":
-        return {"dim": dim}
-    if norm is None:
-        raise RequestError(f"pruning_fn={name!r} needs pruning_norm, the n of the norm by which it compares")
-    return {"dim": dim, "n": norm}
+def _slice_options(pruning_fn: Any, dim: int | None, norm: int | None) -> dict[str, Any]:
+    """Return the arguments of a structured method.
+
+    Raises:
+        RequestError: One is missing, or the method would ignore it.
+    """
+    name = pruning_fn.lower() if isinstance(pruning_fn, str) else ""
+    takes_norm = name == "ln_structured"
+    takes_dim = takes_norm or name == "random_structured"
+    if takes_dim and dim is None:
+        raise RequestError(f"pruning_fn={pruning_fn!r} needs pruning_dim, the dimension along which it prunes")
+    if takes_norm and norm is None:
+        raise RequestError(f"pruning_fn={pruning_fn!r} needs pruning_norm, the n of the norm by which it compares")
+    for argument, value, is_taken, methods in (
+        ("pruning_dim", dim, takes_dim, "'ln_structured' and 'random_structured'"),
+        ("pruning_norm", norm, takes_norm, "'ln_structured'"),
+    ):
+        if value is not None and not is_taken:
+            raise ConflictError(
+                f"{argument}={value!r} would be ignored by pruning_fn={pruning_fn!r}, as it is for {methods}: "
+                "leave it out"
+            )
+    return ({"dim": dim} if takes_dim else {}) | ({"n": norm} if takes_norm else {})
 
 
 def _prune_each(function: Callable[..., Any], parameters: Parameters, amount: float) -> None:
@@ -349,16 +383,20 @@ def _prune_each_by_itself(function: Callable[..., Any], parameters: Parameters, 
 
 
 def _prune_together(method: type[prune.BasePruningMethod], parameters: Parameters, amount: float) -> None:
-    options = {"amount": amount} if _takes_amount(method) else {}
+    options = {"amount": amount} if _constructs_with_amount(method) else {}
     prune.global_unstructured(parameters, pruning_method=method, **options)
 
 
-def _takes_amount(method: type[prune.BasePruningMethod]) -> bool:
+def _constructs_with_amount(method: type[prune.BasePruningMethod]) -> bool:
     """Return whether a method is constructed with an ``amount``; its mask may depend on the values alone."""
     if method.__init__ is object.__init__:
         return False
     parameters = inspect.signature(method.__init__).parameters
-    return "amount" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "amount" in parameters or _has_var_keyword(parameters)
+
+
+def _has_var_keyword(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:

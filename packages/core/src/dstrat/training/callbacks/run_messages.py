@@ -77,12 +77,16 @@ def describe_training(
 
 
 def describe_files(trainer: Trainer) -> str:
-    """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere."""
+    """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere.
+
+    A checkpoint that is a folder ends with a slash: torch.load cannot read it.
+    """
     named = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
     best = next((path for path in named if path), None) or newest_checkpoint(trainer)
     folder = next((logger.log_dir for logger in trainer.loggers if logger.log_dir), None)
-    files = {"checkpoint": best, "logs": folder}
-    return "".join(f"; {kind} {_shorten(path)}" for kind, path in files.items() if path)
+    is_folder = best is not None and trainer.strategy.checkpoint_io.is_collective
+    checkpoint = f"; checkpoint {_shorten(best)}{'/' * is_folder}" if best else ""
+    return f"{checkpoint}; logs {_shorten(folder)}" if folder else checkpoint
 
 
 def _count(number: int, noun: str) -> str:

@@ -58,6 +58,8 @@ class LightningFileIO(CheckpointIO):
         if DSTRAT_KEY in source:  # written by dstrat-lightning: the run resumes exactly
             shared = {key: value for key, value in source.items() if key in SHARED_KEYS}
             return {**shared, **source[DSTRAT_KEY]}
+        if _VERSION_KEY not in source and "dstrat_checkpoint_version" in source:
+            return source  # of an earlier run with plugins="torch"
         checkpoint = convert_checkpoint(source, str(path)).checkpoint
         checkpoint.pop("optimizers", None)
         if source.get("optimizer_states"):
