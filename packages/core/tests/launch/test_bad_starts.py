@@ -125,7 +125,7 @@ def test_folder_of_temporary_files_with_too_long_a_name_is_told(program):
 
 def test_time_to_stop_is_that_of_the_environment():
     def stop_grace(**options):
-        return LocalLauncher(num_processes=1, **options).stop_grace
+        return LocalLauncher(num_processes=1, **options).settings.stop_seconds
 
     assert stop_grace(environ={}) == 30
     assert stop_grace(environ={"DSTRAT_STOP_SECONDS": "0.5"}) == 0.5

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Parts, TrainerLike
-    from dstrat.parallel.process_group import Channel
+    from dstrat.parallel.job import Channel
 
 T = TypeVar("T")
 

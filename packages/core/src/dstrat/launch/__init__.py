@@ -3,7 +3,7 @@
 In the process of the user, which supervises the ranks of its machine and runs none of them:
 
     local          the launcher: a job, its attempts, the result
-    job            the job's folder, port and environment, and objects that its processes exchange
+    job            settings, folder, port and environment of the job, and objects that its processes exchange
     command        the command line that runs the script once more
     processes      the start methods
     supervisor     waits, stops, ends; finds the failure that was first

@@ -13,6 +13,7 @@ from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
 from dstrat.parallel.internals import BatchNorm, count_collectives
+from dstrat.parallel.job import current_job
 from dstrat.parallel.process_group import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.parallel.job import Job
 
 
 T = TypeVar("T")
@@ -73,11 +75,16 @@ class ParallelStrategy(Strategy):
         timeout: How long a rank waits for the others, and how long it may be idle, before the job fails.  By default it
             waits for 30 minutes, and may be idle for 10.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Attributes:
+        job: The open communication with the other ranks, from :meth:`setup_environment` to :meth:`teardown`; None at
+            other times, and if the strategy opens communication by other means.
     """
 
     start_method: str | None = "popen"
     uses_torch_distributed = True
     timeout: timedelta = DEFAULT_TIMEOUT
+    job: Job | None = None
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class ParallelStrategy(Strategy):
         self._root_device = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_root_device": None}  # another process has another one
+        return {**self.__dict__, "_root_device": None, "job": None}  # another process has others
 
     # Rank and device of this process
 
@@ -170,7 +177,9 @@ class ParallelStrategy(Strategy):
     def setup_environment(self) -> None:
         self._root_device = None  # a forked rank has inherited the cached value of its parent
         super().setup_environment()
-        check_same_catalog(get_catalog(), self.open_communication(), self.global_rank, self.world_size)
+        store = self.open_communication()
+        self.job = current_job()  # a subclass may return a store of its own
+        check_same_catalog(get_catalog(), store, self.global_rank, self.world_size)
 
     def open_communication(self) -> dist.Store:
         """Open communication among the ranks, and return the store that they share; collective.
@@ -210,6 +219,7 @@ class ParallelStrategy(Strategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self.job = None
         self.close_communication(aborts=True)
 
     def teardown(self) -> None:
@@ -217,6 +227,7 @@ class ParallelStrategy(Strategy):
             self._synchronized_norm.undo()
             self._synchronized_norm = None
         super().teardown()
+        self.job = None
         self.close_communication(aborts=False)
 
     # Steps

@@ -15,7 +15,7 @@ from dstrat.resolve.plan import PlanRow
 if TYPE_CHECKING:
     from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.launch.processes import StartMethod
+    from dstrat.launch.job import StartMethod
     from dstrat.resolve.compatibility import Constraints
     from dstrat.resolve.selection import Selection
 
@@ -170,7 +170,7 @@ def _start_method(strategy: Selection[Strategy], world_size: int) -> StartMethod
             f"{strategy.title} starts no processes, and {world_size} are needed: start them with torchrun, "
             "or with a scheduler"
         )
-    from dstrat.launch.processes import StartMethod  # slow to import; most plans need none
+    from dstrat.launch.job import StartMethod  # slow to import; most plans need none
 
     methods: tuple[StartMethod, ...] = get_args(StartMethod)
     for start_method in methods:

@@ -228,12 +228,13 @@ def _launcher(
 ) -> Launcher | None:
     if plan.start_method is not None:
         from dstrat.checkpoint.formats import recover_checkpoint  # slow to import; most plans need none
+        from dstrat.launch.job import JobSettings
         from dstrat.launch.local import LocalLauncher
 
         if plan.num_nodes > 1:  # variables that the user has set come first
             address = {"MASTER_ADDR": cluster.main_address, "MASTER_PORT": str(cluster.main_port)}
             environ = {**address, "NODE_RANK": str(cluster.node_rank), **environ}
-        return LocalLauncher(
+        settings = JobSettings(
             num_processes=plan.processes_per_node,
             start_method=plan.start_method,
             num_nodes=plan.num_nodes,
@@ -243,6 +244,7 @@ def _launcher(
             hang_timeout=strategy.hang_timeout,
             preemption_deadline=plan.preemption_deadline,
         )
+        return LocalLauncher(settings)
     if plan.started_by == "cluster":
         from dstrat.launch.external import ExternalLauncher
 
