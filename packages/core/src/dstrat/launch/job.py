@@ -108,7 +108,7 @@ def _stop_seconds(environ: Mapping[str, str]) -> float:
         seconds = 0.0
     if not seconds > 0:
         raise RequestError(
-            f"{_STOP_SECONDS}={text!r} is no number of seconds: set it to how long ranks may take to stop and "
+            f"{_STOP_SECONDS} needs a number of seconds, not {text!r}: set it to how long ranks may take to stop and "
             "save a checkpoint after a signal, such as 120, or unset it"
         )
     return seconds

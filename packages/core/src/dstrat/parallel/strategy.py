@@ -11,7 +11,7 @@ from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
-from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
+from dstrat.parallel.collectives import broadcast_object, broadcast_tensors, gather_tensors, reduce_tensor
 from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.job import current_job
 from dstrat.parallel.process_group import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Components, TrainerLike
     from dstrat.parallel.job import Job
 
 
@@ -67,8 +67,8 @@ class ParallelStrategy(Strategy):
                 return self.model.no_sync()
 
     The first five arguments of the constructor, by position or by name, are components, see
-    :class:`~dstrat.interfaces.strategy.Parts`.  A class that users name documents them itself, for the help of command
-    lines.
+    :class:`~dstrat.interfaces.strategy.Components`.  A class that users name documents them itself, for the help of
+    command lines.
 
     Args:
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
@@ -113,8 +113,8 @@ class ParallelStrategy(Strategy):
         if start_method is not None:
             self.start_method = start_method
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         self._root_device = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class ParallelStrategy(Strategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
         """Overwrite the parameters and buffers of all processes by those of global rank 0."""
-        self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
+        self.broadcast_tensors([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
         layers = [name for name, layer in self.module.named_modules() if isinstance(layer, BatchNorm)]
@@ -257,13 +257,15 @@ class ParallelStrategy(Strategy):
         else:
             dist.barrier()
 
-    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors by those of global rank 0; collective.
 
         Args:
             tensors: Tensors on the device, of the same shapes and dtypes on every rank.
         """
-        take_from_first_rank(tensors)
+        broadcast_tensors(tensors)
+
+    take_from_first_rank = broadcast_tensors  # its first name
 
     def collectives_begun(self) -> int:
         return count_collectives()

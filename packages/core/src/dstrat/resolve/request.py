@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat import plugins
 from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
-from dstrat.interfaces.strategy import Parts
+from dstrat.interfaces.strategy import Components
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import nearest
 from dstrat.resolve.selection import INTERFACES
@@ -179,7 +179,7 @@ def _from_strategy(strategy: Selection[Strategy] | None) -> Iterator[tuple[Subje
     if strategy is None:
         return
     arguments = getattr(strategy.instance, "given_parts", None)
-    if not isinstance(arguments, Parts):
+    if not isinstance(arguments, Components):
         name = type(strategy.instance).__name__
         raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")
     for argument, subject in _ARGUMENTS_OF_STRATEGIES.items():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import BrokenComponentError, ConflictError, RequestError
-from dstrat.interfaces.strategy import Parts
+from dstrat.interfaces.strategy import Components
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.cluster import choose_cluster, num_started
 from dstrat.resolve.compatibility import Constraints
@@ -180,8 +180,8 @@ def _compose(
     if precision.from_catalog:  # a flag, for which a strategy or an accelerator may have an implementation
         flag = precision_flag(precision)
         precision_plugin = strategy.precision_for(flag) or accelerator.instance.precision_for(flag)
-    strategy.receive(
-        Parts(
+    strategy.set_components(
+        Components(
             accelerator=accelerator.instance,
             parallel_devices=_parallel_devices(plan, accelerator),
             cluster_environment=cluster,
