@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
 DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma)[^-]*")  # what follows a dash is a reason
 RELATIVE = re.compile(r"\b(what|whatever|whose|of which)\b", re.IGNORECASE)
+NOQA = re.compile(r"#\s*noqa\b")
+# Units of training/, top to bottom: an import from a later to an earlier one is upward.
+TRAINING = (
+    *("trainer", "run", "results", "state", "callbacks", "checkpoint", "loops", "loggers", "profilers", "metrics"),
+    *("module", "run_context", "hooks", "anomaly", "contexts", "arguments"),
+)
+HOLDERS = ("Trainer", "RunState", "RunContext", "Run", "FitLoop", "Position", "AutomaticOptimization")
+JOB_MODULES = ("parallel/process_group.py", "parallel/job.py", "launch/external.py", "launch/progress.py")
+STATE_METHODS = {
+    *("module_state_dict", "load_module_state_dict", "optimizer_state", "load_optimizer_state"),
+    *("sharded_module_state", "load_sharded_module_state", "sharded_optimizer_state", "optimizer_template"),
+    "load_sharded_optimizer_state",
+}
 CLAUSE = re.compile(r"(what|how|where|when|whether|who|whose|which|why)\b", re.IGNORECASE)
 
 
@@ -88,16 +101,90 @@ def size() -> dict[str, Any]:
     }
 
 
-def calls(function: Callable[[], Any]) -> tuple[int, int, int]:
-    """Return how many functions and files of ours a call passes through, and how many calls of any Python function."""
+def attributes(node: ast.ClassDef) -> tuple[set[str], set[str]]:
+    """Return the attributes that a class sets by itself, and its methods and properties."""
+    own = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    own |= {
+        n.attr
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.ctx, ast.Store)
+        and isinstance(n.value, ast.Name)
+        and n.value.id == "self"
+    }
+    return own, {n.name for n in node.body if isinstance(n, ast.FunctionDef)} - own
+
+
+def training_imports() -> tuple[int, int]:
+    """Return how many units of ``training/`` import another one, and how many of these imports are upward."""
+    folder = PACKAGES / "core/src/dstrat/training"
+    edges = set()
+    for path in folder.rglob("*.py"):
+        unit = path.relative_to(folder).with_suffix("").parts[0]
+        for node in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            other = module.removeprefix("dstrat.training.").partition(".")[0]
+            if module.startswith("dstrat.training.") and other != unit:
+                edges.add((unit, other))
+    order = {unit: index for index, unit in enumerate(TRAINING)}
+    return len(edges), sum(order.get(one, 0) > order.get(other, 0) for one, other in edges)
+
+
+def state() -> dict[str, Any]:
+    """Return the figures of the state: who holds that of a run and of a job, and who gets the whole of it."""
+    core = modules("core")
+    root = PACKAGES / "core/src/dstrat"
+    trees = {path: ast.parse(text) for path, text in core.items()}
+    classes = {n.name: n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    found: dict[str, Any] = {}
+    for name in HOLDERS:
+        if name in classes:
+            own, methods = attributes(classes[name])
+            found[f"{name}: attributes of its own"] = len(own)
+            found[f"{name}: attributes and members"] = len(own | methods)
+    imported = [n for tree in trees.values() for n in imports(tree) if isinstance(n, ast.ImportFrom)]
+    found["imports of Trainer in the core"] = sum(
+        n.module == "dstrat.training.trainer" and "Trainer" in {alias.name for alias in n.names} for n in imported
+    )
+    found["imports between units of training/"], found["upward imports among these"] = training_imports()
+    found["module-level lists, dicts and counters of a job"] = sum(
+        isinstance(n, ast.Assign | ast.AnnAssign)
+        and (
+            isinstance(n.value, ast.List | ast.Dict)
+            or (isinstance(n.value, ast.Call) and ast.unparse(n.value.func) == "itertools.count")
+        )
+        for name in JOB_MODULES
+        if root / name in trees
+        for n in trees[root / name].body
+    )
+    found["calls of as_path in the core"] = sum(
+        isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "as_path"
+        for tree in trees.values()
+        for n in ast.walk(tree)
+    )
+    families = [ast.parse(text) for path, text in modules().items() if path not in core]
+    found["overrides of the nine state methods in the families"] = sum(
+        isinstance(n, ast.FunctionDef) and n.name in STATE_METHODS for tree in families for n in ast.walk(tree)
+    )
+    functions = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    code = sum(map(lines_of_code, core.values()))
+    found["code lines per function, core"] = round(code / len(functions), 1)
+    everything = "\n".join(modules().values())
+    found["noqa per 1,000 lines"] = round(1000 * len(NOQA.findall(everything)) / len(everything.splitlines()), 1)
+    return found
+
+
+def calls(function: Callable[[], Any]) -> tuple[int, int, int, int]:
+    """Return how many functions and files of ours a call passes, and the calls of ours and of any function in it."""
     passed: set[tuple[str, str]] = set()
-    count = 0
+    count = own = 0
 
     def note(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
+        nonlocal count, own
         if event == "call":
             count += 1
             if f"{PACKAGES}/" in frame.f_code.co_filename and not frame.f_code.co_name.startswith("<"):
+                own += 1
                 passed.add((frame.f_code.co_filename, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)))
 
     sys.setprofile(note)
@@ -105,7 +192,7 @@ def calls(function: Callable[[], Any]) -> tuple[int, int, int]:
         function()
     finally:
         sys.setprofile(None)
-    return len(passed), len({file for file, _ in passed}), count
+    return len(passed), len({file for file, _ in passed}), own, count
 
 
 def paths() -> dict[str, Any]:
@@ -136,18 +223,41 @@ def paths() -> dict[str, Any]:
     }
     make()
     found: dict[str, Any] = {}
-    found["functions passed by Trainer(strategy='ddp')"], found["files passed by it"], _ = calls(make)
+    (
+        found["functions passed by Trainer(strategy='ddp')"],
+        found["files passed by it"],
+        found["calls of ours in it"],
+        _,
+    ) = calls(make)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 4)), batch_size=4)
     with tempfile.TemporaryDirectory() as folder:
         trainer, net = dstrat.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet), Net()
         trainer.fit(net, loader)
         trainer.save_checkpoint(Path(folder) / "first")
-        _, found["files passed by a save"], found["function calls of a save"] = calls(
-            lambda: trainer.save_checkpoint(Path(folder) / "second")
-        )
+        (
+            found["functions passed by a save"],
+            found["files passed by a save"],
+            found["calls of ours in a save"],
+            found["function calls of a save"],
+        ) = calls(lambda: trainer.save_checkpoint(Path(folder) / "second"))
+        found["calls of ours in a further step"] = _calls_of_a_step(dstrat, net, loader, quiet)
     return found
 
 
+def _calls_of_a_step(dstrat: Any, net: Any, loader: Any, quiet: dict[str, Any]) -> float:
+    """Return the number of calls of ours in a training step, from the difference of two fits."""
+
+    def fit(steps: int) -> int:
+        trainer = dstrat.Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps, **quiet)
+        longer = torch.utils.data.DataLoader(loader.dataset, batch_size=1, sampler=[0] * 512)
+        return calls(lambda: trainer.fit(net, longer))[2]
+
+    import torch
+
+    fit(1)
+    return (fit(300) - fit(100)) / 200
+
+
 if __name__ == "__main__":
-    for name, value in {**size(), **paths()}.items():
+    for name, value in {**size(), **state(), **paths()}.items():
         print(f"{name:60} {value:>10,}")

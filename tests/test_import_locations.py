@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dstrat
-from dstrat import accelerators, callbacks, loggers, profilers, strategies, tuner, utilities
+from dstrat import accelerators, callbacks, launch, loggers, profilers, strategies, tuner, utilities
 from dstrat import plugins as plugin_classes
 from dstrat.plugins import environments, io, precision
 from dstrat.plugins.known import KNOWN_CLASSES
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 FAMILIES = ["dstrat_bagua", "dstrat_ddp", "dstrat_deepspeed", "dstrat_fairscale", "dstrat_fsdp"]
 MODULES = [
     dstrat, accelerators, callbacks, loggers, profilers, strategies, tuner, utilities, plugin_classes, environments, io,
-    precision, *map(import_module, FAMILIES),
+    precision, launch, *map(import_module, FAMILIES),
 ]  # fmt: skip
 
 

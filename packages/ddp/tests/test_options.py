@@ -83,8 +83,8 @@ def test_devices_are_not_given_twice(keyword):
             RequestError,
             "ddp_comm_wrapper 'fp8' is not one of bf16_compress, fp16_compress",
         ),
-        ({"ddp_comm_state": object()}, ConflictError, "ddp_comm_state is of no use without a ddp_comm_hook"),
-        ({"ddp_comm_wrapper": "fp16_compress"}, ConflictError, "ddp_comm_wrapper is of no use without"),
+        ({"ddp_comm_state": object()}, ConflictError, "ddp_comm_state needs a ddp_comm_hook"),
+        ({"ddp_comm_wrapper": "fp16_compress"}, ConflictError, "ddp_comm_wrapper needs a ddp_comm_hook"),
         ({"ddp_comm_hook": "post_localSGD"}, ConflictError, "got ddp_comm_state None, and must know when it starts"),
         (
             {"ddp_comm_hook": "post_localSGD", "ddp_comm_state": local_sgd()},

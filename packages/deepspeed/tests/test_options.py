@@ -38,8 +38,8 @@ CONFLICTS = {
     r"pin_memory=True changes nothing without offload_optimizer=True or": {"pin_memory": True},
     r"max_in_cpu=5 changes nothing without parameters": {"stage": 3, "offload_parameters": True, "max_in_cpu": 5},
     r"remote_device='nvme' makes parameters in files": {"stage": 3, "remote_device": "nvme"},
-    r"sub_group_size is for the step of stage 3, and the stage is 2": {"sub_group_size": 1000},
-    r"zero_optimization=False is stage 0, and stage=3 shards": {"stage": 3, "zero_optimization": False},
+    r"sub_group_size needs stage=3, not stage=2": {"sub_group_size": 1000},
+    r"zero_optimization=False needs stage=0, not stage=3": {"stage": 3, "zero_optimization": False},
     r"exclude_frozen_parameters is about DeepSpeed's own files": {"exclude_frozen_parameters": True},
 }
 

@@ -100,7 +100,7 @@ def strategy(target_batch_size=16, **options):
             ConflictError,
             "leave offload_optimizer=False out",
         ),
-        ({"target_batch_size": 8, "initial_peers": "here"}, RequestError, "has 'here', which is no address of a peer"),
+        ({"target_batch_size": 8, "initial_peers": "here"}, RequestError, "has 'here', not an address of a peer"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_the_start(options, error, message):

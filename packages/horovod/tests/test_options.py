@@ -40,7 +40,7 @@ def test_the_signature_is_the_known_one_and_horovods_options():
         (
             {"gradient_predivide_factor": 2.0, "op": "Sum"},
             ConflictError,
-            "gradient_predivide_factor=2.0 divides an average in two steps, and op='Sum' is none",
+            "gradient_predivide_factor=2.0 needs op='average', not op='sum'",
         ),
         ({"num_groups": 2, "groups": 3}, ConflictError, "num_groups=2 and groups=3 say the same: pass one of them"),
         ({"num_groups": -1}, RequestError, "groups -1 must be a number from 1 upwards"),

@@ -211,7 +211,7 @@ def test_the_recipe_reaches_the_engine_within_autocast(engine):
 
 def test_options_of_fp8_are_refused_in_other_precisions():
     for options in ({"recipe": "delayed"}, {"replace_layers": True}):
-        with pytest.raises(ConflictError, match="are of precision 'fp8', and it is 'bf16-mixed'"):
+        with pytest.raises(ConflictError, match="need precision='fp8', not 'bf16-mixed'"):
             HPUPrecisionPlugin("bf16-mixed", **options)
 
 

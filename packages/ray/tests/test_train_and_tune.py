@@ -266,7 +266,7 @@ def test_callback_outside_of_ray_is_refused(tmp_path, recwarn):
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True])
 def test_callback_refuses_numbers_of_epochs_that_make_no_sense(number):
-    with pytest.raises(RequestError, match="is no number of epochs: give 1 or more"):
+    with pytest.raises(RequestError, match="every_n_epochs needs a number of epochs from 1"):
         RayReportCallback(every_n_epochs=number)
 
 

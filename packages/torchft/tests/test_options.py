@@ -66,7 +66,7 @@ def test_an_impossible_option_is_refused(options, message):
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("REPLICA_GROUP_ID", "first")
-    with pytest.raises(RequestError, match="REPLICA_GROUP_ID='first' is no number"):
+    with pytest.raises(RequestError, match="REPLICA_GROUP_ID needs a whole number from 0, not 'first'"):
         TorchFTStrategy()
 
 

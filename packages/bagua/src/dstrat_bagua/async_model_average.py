@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import LaunchError, PeerError
-from dstrat.parallel.process_group import clone_job_store
+from dstrat.parallel.job import current_job
 from dstrat_bagua.algorithm import Algorithm, check_choice, check_count
 from dstrat_bagua.buckets import Bucket, divide_into_buckets
 
@@ -96,10 +96,11 @@ class BackgroundAveraging:
     """
 
     def __init__(self, replica: Replica, ranks: Ranks, interval: float) -> None:
-        store = clone_job_store(f"async model average/{replica.steps}", replica.timeout)
-        if store is None:
+        job = current_job()
+        if job is None:
             raise LaunchError("algorithm 'async' needs the store of the job, which is open in a run of dstrat only")
-        self._store, self._ranks, self._interval = store, ranks, interval
+        self._store = job.clone_store(f"async model average/{replica.steps}", replica.timeout)
+        self._ranks, self._interval = ranks, interval
         self._device = replica.device
         self._copies = divide_into_buckets(replica.parameters.values())
         self._averages = [torch.empty_like(copy.flat) for copy in self._copies]

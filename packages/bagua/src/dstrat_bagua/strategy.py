@@ -250,7 +250,7 @@ class BaguaStrategy(ParallelStrategy):
             with self._gradients.during_backward():
                 super().backward(loss, *args, **kwargs)
             # As DistributedDataParallel does: each rank has statistics of its own batches.
-            self.take_from_first_rank(self.module.buffers())
+            self.broadcast_tensors(self.module.buffers())
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
@@ -276,7 +276,7 @@ class BaguaStrategy(ParallelStrategy):
 
     def _average_weights(self) -> None:
         average_tensors(self._trainable())
-        self.take_from_first_rank(self.module.buffers())
+        self.broadcast_tensors(self.module.buffers())
 
     def _trainable(self) -> list[Parameter]:
         """Return the parameters that were trainable when the training began."""

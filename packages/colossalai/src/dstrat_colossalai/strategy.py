@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
+    from dstrat.interfaces.strategy import Components, StepName, TrainerLike
 
 
 class ColossalAIStrategy(ParallelStrategy):
@@ -151,8 +151,8 @@ class ColossalAIStrategy(ParallelStrategy):
     def _is_sharded(self) -> bool:
         return self.plugin != "torch_ddp"
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         if not self._is_sharded:
             return
         for device in self.parts.parallel_devices or ():
@@ -264,7 +264,7 @@ class ColossalAIStrategy(ParallelStrategy):
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         if not self._is_sharded:  # the last step has changed buffers by the data of each rank
-            self.take_from_first_rank(self.module.buffers())
+            self.broadcast_tensors(self.module.buffers())
         return super().evaluation_context()
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dstrat.launch.task import result_of_ranks as result_of_ranks
     from dstrat.own_loop.loop import OwnLoop as OwnLoop
     from dstrat.own_loop.loop import build as build
+    from dstrat.parallel.collectives import broadcast_tensors as broadcast_tensors
     from dstrat.parallel.collectives import take_from_first_rank as take_from_first_rank
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
@@ -166,6 +167,7 @@ _HOMES = {
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "apply_to_tensors": "dstrat.interfaces.batch",
+    "broadcast_tensors": "dstrat.parallel.collectives",
     "build": "dstrat.own_loop.loop",
     "dump_call": "dstrat.launch.task",
     "grad_norm": "dstrat.training.module.optimization",

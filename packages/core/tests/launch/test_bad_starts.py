@@ -125,7 +125,7 @@ def test_folder_of_temporary_files_with_too_long_a_name_is_told(program):
 
 def test_time_to_stop_is_that_of_the_environment():
     def stop_grace(**options):
-        return LocalLauncher(num_processes=1, **options).stop_grace
+        return LocalLauncher(num_processes=1, **options).settings.stop_seconds
 
     assert stop_grace(environ={}) == 30
     assert stop_grace(environ={"DSTRAT_STOP_SECONDS": "0.5"}) == 0.5
@@ -134,5 +134,7 @@ def test_time_to_stop_is_that_of_the_environment():
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
 def test_time_to_stop_that_is_none_is_refused(text):
-    with pytest.raises(RequestError, match=f"DSTRAT_STOP_SECONDS='{text}' is no number of seconds: set it to how long"):
+    with pytest.raises(
+        RequestError, match=f"DSTRAT_STOP_SECONDS needs a number of seconds, not '{text}': set it to how long"
+    ):
         LocalLauncher(num_processes=1, environ={"DSTRAT_STOP_SECONDS": text})

@@ -126,16 +126,16 @@ def test_batches_are_brought_to_the_device_and_its_precision():
 def test_logging_without_a_logger_or_of_what_is_no_number_is_refused(tmp_path):
     with pytest.raises(MisuseError, match=r"log was called without a logger: OwnLoop\(strategy, loggers="):
         launch(lambda loop: loop.log("x", 1), devices=1)
-    with pytest.raises(MisuseError, match="log was given 'text' as 'x': pass a number"):
+    with pytest.raises(MisuseError, match=r"log\('x', \.\.\.\) got 'text': pass a number"):
         launch(lambda loop: loop.log("x", "text"), devices=1, loggers=[CSVLogger(tmp_path)])
-    with pytest.raises(MisuseError, match="loggers has 'csv', which is no Logger"):
+    with pytest.raises(MisuseError, match="loggers has 'csv', not a Logger"):
         launch(lambda loop: None, devices=1, loggers="csv")
 
 
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ("net", "setup was given 'net': pass a torch.nn.Module, or a list or dict of them"),
+        ("net", "setup got 'net': pass a torch.nn.Module, or a list or dict of them"),
         ({"training": nn.Linear(1, 1)}, "'training': .*Linear.* is not a torch.nn.Module under a name of its own"),
         ([nn.Linear(1, 1), "net"], "'1': 'net' is not a torch.nn.Module"),
     ],

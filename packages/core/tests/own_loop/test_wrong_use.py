@@ -77,7 +77,7 @@ def test_what_needs_a_module_is_refused_before_setup(loop, name, arguments):
 
 def test_an_optimizer_in_place_of_a_function_is_refused(loop):
     net = nn.Linear(1, 1)
-    refuse(loop, MisuseError, "a SGD where it takes a function", lambda loop: loop.setup(net, sgd(net)))
+    refuse(loop, MisuseError, "setup needs a function, not a SGD", lambda loop: loop.setup(net, sgd(net)))
 
 
 def test_a_second_setup_is_refused(loop):
@@ -117,7 +117,7 @@ def test_a_training_step_without_optimizers_is_refused(loop):
         loop.setup(net)
         loop.compute(net, torch.ones(1))
 
-    refuse(loop, MisuseError, "setup was given no optimizers", compute)
+    refuse(loop, MisuseError, "setup got no optimizers", compute)
 
 
 def test_one_of_several_optimizers_has_to_be_named(loop):
@@ -127,7 +127,7 @@ def test_one_of_several_optimizers_has_to_be_named(loop):
         loop.backward(loop.compute(net, torch.ones(1)).sum())
         loop.step(optimizer)
 
-    refuse(loop, MisuseError, "step was given no optimizer: pass one of the 2", step)
+    refuse(loop, MisuseError, "step got no optimizer: pass one of the 2", step)
     other = sgd(nn.Linear(1, 1))
     refuse(loop, MisuseError, "a SGD that setup did not make", lambda loop: step(loop, other))
 

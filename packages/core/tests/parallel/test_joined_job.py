@@ -12,7 +12,8 @@ from torch import nn
 
 from dstrat import Callback
 from dstrat.errors import CheckpointError
-from dstrat.parallel.process_group import join_job, leave_job, rank_and_size
+from dstrat.parallel.job import rank_and_size
+from dstrat.parallel.process_group import join_job, leave_job
 from dstrat.parallel.strategy import ParallelStrategy
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,9 @@ from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel import process_group
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
 from dstrat.parallel.internals import uses_nccl
+from dstrat.parallel.job import Job, current_job, rank_and_size
 from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.testing.ranks.team import LoopbackCluster
@@ -166,6 +167,45 @@ def test_a_process_group_of_the_users_is_joined():
     assert in_ranks(join)
 
 
+def test_the_job_is_the_store_of_its_opening_with_the_cluster_and_timeout():
+    def describe(job):
+        job.set("from rank", str(dist.get_rank()))
+        store = dist.PrefixStore("of a package", job)
+        store.set("key", "value")
+        seen_in_thread = []
+        thread = threading.Thread(target=lambda: seen_in_thread.append(current_job()))
+        thread.start()
+        thread.join()
+        return {
+            "size": job.cluster.world_size,
+            "timeout": job.timeout,
+            "value": store.get("key"),
+            "is current": current_job() is job and seen_in_thread == [job],
+        }
+
+    assert in_ranks(describe) == {"size": 2, "timeout": TIMEOUT, "value": b"value", "is current": True}
+
+
+def test_closing_ends_the_job_and_a_group_that_the_user_has_opened():
+    def close(job):
+        first = (dist.is_initialized(), current_job() is job)
+        close_process_group()
+        ended = (dist.is_initialized(), current_job(), rank_and_size())
+        # As a script does, or torchrun's or Ray's worker.
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("of the user", job), rank=int(os.environ["RANK"]), world_size=2
+        )
+        opened = (dist.is_initialized(), current_job(), rank_and_size()[1])
+        close_process_group()
+        return first, ended, opened, dist.is_initialized()
+
+    first, ended, opened, is_open = in_ranks(close)
+    assert first == (True, True)
+    assert ended == (False, None, (0, 1))
+    assert opened == (True, None, 2)
+    assert not is_open
+
+
 def test_a_process_group_of_another_size_is_refused():
     class Larger(LocalEnvironment):
         world_size = 3
@@ -199,42 +239,35 @@ def test_a_rank_that_sees_another_catalog_is_told_what_differs():
     assert "only rank 1 has ['ddp dstrat-ddp 0.2.0']; only rank 0 has ['ddp dstrat-ddp 0.1.0']" in text
 
 
-class CountingStore(dist.Store):
-    """A store of this process that counts what is asked of it."""
+class CountingJob(Job):
+    """A job that counts the requests to its store."""
 
-    def __init__(self):
-        super().__init__()
-        self.store, self.num_requests = dist.HashStore(), 0
+    num_requests = 0
 
     def __getattribute__(self, name):
-        if name not in {"add", "check", "get", "multi_get", "set", "wait"}:
-            return super().__getattribute__(name)
-        self.num_requests += 1
-        return getattr(self.store, name)
+        if name in {"add", "check", "get", "multi_get", "set", "wait"}:
+            self.num_requests += 1
+        return super().__getattribute__(name)
 
 
-def test_reading_reports_of_many_ranks_takes_few_requests(monkeypatch):
-    store = CountingStore()
-    monkeypatch.setattr(process_group, "_job_stores", [store])
+def test_reading_reports_of_many_ranks_takes_few_requests():
+    store = dist.HashStore()
     expected = {}
     for rank in range(1000):
-        monkeypatch.setattr(process_group, "_clusters", [SimpleNamespace(global_rank=rank, world_size=1000)])
+        job = CountingJob(store, "job", cluster=SimpleNamespace(global_rank=rank, world_size=1000), timeout=TIMEOUT)
         if rank in (0, 500):
-            store.num_requests = 0
-            assert process_group.read_failure_reports() == expected
-            assert store.num_requests <= 3
+            assert job.read_failure_reports() == expected
+            assert job.num_requests <= 3
         if rank % 2:
             expected[rank] = "" if rank % 3 else "ValueError: bad sample"
-            process_group.write_failure_report(expected[rank])
+            job.write_failure_report(expected[rank])
 
 
-def test_report_that_a_rank_is_about_to_write_does_not_hide_others(monkeypatch):
-    store = dist.HashStore()
-    monkeypatch.setattr(process_group, "_job_stores", [store])
-    monkeypatch.setattr(process_group, "_clusters", [SimpleNamespace(global_rank=3, world_size=8)])
-    store.add("number of failures", 1)  # and its rank was killed
-    process_group.write_failure_report("OSError: disk full")
-    assert process_group.read_failure_reports() == {3: "OSError: disk full"}
+def test_report_that_a_rank_is_about_to_write_does_not_hide_others():
+    job = Job(dist.HashStore(), "job", cluster=SimpleNamespace(global_rank=3, world_size=8), timeout=TIMEOUT)
+    job.add("number of failures", 1)  # and its rank was killed
+    job.write_failure_report("OSError: disk full")
+    assert job.read_failure_reports() == {3: "OSError: disk full"}
 
 
 def open_sockets():

@@ -183,7 +183,7 @@ def test_the_launcher_follows_from_who_starts_the_processes(built):
     assert isinstance(built(FARM, accelerator="cpu").launcher, ExternalLauncher)
     local = built({}, strategy="many_spawn", accelerator="cpu", devices=3).launcher
     assert isinstance(local, LocalLauncher)
-    assert (local.num_processes, local.num_nodes, local.start_method) == (3, 1, "spawn")
+    assert (local.settings.num_processes, local.settings.num_nodes, local.settings.start_method) == (3, 1, "spawn")
 
 
 def test_a_strategy_with_one_process_per_device_needs_no_launcher_for_one_device(built):

@@ -59,7 +59,7 @@ def test_parts_of_the_kit_cannot_be_replaced():
 
 
 def test_what_is_expected_to_fail_must_exist_and_have_a_reason():
-    with pytest.raises(MisuseError, match="names 'test_nothing', which is no standard test: possible are test_"):
+    with pytest.raises(MisuseError, match="names 'test_nothing', not a standard test: possible are test_"):
 
         class Mine(AcceleratorSuite):
             expected_failures: ClassVar = {"test_nothing": "it is not there"}

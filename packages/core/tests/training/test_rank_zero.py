@@ -37,11 +37,16 @@ def test_outside_a_run_the_environment_says_which_rank_this_is(environ, expected
     assert is_rank_zero(environ) is expected
 
 
-def test_what_a_rank_does_again_on_its_way_to_its_launch_is_left_out(monkeypatch):
-    monkeypatch.setattr(external, "_begun", [0])
-    monkeypatch.setattr(external, "_started_for", [1])
+def test_what_a_rank_does_again_on_its_way_to_its_launch_is_left_out(monkeypatch, tmp_path):
+    of_supervisor, of_rank = external.LaunchHistory(), external.LaunchHistory()
+    of_supervisor.begin_launch()
+    assert of_supervisor.begin_launch() == 1
+    of_supervisor.save(tmp_path)
+    of_rank.load(tmp_path)
+    monkeypatch.setattr(external, "history", of_rank)
+    of_rank.begin_launch()
     assert not is_rank_zero({})
-    external.next_launch()
+    of_rank.begin_launch()
     assert is_rank_zero({})
 
 

@@ -116,7 +116,7 @@ def comm_hook(hook: Hook | str | None, state: Any, wrapper: Callable[[Hook], Hoo
     if hook is None:
         for name, value in (("ddp_comm_state", state), ("ddp_comm_wrapper", wrapper)):
             if value is not None:
-                raise ConflictError(f"{name} is of no use without a ddp_comm_hook: give that too, or leave it out")
+                raise ConflictError(f"{name} needs a ddp_comm_hook: pass that too, or leave it out")
         return None
     selected = CommHook(
         hook=_named("ddp_comm_hook", hook, _HOOKS),

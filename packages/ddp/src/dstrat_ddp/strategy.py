@@ -137,8 +137,8 @@ class DDPStrategy(ParallelStrategy):
         if trainer.is_fitting:
             self._wrap()
         else:  # the values of global rank 0, which DistributedDataParallel broadcasts too
-            self.take_from_first_rank(self._synchronized(self.module.named_parameters()))
-            self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
+            self.broadcast_tensors(self._synchronized(self.module.named_parameters()))
+            self.broadcast_tensors(self._synchronized(self.module.named_buffers()))
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # The last step has changed buffers by the data of each process, such as the statistics of batch norm.
@@ -146,7 +146,7 @@ class DDPStrategy(ParallelStrategy):
         # torch 2.13 has the first name, and deprecates the second, the only one of 2.9.
         switches = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
         if next((is_on for is_on in switches if is_on is not None), True):
-            self.take_from_first_rank(self._synchronized(self.module.named_buffers()))
+            self.broadcast_tensors(self._synchronized(self.module.named_buffers()))
         return super().evaluation_context()
 
     def _synchronized(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Tensor]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Components, TrainerLike
     from dstrat_deepspeed.options import Options
 
 
@@ -243,7 +243,7 @@ class Configuration:
         """The configuration that is known before a run: without settings of the Trainer and the precision."""
         return merged(from_options(self.options, self.stage), self._user)
 
-    def check_components(self, parts: Parts) -> None:
+    def check_components(self, parts: Components) -> None:
         """Check the configuration against the components that are known, and against this machine."""
         if parts.precision_plugin is not None and parts.parallel_devices:
             check_components(self.options, self.known, parts.precision_plugin.flag, parts.parallel_devices[0].type)

@@ -83,7 +83,7 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
         return optimizer
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise RequestError(
-            f"offload_optimizer needs an optimizer for the CPU, and {kind.__name__} is none: choose torch.optim.AdamW, "
+            f"offload_optimizer needs an optimizer for the CPU, not {kind.__name__}: choose torch.optim.AdamW, "
             "torch.optim.Adam or one of deepspeed.ops, or keep it with "
             'config={"zero_force_ds_cpu_optimizer": False}'
         )
@@ -91,7 +91,7 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
     if unsupported:
         raise RequestError(
             f"{kind.__name__} has {unsupported[0]}=True, which DeepSpeedCPUAdam, its replacement with "
-            "offload_optimizer, has not: leave one of them out"
+            "offload_optimizer, does not support: leave one of them out"
         )
     _logger.info("%s becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)", kind.__name__)
     adam: Optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(

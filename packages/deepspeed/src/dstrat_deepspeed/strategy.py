@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.collectives import take_from_first_rank
+from dstrat.parallel.collectives import broadcast_tensors
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.checkpoint import CheckpointedStrategy
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
+    from dstrat.interfaces.strategy import Components, StepName, TrainerLike
     from dstrat_deepspeed.optimizer_state import PartitionedState
 
 _HAS_MASTER_WEIGHTS = ("bf16-true", "16-mixed")  # precisions in which the optimizer has copies of the parameters
@@ -116,8 +116,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self._has_failed = False
         self._running = ExitStack()
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         self._configuration.check_components(self.parts)
 
     def precision_for(self, flag: str) -> Precision | None:
@@ -207,7 +207,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             section = config["activation_checkpointing"]
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
         store_by_rows(self.module)
-        take_from_first_rank(self.module.buffers())  # DeepSpeed broadcasts the parameters only
+        broadcast_tensors(self.module.buffers())  # DeepSpeed broadcasts the parameters only
         # It may compile here, and ninja may be in this Python's environment alone.
         with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):
             if self.stage == 3:

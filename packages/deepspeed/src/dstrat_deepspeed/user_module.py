@@ -73,7 +73,7 @@ def rematerialize(module: Module, *, is_global_zero: bool) -> None:
     if is_global_zero and any(parameter.is_meta for parameter in module.parameters()):
         raise MisuseError(
             f"parameters of {type(module).__name__} are on the meta device, without values, such as after a run of "
-            "stage 3 that failed: build the module anew, and load a checkpoint of it"
+            "stage 3 that failed: create a new module and load a checkpoint"
         )
     _replace_parameters(module, lambda old: torch.empty_like(old, device="cpu") if old.is_meta else None)
 

@@ -29,22 +29,22 @@ def check_options(options: Options, config: dict[str, Any], stage: int) -> None:
     activations = _section(config, "activation_checkpointing")
     has_checkpoints = activations.get("partition_activations") and activations.get("number_checkpoints")
     conflicts = {
-        f"zero_optimization=False is stage 0, and stage={zero.stage} shards: leave one of them out": (
+        f"zero_optimization=False needs stage=0, not stage={zero.stage}: leave one of them out": (
             "stage" in changed(zero) and zero.stage and not zero.zero_optimization
         ),
-        f"sub_group_size is for the step of stage 3, and the stage is {stage}: leave it out": (
+        f"sub_group_size needs stage=3, not stage={stage}: leave it out": (
             "sub_group_size" in changed(zero) and stage != 3
         ),
         "offload_optimizer needs a sharded optimizer: choose stage 1, 2 or 3, or leave it out": (
             offload.offload_optimizer and stage == 0
         ),
-        f"offload_parameters needs stage 3, which shards parameters, and the stage is {stage}": (
+        f"offload_parameters needs stage=3, which shards parameters, not stage={stage}": (
             offload.offload_parameters and stage != 3
         ),
-        f"remote_device is for parameters of stage 3, and the stage is {stage}: leave it out": (
+        f"remote_device needs stage=3, not stage={stage}: leave it out": (
             offload.remote_device is not None and stage != 3
         ),
-        f"only stage 3 can offload to 'nvme', and the stage is {stage}: choose 'cpu'": (
+        f"offloading to 'nvme' needs stage=3, not stage={stage}: choose 'cpu'": (
             "nvme" in devices.values() and stage != 3
         ),
         **_unused_offload_options(options),

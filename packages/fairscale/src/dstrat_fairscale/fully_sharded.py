@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
+    from dstrat.interfaces.strategy import Components, StepName, TrainerLike
 
 
 class DDPFullyShardedStrategy(ParallelStrategy):
@@ -115,8 +115,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         if any(device.type != "cuda" for device in self.parts.parallel_devices or ()):
             raise ConflictError(
                 f"{type(self).__name__} is FairScale's, which shards on CUDA devices only, and this is the accelerator "

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.collectives import name_of_operation, take_from_first_rank
+from dstrat.parallel.collectives import broadcast_tensors, name_of_operation
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
@@ -170,7 +170,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def _take_first_shards(self, split: Sequence[DTensor]) -> None:
         groups = self.device_mesh[DATA_PARALLEL]
         shards = [tensor.to_local() for tensor in split if tensor.device_mesh == self.device_mesh[TENSOR_PARALLEL]]
-        take_from_first_rank(shards, groups.get_group())
+        broadcast_tensors(shards, groups.get_group())
 
     @property
     def _is_reusable(self) -> bool:

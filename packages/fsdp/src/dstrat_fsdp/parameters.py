@@ -192,8 +192,8 @@ def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
     if not parked.is_reusable or position != (parked.mesh_shape, parked.coordinate):
         _parked[module] = parked  # a run of the right size may follow
         raise MisuseError(
-            f"an earlier run has left {type(module).__name__} sharded over a mesh of {parked.mesh_shape}, which this "
-            f"run, over {tuple(mesh.shape)}, cannot use: build the module anew and load a checkpoint of it"
+            f"{type(module).__name__} is sharded over a mesh of {parked.mesh_shape} by an earlier run; this run uses a "
+            f"mesh of {tuple(mesh.shape)}: create a new module and load a checkpoint"
         )
     for hook in parked.hooks:
         hook.remove()

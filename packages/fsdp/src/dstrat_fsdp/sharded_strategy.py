@@ -17,7 +17,7 @@ from dstrat.checkpoint.full_state import gather_state, scatter_module_state
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import load_named_state, named_state, named_weights
-from dstrat.parallel.collectives import take_from_first_rank
+from dstrat.parallel.collectives import broadcast_tensors
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.strategy import ParallelStrategy
@@ -137,7 +137,7 @@ class ShardedStrategy(ParallelStrategy):
             for tensor in plain:
                 if not tensor.is_meta:
                     tensor.data = tensor.to(self.root_device)
-            take_from_first_rank(plain)
+            broadcast_tensors(plain)
             self._take_first_shards([tensor for tensor in tensors if isinstance(tensor, DTensor)])
 
     def _take_first_shards(self, split: Sequence[DTensor]) -> None:
@@ -192,7 +192,7 @@ class ShardedStrategy(ParallelStrategy):
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # In training each process computes the statistics of batch norm from its data; checkpoints have those of
         # rank 0, and evaluation uses the same. A training step reads none, so validation does not change training.
-        self.take_from_first_rank(running_statistics(self.module))
+        self.broadcast_tensors(running_statistics(self.module))
         return super().evaluation_context()
 
     # Steps: each of them gathers parameters, so that every rank takes part in every one

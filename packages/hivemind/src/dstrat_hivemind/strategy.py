@@ -398,7 +398,7 @@ def read_peers(initial_peers: Sequence[str] | str | None, environ: Mapping[str, 
     for address in addresses:
         if not (address.startswith("/") and "/p2p/" in address):
             raise RequestError(
-                f"initial_peers has {address!r}, which is no address of a peer: they look like "
+                f"initial_peers has {address!r}, not an address of a peer: they look like "
                 "'/ip4/192.0.2.1/tcp/40000/p2p/12D3Koo...', as the first peer prints them"
             )
     return addresses

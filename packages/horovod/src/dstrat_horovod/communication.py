@@ -189,7 +189,7 @@ class Communication:
         with self.peer_errors(name or "barrier"):
             self.hvd.barrier()
 
-    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors, of any dtype, by those of global rank 0."""
         targets = [tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel()]
         values = [target.contiguous() for target in targets]  # the tensor itself, unless it is strided

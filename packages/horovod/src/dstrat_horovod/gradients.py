@@ -55,10 +55,7 @@ class ReductionOptions:
         if not factor > 0:
             raise RequestError(f"gradient_predivide_factor {factor!r} must be a positive number")
         if factor != 1.0 and self.op != "Average":
-            raise ConflictError(
-                f"gradient_predivide_factor={factor!r} divides an average in two steps, and op={self.op!r} is none: "
-                "leave one of them out"
-            )
+            raise ConflictError(f"gradient_predivide_factor={factor!r} needs op='average', not op={self.op.lower()!r}")
         if isinstance(self.groups, bool | str) or (isinstance(self.groups, int) and self.groups < 1):
             raise RequestError(f"groups {self.groups!r} must be a number from 1 upwards, or lists of parameters")
         if self.op == "Adasum" and self.groups is not None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
-    from dstrat.parallel.process_group import Channel
+    from dstrat.interfaces.strategy import Components, TrainerLike
+    from dstrat.parallel.job import Channel
 
 T = TypeVar("T")
 
@@ -120,8 +120,8 @@ class HorovodStrategy(ParallelStrategy):
 
     # The life cycle
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         size = max(len(self.parallel_devices), self.world_size)
         if self.reduction_options.op == "Adasum" and size & (size - 1):
             raise ConflictError(
@@ -241,7 +241,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # Each rank has statistics of its own data in buffers, such as those of batch norm; a checkpoint has rank 0's.
-        self.take_from_first_rank(self.module.buffers())
+        self.broadcast_tensors(self.module.buffers())
         return super().evaluation_context()
 
     # Communication
@@ -260,8 +260,8 @@ class HorovodStrategy(ParallelStrategy):
     def collectives_begun(self) -> int:
         return self.communication.num_begun
 
-    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
-        self.communication.take_from_first_rank(tensors)
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        self.communication.broadcast_tensors(tensors)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return self.communication.all_gather(tensor, group, sync_grads=sync_grads)

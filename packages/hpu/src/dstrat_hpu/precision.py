@@ -46,7 +46,7 @@ class HPUPrecisionPlugin(Precision):
         if precision not in _FLAGS:
             raise RequestError(f"HPUPrecisionPlugin({precision!r}) is not possible: choose one of {', '.join(_FLAGS)}")
         if precision != "fp8" and (recipe is not None or replace_layers):
-            raise ConflictError(f"recipe and replace_layers are of precision 'fp8', and it is {precision!r}")
+            raise ConflictError(f"recipe and replace_layers need precision='fp8', not {precision!r}")
         self.flag, self.device = precision, device
         self._engine = _load_engine() if precision == "fp8" else None
         self._recipe, self._replace_layers = recipe, replace_layers

@@ -51,7 +51,7 @@ class RayReportCallback(Callback):
         dirpath: str | Path | None = None,
     ) -> None:
         if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int) or every_n_epochs < 1:
-            raise RequestError(f"every_n_epochs={every_n_epochs!r} is no number of epochs: give 1 or more")
+            raise RequestError(f"every_n_epochs needs a number of epochs from 1, not {every_n_epochs!r}")
         self.every_n_epochs = every_n_epochs
         self.save_checkpoints, self.save_weights_only = save_checkpoints, save_weights_only
         self.dirpath = None if dirpath is None else Path(dirpath)

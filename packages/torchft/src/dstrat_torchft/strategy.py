@@ -226,7 +226,7 @@ class TorchFTStrategy(ParallelStrategy):
         if self._replicas is not None and not self._is_accumulating:
             self._synchronize(self._replicas)
             if self.world_size > 1:
-                self.take_from_first_rank(self.module.buffers())
+                self.broadcast_tensors(self.module.buffers())
 
     def _synchronize(self, replicas: Replicas) -> None:
         """Average the gradients over ranks and groups, as often as it takes until the groups agree on the step."""
@@ -404,5 +404,5 @@ def read_options(
 def _read_number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
     if not text.isdecimal():
-        raise RequestError(f"{name}={text!r} is no number: set it to a whole number from 0")
+        raise RequestError(f"{name} needs a whole number from 0, not {text!r}")
     return int(text)

@@ -90,7 +90,7 @@ class HFModule(TrainModule):
         self.save_hyperparameters(ignore=["model", "optimizer", "metrics", "tensor_parallel_plan"])
         if not isinstance(model, nn.Module) and not callable(model):
             raise RequestError(
-                f"HFModule was given a {type(model).__name__}: pass a model, or a function that makes one, such as "
+                f"HFModule got a {type(model).__name__}: pass a model, or a function that makes one, such as "
                 "functools.partial(AutoModelForCausalLM.from_config, config)"
             )
         self.model: Any = model if isinstance(model, nn.Module) else None

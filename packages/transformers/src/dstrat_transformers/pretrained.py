@@ -78,7 +78,7 @@ def _make(cls: Any, name: Any, kwargs: dict[str, Any], download: Mapping[str, An
         kwargs["dtype"] = config.dtype or weights.dtype
     model = make_from_config(cls, config, **kwargs)
     if not is_pretrained_model(model):
-        raise MisuseError(f"{cls.__name__} made a {type(model).__name__}, which is no PreTrainedModel: {_ALTERNATIVE}")
+        raise MisuseError(f"{cls.__name__} made a {type(model).__name__}, not a PreTrainedModel: {_ALTERNATIVE}")
     if has_layers_of_other_dtype(model, kwargs["dtype"]):
         raise MisuseError(
             f"{type(model).__name__} in {kwargs['dtype']} has layers of another dtype, and cannot be made sharded: "

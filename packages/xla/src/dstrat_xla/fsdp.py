@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
-    from dstrat.interfaces.strategy import Parts, StepName, TrainerLike
+    from dstrat.interfaces.strategy import Components, StepName, TrainerLike
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ class XLAFSDPStrategy(XLAStrategy):
         if sequential_save:
             _log.info("sequential_save=True changes nothing: each process writes a checkpoint tensor by tensor")
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         possible = [
             name for name in inspect.signature(wrapper_class().__init__).parameters if name not in _SET_BY_STRATEGY
         ]
@@ -136,7 +136,7 @@ class XLAFSDPStrategy(XLAStrategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
         if self.sync_module_states and self.world_size > 1:
-            self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
+            self.broadcast_tensors([*self.module.parameters(), *self.module.buffers()])
         self._sharded = ShardedModule(
             self.module,
             block_policy(self._auto_wrap_policy),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Components, TrainerLike
 
 DATA = "data"
 FSDP = "fsdp"
@@ -95,8 +95,8 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         self._mesh: Any = None
         self._hooks: list[RemovableHandle] = []
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         count = len(self._present(self.parts.parallel_devices, "devices"))
         self._sizes(count)
         runtime.check_spmd(count)

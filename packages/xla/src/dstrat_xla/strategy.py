@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Components, TrainerLike
 
 
 class SingleDeviceXLAStrategy(LazySteps, SingleDeviceStrategy):
@@ -106,8 +106,8 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         self.debug, self.sync_module_states, self.reduce_on_host = debug, sync_module_states, reduce_on_host
         self.gradients_may_lack = reduce_on_host  # inside the graph, ranks with other gradients would wait for ever
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         num_processes = max(len(self.parallel_devices), self.world_size)
         if num_processes > 1 and not self.reduce_on_host and runtime.pjrt_device() == "CPU":
             raise ConflictError(
@@ -168,11 +168,11 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
             xla_model = runtime.xla_model()
             xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / self.world_size)
 
-    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
         # Not runtime.fetch, which donates buffers of recorded tensors: these are views of tensors that use them.
         on_host = [tensor.cpu() for tensor in tensors]
-        super().take_from_first_rank(on_host)
+        super().broadcast_tensors(on_host)
         with torch.no_grad():
             for tensor, value in zip(tensors, on_host, strict=True):
                 tensor.copy_(value)

@@ -168,7 +168,7 @@ def read_values(strategy: Strategy, io: CheckpointIO, path: str | Path) -> dict[
     checkpoint = io.load_into(path, dict.fromkeys(_SHARDED)) if _shards(strategy, io) else io.load_checkpoint(path)
     if "state_dict" not in checkpoint:
         raise CheckpointError(
-            f"checkpoint {str(path)!r} has no 'state_dict', and so is none of a training: give another path"
+            f"checkpoint {str(path)!r} has no 'state_dict', so it is not one of a training: pass another path"
         )
     return checkpoint
 

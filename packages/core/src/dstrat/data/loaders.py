@@ -211,7 +211,7 @@ def check_loaders(loaders: Any, name: str) -> None:
             raise MisuseError(f"{leaf_name} is the class {loader.__name__}: pass an instance, {loader.__name__}(...)")
         if isinstance(loader, Tensor | str | bytes) and is_structure(loaders):
             raise MisuseError(
-                f"{leaf_name} is of type {kind}, which is no loader: lists, tuples and dicts hold loaders, "
+                f"{leaf_name} is of type {kind}, not a loader: lists, tuples and dicts hold loaders, "
                 "so pass batches of your own in a DataLoader(batches, batch_size=None)"
             )
         if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):

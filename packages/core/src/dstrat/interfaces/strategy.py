@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class Components:
     """Components of a strategy, by the names that its constructor's arguments have; None for those that it lacks yet.
 
     The Trainer or ``dstrat.build`` selects each component that the user has not passed.
@@ -66,10 +66,13 @@ class Parts:
     precision_plugin: Precision | None = None
     launcher: Launcher | None = None
 
-    def without_names(self) -> Parts:
+    def without_names(self) -> Components:
         """Return the components that are objects, without those that the user passed as an alias or a class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Parts(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
+        return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
+
+
+Parts = Components  # its first name
 
 
 class TrainerLike(Protocol):
@@ -135,12 +138,16 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
+# Methods that packages may override by the first name that they had.
+_FIRST_NAMES = {"receive": "set_components", "take_from_first_rank": "broadcast_tensors"}
+
+
 class Strategy(ABC):
     """One way of distributing training, evaluation and prediction.
 
     A strategy is composed of an accelerator, a precision plugin and a checkpoint io.  It launches and ends processes,
     opens communication, owns the module and its optimizers, and runs the steps.  Its caller calls, in this order:
-    :meth:`receive` and :meth:`connect`; ``launcher.launch`` if there is a launcher; then in each process
+    :meth:`set_components` and :meth:`connect`; ``launcher.launch`` if there is a launcher; then in each process
     :meth:`setup_environment`, :meth:`setup`, the steps, and :meth:`teardown` (after an error, :meth:`on_exception`
     before it).  After each :meth:`backward`, :meth:`optimizer_step` and evaluation step the caller calls ``end_graph``
     of the accelerator, which some hardware needs.
@@ -168,7 +175,7 @@ class Strategy(ABC):
             def all_gather(self, tensor, group=None, sync_grads=False):
                 return tensor.unsqueeze(0)
 
-    The arguments of the constructor are components, see :class:`Parts`.
+    The arguments of the constructor are components, see :class:`Components`.
 
     Attributes:
         start_method: Start method of the processes of this machine; None if the strategy starts none.
@@ -205,6 +212,10 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for first_name, name in _FIRST_NAMES.items():  # a class overrides both, whichever it defines
+            for defined, other in ((first_name, name), (name, first_name)):
+                if defined in cls.__dict__ and other not in cls.__dict__:
+                    setattr(cls, other, cls.__dict__[defined])
         # Here, as otherwise a user of the class would see a TypeError in the first step.
         _check_signature(cls, "backward", "loss, *args, **kwargs")
         _check_signature(cls, "batch_to_device", "batch")
@@ -215,10 +226,10 @@ class Strategy(ABC):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self.given_parts = Parts(
+        self.given_parts = Components(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        self.parts = self.given_parts.without_names()  # until receive, which has objects for the names
+        self.parts = self.given_parts.without_names()  # until set_components, which has objects for the names
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
@@ -229,26 +240,28 @@ class Strategy(ABC):
 
     # Components
 
-    def receive(self, parts: Parts) -> None:
+    def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.
 
-        For an alias or a class that was passed to the constructor, the instance in ``parts`` is used.
+        For an alias or a class that was passed to the constructor, the instance in ``components`` is used.
 
         Raises:
-            MisuseError: ``parts`` has no instance for it.
+            MisuseError: ``components`` has no instance for it.
         """
         from_constructor = {}
-        for field in fields(Parts):
+        for field in fields(Components):
             value = getattr(self.given_parts, field.name)
             if isinstance(value, str | type):
-                if getattr(parts, field.name) is None:
+                if getattr(components, field.name) is None:
                     raise MisuseError(
                         f"{type(self).__name__}({field.name}={value!r}) needs an instance here: only Trainer and "
                         "dstrat.build construct components from an alias or a class"
                     )
             elif value is not None:
                 from_constructor[field.name] = value
-        self.parts = replace(parts, **from_constructor)
+        self.parts = replace(components, **from_constructor)
+
+    receive = set_components  # its first name
 
     @property
     def accelerator(self) -> Accelerator:

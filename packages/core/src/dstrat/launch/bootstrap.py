@@ -56,7 +56,7 @@ def _run(folder: Path, kind: str, command: list[str]) -> None:
     if kind == "function":
         rank.run_function(folder)
         return
-    external.load(folder)
+    external.history.load(folder)
     target, *sys.argv[:] = command  # the same list, of which modules may have a reference
     if kind == "script":
         _run_script(target)

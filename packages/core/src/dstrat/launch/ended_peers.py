@@ -25,6 +25,8 @@ from dstrat.launch.rank import this_rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from dstrat.parallel.job import Job
+
 _ENDING_SECONDS = 1.0  # that a rank may take to end after its failure
 _NUM_NAMED = 16
 _PAUSE = _ENDING_SECONDS / 20
@@ -43,23 +45,18 @@ def name_ended_ranks(error: BaseException) -> None:
     Args:
         error: What this rank fails with; other errors than that of a lost connection or a timeout stay as they are.
     """
-    if (
-        this_rank() is not None
-        or not isinstance(error, Exception)
-        or "dstrat.parallel.process_group" not in sys.modules  # one process; hence no import at the top of this module
-    ):
+    job = _current_job()
+    if this_rank() is not None or not isinstance(error, Exception) or job is None:
         return
-    from dstrat.parallel.process_group import store_address
-
     kind = kind_of(error)
-    processes = _read_processes()
+    processes = _read_processes(job)
     if processes is None:  # the store is gone; an own error says enough without it
-        if kind != "error" and (address := store_address()) is not None:
-            _note(error, f"rank 0 at {address} does not respond: it has ended, or its machine is not reachable")
+        if kind != "error" and job.address is not None:
+            _note(error, f"rank 0 at {job.address} does not respond: it has ended, or its machine is not reachable")
         return
     machines = {machine for _, machine in processes.values()}
     if len(machines) > 1:  # peers of this machine look up its process instead
-        _write_report(error)
+        _write_report(job, error)
     if kind == "error":
         return
     nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
@@ -69,8 +66,17 @@ def name_ended_ranks(error: BaseException) -> None:
         verb = "have" if len(ended) > 1 else "has"
         _note(error, f"{list_ranks(ended[:_NUM_NAMED])} of {len(processes)} {verb} ended already")
     elif len(machines) > 1:
-        for note in _describe_remote_failures(processes):
+        for note in _describe_remote_failures(job, processes):
             _note(error, note)
+
+
+def _current_job() -> Job | None:
+    """Return the job of this process; None in a process that communicates with no other one."""
+    if "dstrat.parallel.job" not in sys.modules:  # hence no import at the top of this module: it needs torch
+        return None
+    from dstrat.parallel.job import current_job
+
+    return current_job()
 
 
 def _note(error: BaseException, note: str) -> None:
@@ -86,26 +92,21 @@ def _note(error: BaseException, note: str) -> None:
 _REPORT_SECONDS = 2.0  # that ranks may take to report, after the first of them has lost a connection
 
 
-def _write_report(error: Exception) -> None:
+def _write_report(job: Job, error: Exception) -> None:
     """Write the failure of this rank into the store; nothing if it has only lost its peers, so that these are named."""
-    from dstrat.parallel.process_group import write_failure_report
-
     text = "" if kind_of(error) != "error" else f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
+    _call_for(_ENDING_SECONDS, partial(job.write_failure_report, text))
 
-    _call_for(_ENDING_SECONDS, partial(write_failure_report, text))
 
-
-def _describe_remote_failures(processes: Mapping[int, tuple[int, str]]) -> list[str]:
+def _describe_remote_failures(job: Job, processes: Mapping[int, tuple[int, str]]) -> list[str]:
     """Return which ranks of other machines have failed by themselves; if none, which of them are silent."""
-    from dstrat.parallel.process_group import read_failure_reports
-
     size = len(processes)
     hosts = {rank: machine.partition(" ")[0] for rank, (_, machine) in processes.items()}
     remote = [rank for rank, (_, machine) in processes.items() if machine != this_machine()]
     deadline = time.monotonic() + _REPORT_SECONDS
     pause = max(_PAUSE, 3e-4 * size)  # limits the requests to the store, three of each rank, to 10,000 in a second
     while True:
-        reports = _call_for(_ENDING_SECONDS, read_failure_reports)
+        reports = _call_for(_ENDING_SECONDS, job.read_failure_reports)
         if reports is None:
             return [f"rank 0 of {size} on {hosts[0]!r} does not respond: it has ended, or its machine is not reachable"]
         failed = [rank for rank in remote if reports.get(rank)]
@@ -162,7 +163,8 @@ def obey_when_peers_end(number: int, is_over: threading.Event) -> None:
 
 
 def _repeat_when_peers_end(is_over: threading.Event) -> None:
-    all_processes = _read_processes() or {}
+    job = _current_job()
+    all_processes = (None if job is None else _read_processes(job)) or {}
     processes = {rank: pid for rank, (pid, machine) in all_processes.items() if machine == this_machine()}
     while not any(map(has_ended, processes.values())):
         if is_over.wait(_PAUSE) or not processes:
@@ -179,8 +181,6 @@ def _wait_for_end_of_any(processes: Mapping[int, int], seconds: float) -> list[i
     return ended
 
 
-def _read_processes() -> dict[int, tuple[int, str]] | None:
+def _read_processes(job: Job) -> dict[int, tuple[int, str]] | None:
     """Return process and machine of each rank, from the store; None where it does not respond soon."""
-    from dstrat.parallel.process_group import read_processes
-
-    return _call_for(_ENDING_SECONDS, read_processes)
+    return _call_for(_ENDING_SECONDS, job.read_processes)

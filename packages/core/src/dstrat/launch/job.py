@@ -13,15 +13,16 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
-from dstrat.errors import LaunchError
+from dstrat.errors import LaunchError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from datetime import timedelta
 
 
 JOB_VARIABLE = "DSTRAT_JOB"
@@ -41,8 +42,80 @@ _LAST_PORT = 65535
 _PORT_HINT = "unset MASTER_PORT to use a free port, or choose another"
 
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JobSettings:
+    """Settings of the jobs that a launcher starts on this machine.
+
+    Attributes:
+        num_processes: Number of ranks on this machine.
+        start_method: ``"popen"`` runs the script once more in each rank.  The others run only the function:
+            ``"spawn"`` in fresh interpreters, ``"forkserver"`` in copies of a process that has loaded torch, and
+            ``"fork"`` in copies of this one, where each is limited to one thread.
+        num_nodes: Number of machines; with more than one, the user starts the script on each, with ``MASTER_ADDR``,
+            ``MASTER_PORT`` and ``NODE_RANK`` in the environment.
+        environ: The user's environment, which the ranks inherit.
+        grace: Seconds between SIGTERM and SIGKILL for a rank that is ended.
+        stop_grace: Seconds for all ranks to stop after their current step, after the first SIGINT, SIGTERM or SIGHUP.
+            None takes ``preemption_deadline``, and without one ``DSTRAT_STOP_SECONDS`` of the environment, 30 by
+            default.
+        max_restarts: How often all ranks are started again after one of them has failed.
+        recovers_checkpoint: Returns whether a checkpoint is complete, by its path and number of optimizer steps, so
+            that an attempt can continue from it; called after an attempt has failed.  None looks for its path.
+        hang_timeout: How long a rank may be idle before it has come to its launch, where ranks run the script; None
+            for any time.
+        preemption_deadline: Seconds within which a scheduler ends the job after SIGTERM or SIGUSR1, which all ranks
+            have to stop then; None leaves SIGUSR1 to the program.
+
+    Raises:
+        RequestError: There is no such start method, or the environment has no number of seconds.
+    """
+
+    num_processes: int
+    start_method: StartMethod = "popen"
+    num_nodes: int = 1
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    grace: float = 1.5
+    stop_grace: float | None = None
+    max_restarts: int = 0
+    recovers_checkpoint: Callable[[str, int], bool] | None = None
+    hang_timeout: timedelta | None = None
+    preemption_deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.start_method not in get_args(StartMethod):
+            raise RequestError(f"start_method {self.start_method!r} is not one of {', '.join(get_args(StartMethod))}")
+        if self.stop_grace is None and self.preemption_deadline is None:
+            _stop_seconds(self.environ)  # raises here, and not when a signal has arrived
+
+    @property
+    def stop_seconds(self) -> float:
+        """Seconds for all ranks to stop after a signal."""
+        seconds = self.preemption_deadline if self.stop_grace is None else self.stop_grace
+        return _stop_seconds(self.environ) if seconds is None else seconds
+
+
+_STOP_SECONDS = "DSTRAT_STOP_SECONDS"
+
+
+def _stop_seconds(environ: Mapping[str, str]) -> float:
+    text = environ.get(_STOP_SECONDS, "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise RequestError(
+            f"{_STOP_SECONDS} needs a number of seconds, not {text!r}: set it to how long ranks may take to stop and "
+            "save a checkpoint after a signal, such as 120, or unset it"
+        )
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalJob:
     """A job on this machine.
 
     Attributes:
@@ -99,7 +172,7 @@ class Job:
 @contextlib.contextmanager
 def open_job(
     *, num_processes: int, num_nodes: int, environ: Mapping[str, str], restart_count: int = 0
-) -> Iterator[Job]:
+) -> Iterator[LocalJob]:
     """Create the folder and reserve the port of a job; both are released when the block ends.
 
     Raises:
@@ -113,7 +186,7 @@ def open_job(
         else:
             address, port, node_rank = environ["MASTER_ADDR"], _port(environ), int(environ["NODE_RANK"])
         folder = stack.enter_context(_locked_folder())
-        yield Job(
+        yield LocalJob(
             folder=folder,
             num_processes=num_processes,
             num_nodes=num_nodes,

@@ -197,10 +197,11 @@ class PeerWatch(threading.Thread):
             self._store, self._store_failed = None, True
 
     def _open_store(self) -> Store | None:
-        if self._store is None and not self._store_failed and "dstrat.parallel.process_group" in sys.modules:
-            from dstrat.parallel.process_group import clone_job_store
+        if self._store is None and not self._store_failed and "dstrat.parallel.job" in sys.modules:
+            from dstrat.parallel.job import current_job
 
-            self._store = clone_job_store("hangs", _STORE_TIMEOUT)
+            job = current_job()
+            self._store = None if job is None else job.clone_store("hangs", _STORE_TIMEOUT)
         return self._store
 
     def _is_suspected(self) -> bool:

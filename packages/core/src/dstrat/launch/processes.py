@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dstrat.launch import command, rank
 from dstrat.launch.signals import STOP_SIGNALS
@@ -22,10 +22,8 @@ from dstrat.launch.signals import STOP_SIGNALS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dstrat.launch.job import Job
+    from dstrat.launch.job import LocalJob
     from dstrat.launch.signals import Interrupts, Watchdog
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
@@ -45,7 +43,7 @@ class RankProcess:
     poll: Callable[[], int | None]
 
 
-def start_script(job: Job, local_rank: int, script: command.Command) -> RankProcess:
+def start_script(job: LocalJob, local_rank: int, script: command.Command) -> RankProcess:
     """Start a rank that runs the user's script once more."""
     arguments = [script.kind, script.target, *script.argv]
     # Where this process imported multiprocessing: a script that has changed its directory since will do so again.
@@ -55,12 +53,12 @@ def start_script(job: Job, local_rank: int, script: command.Command) -> RankProc
     return _start_interpreter(job, local_rank, script.flags, arguments, directory)
 
 
-def start_spawned(job: Job, local_rank: int) -> RankProcess:
+def start_spawned(job: LocalJob, local_rank: int) -> RankProcess:
     """Start a fresh interpreter that runs the function in the job's folder."""
     return _start_interpreter(job, local_rank, command.interpreter_flags(), ["function"], directory=None)
 
 
-def start_served(job: Job, local_rank: int, interrupts: Interrupts) -> RankProcess:
+def start_served(job: LocalJob, local_rank: int, interrupts: Interrupts) -> RankProcess:
     """Let multiprocessing's fork server start a rank that runs the function in the job's folder."""
     context = multiprocessing.get_context("forkserver")
     # Has no effect if the server runs already.
@@ -80,7 +78,7 @@ def start_served(job: Job, local_rank: int, interrupts: Interrupts) -> RankProce
 
 
 def start_forked(
-    job: Job, local_rank: int, call: Callable[[], object], interrupts: Interrupts, watchdog: Watchdog
+    job: LocalJob, local_rank: int, call: Callable[[], object], interrupts: Interrupts, watchdog: Watchdog
 ) -> RankProcess:
     """Start a rank as a fork of this process."""
     process = multiprocessing.get_context("fork").Process(
@@ -111,7 +109,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _start_interpreter(
-    job: Job, local_rank: int, flags: tuple[str, ...], arguments: list[str], directory: str | None
+    job: LocalJob, local_rank: int, flags: tuple[str, ...], arguments: list[str], directory: str | None
 ) -> RankProcess:
     process = subprocess.Popen(  # noqa: S603 - it is the command that the user has started
         [sys.executable, *flags, str(_BOOTSTRAP), str(job.folder), str(os.getpid()), *arguments],
@@ -123,12 +121,12 @@ def _start_interpreter(
     return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=process.poll)
 
 
-def _rank_process(job: Job, local_rank: int, process: Any) -> RankProcess:
+def _rank_process(job: LocalJob, local_rank: int, process: Any) -> RankProcess:
     return RankProcess(rank=job.global_rank(local_rank), pid=process.pid, poll=lambda: process.exitcode)
 
 
 def _run_forked(
-    job: Job,
+    job: LocalJob,
     local_rank: int,
     call: Callable[[], object],
     interrupts: Interrupts,

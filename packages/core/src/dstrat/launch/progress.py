@@ -33,8 +33,6 @@ MARGIN = 1.0  # seconds; a peer's collective that ends by the same timeout repor
 _PATIENCE = 5.0  # seconds that a rank in a collective waits longer than the hung one, so that the hung one is named
 PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
 
-_beats: list[Callable[[], None]] = []  # of the run in this process, if it is watched
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
@@ -210,19 +208,14 @@ class IdleTimer:
         return activity.time - self._since
 
 
-def beat() -> None:
-    """Note progress of the run in this process; nearly free where no watch is open."""
-    for note in _beats:
-        note()
-
-
 @contextlib.contextmanager
 def watched_for_hangs(
     limit: timedelta | None, *, longest: timedelta | None, rank: int, local_rank: int, size: int
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None] | None]:
     """Watch for hangs of the job within a ``with`` block, and end it then.
 
-    The supervisor watches the ranks that it has started; other ranks watch each other.
+    The supervisor watches the ranks that it has started; other ranks watch each other.  The block gets a function that
+    notes progress of the run; None where nothing is watched.
 
     Args:
         limit: How long a rank may be idle without progress; None for any time.
@@ -232,7 +225,7 @@ def watched_for_hangs(
         size: Number of ranks.
     """
     if limit is None or size == 1:
-        yield
+        yield None
         return
     from dstrat.launch.rank import this_rank  # only runs of several processes need it
 
@@ -246,11 +239,9 @@ def watched_for_hangs(
         from dstrat.launch.peer_watch import PeerWatch  # which needs this module
 
         watch = PeerWatch(*limits, rank=rank, local_rank=local_rank, size=size)
-    _beats.append(watch.beat)
     try:
-        yield
+        yield watch.beat
     finally:
-        _beats.remove(watch.beat)
         watch.close()
 
 

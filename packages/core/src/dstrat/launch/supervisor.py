@@ -21,6 +21,7 @@ from dstrat.launch.signals import stop_signals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from dstrat.launch.job import JobSettings, LocalJob
     from dstrat.launch.processes import RankProcess
     from dstrat.launch.signals import Interrupts
 
@@ -40,39 +41,30 @@ class Supervisor:
 
     Args:
         processes: The ranks; more may be appended.
-        folder: The job's folder.
-        world_size: Number of ranks in the job.
-        spans_machines: Whether the job has ranks on other machines.
+        job: The job.
+        settings: Has the times within which ranks must end, and come to their launch.
         interrupts: Collects the signals to stop.
-        grace: Seconds between SIGTERM and SIGKILL.
-        stop_grace: Seconds for the ranks to stop after their current step, after the first signal to stop.
-        limit_before_launch: Seconds for which ranks that run the script may be idle before they come to their launch;
-            None for any number, and for ranks that run no script.
     """
 
     def __init__(
         self,
         processes: Sequence[RankProcess],
-        folder: Path,
-        *,
-        world_size: int,
-        spans_machines: bool,
+        job: LocalJob,
+        settings: JobSettings,
         interrupts: Interrupts,
-        grace: float,
-        stop_grace: float,
-        limit_before_launch: float | None = None,
     ) -> None:
-        self.processes = processes
-        self.folder = folder
-        self.world_size = world_size
-        self.interrupts = interrupts
-        self.grace = grace
-        self.stop_grace = stop_grace
+        self.processes, self.interrupts = processes, interrupts
+        self.folder, self.world_size = job.folder, job.world_size
+        self.grace, self.stop_grace = settings.grace, settings.stop_seconds
         self.ends: dict[int, RankEnd] = {}
         self.stop_signal: signal.Signals | None = None
         self._max_signals = 1  # received here, after which the ranks are ended at once
         self._deadline = float("inf")
-        self._watch = RankWatch(folder, spans_machines=spans_machines, limit_before_launch=limit_before_launch)
+        limit = None
+        # Ranks of other machines, for which those of this one may wait, are not seen from here.
+        if settings.hang_timeout is not None and settings.start_method == "popen" and job.num_nodes == 1:
+            limit = settings.hang_timeout.total_seconds()
+        self._watch = RankWatch(job.folder, spans_machines=job.num_nodes > 1, limit_before_launch=limit)
         self._idle: dict[int, float] = {}  # limits in seconds of ranks that hang, by rank
         self._before_launch: set[int] = set()  # ranks that run the script, and had not come to their launch then
         self._next_inspection, self._inspection_pause = 0.0, _FIRST_PAUSE

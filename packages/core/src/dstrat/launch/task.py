@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrat.launch.failures import Failure, RankEnd, describe_failure, failure_error
-from dstrat.launch.job import LOOPBACK, Job, load_payload, write_payload
+from dstrat.launch.job import LOOPBACK, LocalJob, load_payload, write_payload
 from dstrat.launch.rank import enter_rank
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class RankTask:
         """Return the outcome for a process that has ended without one."""
         return RankOutcome(rank=self.rank, exit_code=exit_code, time_ns=time.time_ns())
 
-    def _job(self, folder: Path) -> Job:
-        return Job(
+    def _job(self, folder: Path) -> LocalJob:
+        return LocalJob(
             folder=folder,
             num_processes=self.processes_per_node,
             num_nodes=self.num_nodes,

@@ -69,7 +69,7 @@ class OwnLoop:
     def __init__(self, strategy: Strategy, loggers: Logger | Iterable[Logger] | None = None) -> None:
         if not isinstance(strategy, Strategy):
             raise MisuseError(
-                f"OwnLoop was given {strategy!r}, which is no Strategy: OwnLoop(dstrat.build(strategy={strategy!r}))"
+                f"OwnLoop needs a Strategy, not {strategy!r}: OwnLoop(dstrat.build(strategy={strategy!r}))"
             )
         self.strategy = strategy
         self.loggers = as_loggers(loggers)
@@ -439,7 +439,7 @@ def _as_single_module(module: Any) -> Module:
         return SeparateModules(module)
     if isinstance(module, list | tuple):
         return SeparateModules({str(index): one for index, one in enumerate(module)})
-    raise MisuseError(f"setup was given {module!r}: pass a torch.nn.Module, or a list or dict of them")
+    raise MisuseError(f"setup got {module!r}: pass a torch.nn.Module, or a list or dict of them")
 
 
 # Communication around a hand-written loop

@@ -65,7 +65,7 @@ class Steps:
             return output
         if not self._settings.is_fitting:
             raise MisuseError(
-                "compute with gradients is a training step, and setup was given no optimizers: evaluate in "
+                "compute with gradients is a training step, and setup got no optimizers: evaluate in "
                 "`with loop.evaluation():`, or pass setup a function that makes them"
             )
         with self._synchronization():
@@ -130,7 +130,7 @@ class Steps:
         selected = optimizers[0] if optimizer is None and len(optimizers) == 1 else optimizer
         if selected is None or not any(selected is one for one in optimizers):
             received = "no optimizer" if selected is None else f"a {type(selected).__name__} that setup did not make"
-            raise MisuseError(f"step was given {received}: pass one of the {len(optimizers)} in loop.optimizers")
+            raise MisuseError(f"step got {received}: pass one of the {len(optimizers)} in loop.optimizers")
         if isinstance(selected, torch.optim.LBFGS):
             raise MisuseError(
                 "LBFGS computes its loss several times in one step: call loop.strategy.optimizer_step(optimizer, "
@@ -182,7 +182,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.make_optimizers is not None and not callable(self.make_optimizers):
             raise MisuseError(
-                f"setup was given a {type(self.make_optimizers).__name__} where it takes a function: optimizers are "
+                f"setup needs a function, not a {type(self.make_optimizers).__name__}: optimizers are "
                 "made after the module has been sharded, so pass lambda module: torch.optim.AdamW(module.parameters())"
             )
         check_count(self.accumulate_grad_batches, "accumulate_grad_batches", 1)

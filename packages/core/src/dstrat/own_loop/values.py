@@ -38,7 +38,7 @@ def as_loggers(value: Any) -> list[Logger]:
     loggers = adapt_all(value if isinstance(value, list | tuple) else [value], Logger)
     for logger in loggers:
         if not callable(getattr(logger, "log_metrics", None)):
-            raise MisuseError(f"loggers has {logger!r}, which is no Logger: pass one of dstrat.loggers")
+            raise MisuseError(f"loggers has {logger!r}, not a Logger: pass one of dstrat.loggers")
     return loggers
 
 
@@ -80,4 +80,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise MisuseError(f"log was given {value!r} as {name!r}: pass a number, or a tensor of one element") from error
+        raise MisuseError(f"log({name!r}, ...) got {value!r}: pass a number, or a tensor of one element") from error

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrat.errors import RequestError
-from dstrat.parallel.internals import broadcast_tensors
+from dstrat.parallel.internals import broadcast_coalesced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -111,7 +111,7 @@ def broadcast_object(obj: T, *, src: int = 0) -> T:
     return objects[0]
 
 
-def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite tensors by those of the first rank of a group; collective.
 
     Args:
@@ -122,4 +122,7 @@ def take_from_first_rank(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
     values = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     group = dist.group.WORLD if group is None else group
     if values and group is not None:
-        broadcast_tensors(values, group)
+        broadcast_coalesced(values, group)
+
+
+take_from_first_rank = broadcast_tensors  # its first name

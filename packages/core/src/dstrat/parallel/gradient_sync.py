@@ -58,7 +58,7 @@ class GradientSyncStrategy(ParallelStrategy):
         if not self._is_accumulating:
             self._synchronize([parameter for parameter in self.module.parameters() if parameter.requires_grad])
             # Running statistics come from each process's data; all evaluate and save with the same ones.
-            self.take_from_first_rank(self.module.buffers())
+            self.broadcast_tensors(self.module.buffers())
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ _BUCKET = 250 * 2**20  # bytes of one broadcast, as in DistributedDataParallel
 BatchNorm = _BatchNorm
 
 
-def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the group's first rank, in few messages; collective.
 
     A public broadcast sends one tensor at a time, which takes long for a module of thousands of parameters.

@@ -1,32 +1,31 @@
-"""Process group of a job, or its store alone: open, close, and check that all ranks have the same catalog."""
+"""Process group of a job: open, close, and check that all ranks have the same catalog."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import ipaddress
-import itertools
 import json
 import logging
 import os
-import signal
 import socket
 import struct
 import sys
-import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
-from dstrat.interfaces.cluster import this_machine
 from dstrat.parallel.internals import abort_groups
+from dstrat.parallel.job import TIMEOUT_HINT, Job, current_job, set_current_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.parallel.job import Channel
     from dstrat.plugins.catalog import Catalog
 
 
@@ -35,29 +34,28 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
 """Default time for which a rank may be idle."""
 
-_OPENING = "come to open the process group"
-
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 _log = logging.getLogger(__name__)
-_SHORTEST_PAUSE = 0.001  # seconds between two looks into the store, at first
-
-_stores: dict[object, dist.Store] = {}
-_openings = itertools.count()
-_timeouts: list[timedelta] = []  # of the open group, if any
-_job_stores: list[dist.Store] = []  # likewise
-_clusters: list[ClusterEnvironment] = []  # likewise
-_channel_factories: list[Callable[[], Channel]] = []  # of a job that has joined without a process group
 
 
-class Channel(Protocol):
-    """Exchange of bytes among the ranks of a job, in any thread, independent of other channels."""
+@dataclass
+class _Rendezvous:
+    """The store of a job, which stays open as long as the process.
 
-    def all_gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank, on each of them; collective."""
+    Attributes:
+        store: The store; each opening uses a prefix of it.
+        num_openings: Number of openings, which every rank counts alike.
+    """
+
+    store: dist.Store
+    num_openings: int = 0
 
 
-def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> dist.Store:
+_rendezvous: dict[object, _Rendezvous] = {}  # by address: a process may not listen on a port twice
+
+
+def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> Job:
     """Open the default process group, or use the one that the user has opened already.
 
     When this returns, a group that it opened is open in all ranks, so any of them may close it.
@@ -68,7 +66,7 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
         timeout: How long a rank waits for the others, in this function and in each collective.
 
     Returns:
-        The store that all ranks share, with a separate prefix for this group.
+        The job: the store that all ranks share, with a separate prefix for this group.
 
     Raises:
         ClusterError: The existing process group has another size or rank.
@@ -76,27 +74,27 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
     """
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
-    store = _next_store(cluster, timeout)
+    job = _next_job(cluster, timeout)
     if dist.is_initialized():
         _check_existing(cluster)
     else:
-        _meet(store, cluster, timeout, _OPENING)
+        job.wait_for_opening()
         if "gloo" in backend:  # also in "cpu:gloo,cuda:nccl"
             _select_interface(cluster)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),  # torch's keys apart from ours
+            store=dist.PrefixStore("group", job),  # torch's keys apart from ours
             rank=cluster.global_rank,
             world_size=cluster.world_size,
             timeout=timeout,
         )
         # Gloo fails in a rank that still connects when another one closes.
-        _meet(store, cluster, timeout, "open the process group")
-    _job_stores[:], _clusters[:] = [store], [cluster]
-    return store
+        job.wait_for_all_ranks("open the process group")
+    set_current_job(job)
+    return job
 
 
-def join_job(cluster: ClusterEnvironment, *, timeout: timedelta, open_channel: Callable[[], Channel]) -> dist.Store:
+def join_job(cluster: ClusterEnvironment, *, timeout: timedelta, open_channel: Callable[[], Channel]) -> Job:
     """Meet the other ranks without a process group, for a backend that communicates by itself; collective.
 
     Args:
@@ -106,45 +104,24 @@ def join_job(cluster: ClusterEnvironment, *, timeout: timedelta, open_channel: C
             backend has been started.
 
     Returns:
-        The store that all ranks share, with a separate prefix.
+        The job: the store that all ranks share, with a separate prefix.
 
     Raises:
         LaunchError: Ranks timed out; the message names them.
     """
-    store = _next_store(cluster, timeout)
-    _meet(store, cluster, timeout, _OPENING)
-    _job_stores[:], _clusters[:], _channel_factories[:] = [store], [cluster], [open_channel]
-    return store
+    job = _next_job(cluster, timeout, open_channel)
+    job.wait_for_opening()
+    set_current_job(job)
+    return job
 
 
 def leave_job() -> None:
-    """Forget the job that :func:`join_job` has joined, if any."""
-    _job_stores.clear()
-    _clusters.clear()
-    _channel_factories.clear()
-
-
-def channel_factory() -> Callable[[], Channel] | None:
-    """Return what opens channels, if the job has no process group; otherwise None."""
-    return _channel_factories[-1] if _channel_factories else None
-
-
-def is_in_job() -> bool:
-    """Return whether this process has opened a process group, or joined a job, which is still open."""
-    return bool(_job_stores)
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the size of the open process group or joined job; 0 and 1 without one."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    for cluster in _clusters:
-        return cluster.global_rank, cluster.world_size
-    return 0, 1
+    """Forget the job of :func:`open_process_group` or :func:`join_job`, if any."""
+    set_current_job(None)
 
 
 def wait_for_all_ranks(action: str) -> None:
-    """Wait until all ranks of the open process group have called this; collective; return at once if none is open.
+    """Wait until all ranks of the job have called this; collective; return at once without a job.
 
     It opens no connection, so it can follow the opening of further groups: Gloo fails, or hangs, in a rank that still
     connects when another one closes.
@@ -156,81 +133,16 @@ def wait_for_all_ranks(action: str) -> None:
     Raises:
         LaunchError: Ranks timed out; the message names them.
     """
-    for store, cluster in zip(_job_stores, _clusters, strict=True):
-        _meet(store, cluster, group_timeout(), action)
-
-
-def clone_job_store(prefix: str, timeout: timedelta) -> dist.Store | None:
-    """Return another connection to the store of the open process group, for a thread; None if none is open.
-
-    Args:
-        prefix: Prefix of its keys.
-        timeout: Timeout of its operations.
-    """
-    stores = _job_stores[-1:]  # a copy, because another thread may clear the list
-    if not stores:
-        return None
-    # A store serves one operation at a time, and a thread's would wait for those of the main thread.
-    store = dist.PrefixStore(prefix, stores[0].clone())  # type: ignore[attr-defined]  # not in torch's stubs
-    store.set_timeout(timeout)
-    return store
-
-
-def read_processes() -> dict[int, tuple[int, str]]:
-    """Return the process id of each rank and its machine, from the store of the open process group.
-
-    Empty if the user has opened the group.
-
-    Raises:
-        RuntimeError: What serves the store does not respond.
-    """
-    for store, cluster in zip(_job_stores, _clusters, strict=True):
-        keys = [f"{rank} {_OPENING}" for rank in range(cluster.world_size)]
-        if store.check(keys):
-            texts = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
-            return {rank: (int(pid), machine) for rank, (pid, machine) in enumerate(texts)}
-    return {}
-
-
-def store_address() -> str | None:
-    """Return the address at which rank 0 serves the store of the open process group; None if something else does."""
-    for cluster in _clusters:
-        if cluster.store_file is None and not cluster.store_is_served:
-            return f"{cluster.main_address}:{cluster.main_port}"
-    return None
-
-
-def write_failure_report(text: str) -> None:
-    """Write the failure of this rank into the store of the open process group, for ranks of other machines."""
-    for store, cluster in zip(_job_stores, _clusters, strict=True):
-        # Numbered, so that readers ask for what has been written, and not once for each rank.
-        number = store.add("number of failures", 1)
-        store.set(f"failure {number}", f"{cluster.global_rank} {text}")
-
-
-def read_failure_reports() -> dict[int, str]:
-    """Return what ranks have written about their failures, by rank.
-
-    Raises:
-        RuntimeError: The rank that serves the store does not respond.
-    """
-    reports: dict[int, str] = {}
-    for store in _job_stores:
-        keys = [f"failure {number + 1}" for number in range(store.add("number of failures", 0))]
-        if keys and not store.check(keys):  # a rank has its number, and has not written yet
-            keys = [key for key in keys if store.check([key])]
-        texts = [value.decode().split(" ", 1) for value in store.multi_get(keys)] if keys else []
-        reports.update((int(rank), text) for rank, text in texts)
-    return reports
-
-
-def group_timeout() -> timedelta:
-    """Return the timeout of the job's process group, for further groups."""
-    return _timeouts[-1] if _timeouts else DEFAULT_TIMEOUT
+    job = current_job()
+    if job is not None:
+        job.wait_for_all_ranks(action)
 
 
 def close_process_group() -> None:
-    """Close the default process group, if it is open; a peer that has ended already is no error."""
+    """Leave the job, and close the default process group, whoever has opened it.
+
+    A peer that has ended already is no error.
+    """
     leave_job()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # the run is over, or has an error of its own to raise
@@ -244,20 +156,18 @@ def abort_process_group() -> None:
     close_process_group()
 
 
-def _next_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the store of the job with the prefix of the next opening."""
-    _timeouts[:] = [timeout]
-    prefix = f"dstrat/{cluster.attempt}/{next(_openings)}"
-    return dist.PrefixStore(prefix, _rendezvous(cluster, timeout))
-
-
-def _rendezvous(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the store of the job, which is opened once in a process; every process group uses a prefix of it."""
+def _next_job(
+    cluster: ClusterEnvironment, timeout: timedelta, open_channel: Callable[[], Channel] | None = None
+) -> Job:
+    """Return the job of the next opening of communication."""
     key = cluster.store_file or (cluster.main_address, cluster.main_port)
-    if key not in _stores:
-        _stores[key] = _open_store(cluster, timeout)
-    _stores[key].set_timeout(timeout)
-    return _stores[key]
+    if key not in _rendezvous:
+        _rendezvous[key] = _Rendezvous(_open_store(cluster, timeout))
+    rendezvous = _rendezvous[key]
+    rendezvous.store.set_timeout(timeout)
+    prefix = f"dstrat/{cluster.attempt}/{rendezvous.num_openings}"
+    rendezvous.num_openings += 1
+    return Job(rendezvous.store, prefix, cluster=cluster, timeout=timeout, open_channel=open_channel)
 
 
 def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
@@ -271,7 +181,7 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
             cluster.world_size,
             is_master=serves,
             timeout=timeout,
-            wait_for_workers=False,  # _meet waits, and names missing ranks
+            wait_for_workers=False,  # the job waits, and names missing ranks
             multi_tenant=True,  # shares the server with a group that the script opens at this port
             master_listen_fd=cluster.listening_socket,
         )
@@ -280,11 +190,8 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
             raise
         raise LaunchError(
             f"timed out waiting for rank 0 of {cluster.world_size}, which did not listen on "
-            f"{cluster.main_address}:{cluster.main_port} within {timeout.total_seconds():g} s: {_HINT}"
+            f"{cluster.main_address}:{cluster.main_port} within {timeout.total_seconds():g} s: {TIMEOUT_HINT}"
         ) from error
-
-
-_HINT = "see what it does, or give the strategy a longer timeout=timedelta(...)"
 
 
 def _select_interface(cluster: ClusterEnvironment) -> None:
@@ -327,41 +234,6 @@ def _interface_address(probe: socket.socket, interface: str) -> str | None:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
     except OSError:
         return None
-
-
-def _meet(store: dist.Store, cluster: ClusterEnvironment, timeout: timedelta, action: str) -> None:
-    """Wait until all ranks have called this.
-
-    torch's own waiting neither names missing ranks nor returns when a signal arrives.
-
-    Args:
-        store: The store that the ranks share.
-        cluster: The cluster environment, with the rank of this process.
-        timeout: How long to wait.
-        action: The completed action, for the message about missing ranks.
-
-    Raises:
-        LaunchError: Ranks timed out.
-    """
-    rank, size = cluster.global_rank, cluster.world_size
-    all_came = f"all {action}"
-    store.set(f"{rank} {action}", f"{os.getpid()} {this_machine()}")
-    if store.add(f"number {action}", 1) == size:
-        store.set(all_came, "")
-    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE
-    longest = 0.01 + 1e-4 * size  # limits the requests to the store to 10,000 in a second
-    while not store.check([all_came]):
-        if (number := cluster.stop_signal) is not None:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        if time.monotonic() > deadline:
-            missing = [str(other) for other in range(size) if not store.check([f"{other} {action}"])]
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-            raise LaunchError(
-                f"timed out waiting for {ranks} of {size}, which did not {action} within "
-                f"{timeout.total_seconds():g} s: {_HINT}"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
 
 
 def _check_existing(cluster: ClusterEnvironment) -> None:

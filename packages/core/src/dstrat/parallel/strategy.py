@@ -11,8 +11,9 @@ from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
-from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor, take_from_first_rank
+from dstrat.parallel.collectives import broadcast_object, broadcast_tensors, gather_tensors, reduce_tensor
 from dstrat.parallel.internals import BatchNorm, count_collectives
+from dstrat.parallel.job import current_job
 from dstrat.parallel.process_group import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Parts, TrainerLike
+    from dstrat.interfaces.strategy import Components, TrainerLike
+    from dstrat.parallel.job import Job
 
 
 T = TypeVar("T")
@@ -65,19 +67,24 @@ class ParallelStrategy(Strategy):
                 return self.model.no_sync()
 
     The first five arguments of the constructor, by position or by name, are components, see
-    :class:`~dstrat.interfaces.strategy.Parts`.  A class that users name documents them itself, for the help of command
-    lines.
+    :class:`~dstrat.interfaces.strategy.Components`.  A class that users name documents them itself, for the help of
+    command lines.
 
     Args:
         process_group_backend: Backend of torch.distributed; None takes the accelerator's.
         timeout: How long a rank waits for the others, and how long it may be idle, before the job fails.  By default it
             waits for 30 minutes, and may be idle for 10.
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Attributes:
+        job: The open communication with the other ranks, from :meth:`setup_environment` to :meth:`teardown`; None at
+            other times, and if the strategy opens communication by other means.
     """
 
     start_method: str | None = "popen"
     uses_torch_distributed = True
     timeout: timedelta = DEFAULT_TIMEOUT
+    job: Job | None = None
 
     def __init__(
         self,
@@ -106,12 +113,12 @@ class ParallelStrategy(Strategy):
         if start_method is not None:
             self.start_method = start_method
 
-    def receive(self, parts: Parts) -> None:
-        super().receive(parts)
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
         self._root_device = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_root_device": None}  # another process has another one
+        return {**self.__dict__, "_root_device": None, "job": None}  # another process has others
 
     # Rank and device of this process
 
@@ -170,7 +177,9 @@ class ParallelStrategy(Strategy):
     def setup_environment(self) -> None:
         self._root_device = None  # a forked rank has inherited the cached value of its parent
         super().setup_environment()
-        check_same_catalog(get_catalog(), self.open_communication(), self.global_rank, self.world_size)
+        store = self.open_communication()
+        self.job = current_job()  # a subclass may return a store of its own
+        check_same_catalog(get_catalog(), store, self.global_rank, self.world_size)
 
     def open_communication(self) -> dist.Store:
         """Open communication among the ranks, and return the store that they share; collective.
@@ -197,7 +206,7 @@ class ParallelStrategy(Strategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
         """Overwrite the parameters and buffers of all processes by those of global rank 0."""
-        self.take_from_first_rank([*self.module.parameters(), *self.module.buffers()])
+        self.broadcast_tensors([*self.module.parameters(), *self.module.buffers()])
 
     def synchronize_batchnorm(self) -> None:
         layers = [name for name, layer in self.module.named_modules() if isinstance(layer, BatchNorm)]
@@ -210,6 +219,7 @@ class ParallelStrategy(Strategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self.job = None
         self.close_communication(aborts=True)
 
     def teardown(self) -> None:
@@ -217,6 +227,7 @@ class ParallelStrategy(Strategy):
             self._synchronized_norm.undo()
             self._synchronized_norm = None
         super().teardown()
+        self.job = None
         self.close_communication(aborts=False)
 
     # Steps
@@ -246,13 +257,15 @@ class ParallelStrategy(Strategy):
         else:
             dist.barrier()
 
-    def take_from_first_rank(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors by those of global rank 0; collective.
 
         Args:
             tensors: Tensors on the device, of the same shapes and dtypes on every rank.
         """
-        take_from_first_rank(tensors)
+        broadcast_tensors(tensors)
+
+    take_from_first_rank = broadcast_tensors  # its first name
 
     def collectives_begun(self) -> int:
         return count_collectives()

@@ -167,7 +167,7 @@ class _StrategyRegistry(_Registry):
         return self._register(name, strategy, description, override, facts, init_params)
 
     def available_strategies(self) -> list[str]:
-        """Return the aliases of all strategies, in the order of the alphabet."""
+        """Return the aliases of all strategies, sorted by name."""
         return self._names()
 
 
@@ -188,7 +188,7 @@ class _AcceleratorRegistry(_Registry):
         return self._register(name, accelerator, description, override, facts, init_params)
 
     def available_accelerators(self) -> list[str]:
-        """Return the aliases of all accelerators, in the order of the alphabet."""
+        """Return the aliases of all accelerators, sorted by name."""
         return self._names()
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, ConflictError, RequestError
-from dstrat.plugins.component import NO_BACKEND, Component
-from dstrat.plugins.facts import accelerator_facts, strategy_facts
+from dstrat.plugins.component import NO_BACKEND
 from dstrat.resolve.cluster import LOCAL
 
 if TYPE_CHECKING:
@@ -16,20 +15,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import Precision
-    from dstrat.interfaces.strategy import Strategy
+    from dstrat.plugins.component import Component
     from dstrat.resolve.selection import Selection
-
-
-# Facts of strategies, by their records or, where these say nothing, by their classes
-
-
-def facts_of(strategy: Selection[Strategy]) -> Component:
-    """Return the facts of a strategy; those of its class where no record describes it."""
-    if strategy.record is not None:
-        return strategy.record
-    cls = type(strategy.instance)
-    facts = strategy_facts(cls, strategy.instance.start_method)
-    return Component(kind="strategy", alias="unregistered", target=cls, summary="", **facts)
 
 
 def max_devices(facts: Component) -> int | None:
@@ -55,11 +42,11 @@ def accelerator_problem(facts: Component, accelerator: Selection[Accelerator]) -
     # A strategy that is written for some accelerators runs on one without a record.
     if facts.accelerators and accelerator.names and not accelerator.names & {*facts.accelerators}:
         return f"cannot run on accelerator {accelerator.name!r}, only on {listed(facts.accelerators)}"
-    declared = accelerator_facts(accelerator.instance)  # of the instance: a class may decide by its arguments
-    if facts.uses_torch_distributed and not declared["supports_torch_distributed"]:
+    declared = accelerator.facts
+    if facts.uses_torch_distributed and not declared.supports_torch_distributed:
         return (
             f"communicates through torch.distributed, which does not support accelerator {accelerator.name!r} "
-            f"(its collectives: {declared['process_group_backend'] or NO_BACKEND})"
+            f"(its collectives: {declared.process_group_backend or NO_BACKEND})"
         )
     if facts.device_types and device_type_of(accelerator) not in facts.device_types:
         return (
@@ -178,7 +165,7 @@ def _one_device_per_process(facts: Component, constraints: Constraints) -> Incom
     accelerator, number = constraints.accelerator, constraints.num_devices
     if facts.starts_processes or number == 1:
         return None
-    if accelerator_facts(accelerator.instance)["devices_share_process"]:
+    if accelerator.facts.devices_share_process:
         return None
     return Incompatibility(
         problem=f"drives {number} devices from one process, which accelerator {accelerator.name!r} cannot",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import BrokenComponentError, ClusterError, ConflictError, DeviceError, DstratError, RequestError
 from dstrat.plugins.facts import contradiction
-from dstrat.resolve.compatibility import accelerator_problem, facts_of, listed, max_devices
+from dstrat.resolve.compatibility import accelerator_problem, listed, max_devices
 from dstrat.resolve.plan import PlanRow
 from dstrat.resolve.selection import automatic_offers, select_offer, select_requested, usable
 from dstrat.resolve.strategies import suggest_strategies
@@ -134,7 +134,7 @@ def _nothing_fits(
     machine = f"accelerator={requested!r} can be {names} on this machine"
     if strategy.selection is None or strategy.device_type is not None:
         return f"{machine}, and the strategy was constructed with devices of the type {strategy.device_type!r}"
-    facts = facts_of(strategy.selection)
+    facts = strategy.selection.facts
     only = f"runs on {listed(facts.accelerators)} only" if facts.accelerators else None
     problem = only or accelerator_problem(facts, available[0])
     alternatives = suggest_strategies(
@@ -193,7 +193,7 @@ def choose_devices(
     """
     if requested is not None:
         return _requested_devices(requested, accelerator)
-    facts = None if strategy is None else facts_of(strategy)
+    facts = None if strategy is None else strategy.facts
     # Processes that exist already decide: with more devices some would be idle, with fewer some would be shared.
     if num_started > 1 and (facts is None or facts.starts_processes):
         if num_started % num_nodes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dstrat.launch.processes import StartMethod
+    from dstrat.launch.job import StartMethod
     from dstrat.plugins.component import Kind
     from dstrat.resolve.processes import StartedBy
 

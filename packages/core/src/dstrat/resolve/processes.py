@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.resolve.cluster import check_cluster
-from dstrat.resolve.compatibility import facts_of
 from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
     from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.launch.processes import StartMethod
+    from dstrat.launch.job import StartMethod
     from dstrat.resolve.compatibility import Constraints
     from dstrat.resolve.selection import Selection
 
@@ -72,7 +71,7 @@ def choose_launch(
     """
     if launcher is not None:
         return _by_plugin(launcher, strategy, constraints)
-    facts = facts_of(strategy)
+    facts = strategy.facts
     if not facts.starts_processes and constraints.num_nodes == 1:
         if max_restarts:
             raise ConflictError(
@@ -92,7 +91,7 @@ def choose_launch(
 def _by_plugin(
     launcher: Selection[Launcher], strategy: Selection[Strategy], constraints: Constraints
 ) -> LaunchSelection:
-    if not facts_of(strategy).starts_processes:
+    if not strategy.facts.starts_processes:
         raise ConflictError(
             f"{launcher.title} starts processes, and {strategy.title} runs in one: choose a strategy that runs one "
             "process per device, such as strategy='ddp', or leave the launcher out"
@@ -170,7 +169,7 @@ def _start_method(strategy: Selection[Strategy], world_size: int) -> StartMethod
             f"{strategy.title} starts no processes, and {world_size} are needed: start them with torchrun, "
             "or with a scheduler"
         )
-    from dstrat.launch.processes import StartMethod  # slow to import; most plans need none
+    from dstrat.launch.job import StartMethod  # slow to import; most plans need none
 
     methods: tuple[StartMethod, ...] = get_args(StartMethod)
     for start_method in methods:

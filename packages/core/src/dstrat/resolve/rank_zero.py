@@ -75,7 +75,7 @@ def is_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
     """
     rank = this_rank()
     # A rank that runs the script again repeats the lines before its launch, which the first process has run already.
-    if external.is_replaying() or (rank is not None and rank.imports_main):
+    if external.history.is_replayed or (rank is not None and rank.imports_main):
         return False
     distributed = sys.modules.get("torch.distributed")  # which is not there where nobody has opened a group
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

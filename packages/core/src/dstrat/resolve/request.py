@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat import plugins
 from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
-from dstrat.interfaces.strategy import Parts
+from dstrat.interfaces.strategy import Components
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.options import parse_alias
 from dstrat.plugins.settings import nearest
 from dstrat.resolve.selection import INTERFACES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dstrat.interfaces.accelerator import Accelerator, Devices
     from dstrat.interfaces.precision import Precision
@@ -87,14 +87,11 @@ class Requested:
     in_strategy: bool = False
 
 
-def requested_components(
-    request: Request, strategy: Selection[Strategy] | None, catalog: Catalog
-) -> dict[Subject, Requested]:
-    """Return the components that the user requested, by subject.
+def requested_components(request: Request, catalog: Catalog) -> dict[Subject, Requested]:
+    """Return the components that the user requested beside the strategy, by subject.
 
     Args:
         request: The user's request.
-        strategy: The strategy of the run, as its constructor may have received components; None is not selected yet.
         catalog: Where the aliases of plugins are looked up.
 
     Raises:
@@ -102,18 +99,32 @@ def requested_components(
         RequestError: A plugin is of another type.
         CatalogError: No usable component has a plugin's alias.
     """
-    components: dict[Subject, Requested] = {}
-    for subject, requested in (
-        *_from_arguments(request),
-        *_from_plugins(request, catalog),
-        *_from_strategy(strategy),
-    ):
-        if subject in components:
+    return _merged({}, (*_from_arguments(request), *_from_plugins(request, catalog)))
+
+
+def with_components_of(
+    strategy: Selection[Strategy] | None, components: Mapping[Subject, Requested]
+) -> Mapping[Subject, Requested]:
+    """Return the requested components with those that the strategy's constructor has received.
+
+    Raises:
+        ConflictError: A component was requested twice.
+        MisuseError: The constructor does not call that of its base class.
+    """
+    return components if strategy is None else _merged(components, _from_strategy(strategy))
+
+
+def _merged(
+    components: Mapping[Subject, Requested], others: Iterable[tuple[Subject, Requested]]
+) -> dict[Subject, Requested]:
+    merged = dict(components)
+    for subject, requested in others:
+        if subject in merged:
             raise ConflictError(
-                f"{components[subject].source} and {requested.source} both give the {subject}: leave one of the two out"
+                f"{merged[subject].source} and {requested.source} both give the {subject}: leave one of the two out"
             )
-        components[subject] = requested
-    return components
+        merged[subject] = requested
+    return merged
 
 
 def _from_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
@@ -177,11 +188,9 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
     return True
 
 
-def _from_strategy(strategy: Selection[Strategy] | None) -> Iterator[tuple[Subject, Requested]]:
-    if strategy is None:
-        return
+def _from_strategy(strategy: Selection[Strategy]) -> Iterator[tuple[Subject, Requested]]:
     arguments = getattr(strategy.instance, "given_parts", None)
-    if not isinstance(arguments, Parts):
+    if not isinstance(arguments, Components):
         name = type(strategy.instance).__name__
         raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")
     for argument, subject in _ARGUMENTS_OF_STRATEGIES.items():

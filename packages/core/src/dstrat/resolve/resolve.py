@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import BrokenComponentError, ConflictError, RequestError
-from dstrat.interfaces.strategy import Parts
+from dstrat.interfaces.strategy import Components
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.cluster import choose_cluster, num_started
 from dstrat.resolve.compatibility import Constraints
 from dstrat.resolve.hardware import choose_accelerator, choose_devices, choose_precision, precision_flag
 from dstrat.resolve.plan import Plan, PlanRow
 from dstrat.resolve.processes import choose_launch, is_interactive, test_runner
-from dstrat.resolve.request import requested_components
+from dstrat.resolve.request import requested_components, with_components_of
 from dstrat.resolve.selection import automatic_offers, select_requested, usable
 from dstrat.resolve.strategies import choose_strategy, requested_strategy
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
-    from dstrat.resolve.request import Request, Requested
+    from dstrat.resolve.hardware import DeviceSelection
+    from dstrat.resolve.processes import LaunchSelection
+    from dstrat.resolve.request import Request, Requested, Subject
     from dstrat.resolve.selection import Selection
 
 
@@ -74,104 +77,162 @@ def make_plan(
     return _decide(request, catalog, environ, interactive=interactive)[0]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Hardware:
+    """The hardware of a run, and everything else that is known before its strategy.
+
+    Attributes:
+        strategy: The strategy that the user requested, or the one that serves its alias on the accelerator; None for
+            any.
+        requested: The components that the user requested.
+        cluster: The cluster environment.
+        accelerator: The accelerator.
+        devices: The devices of each machine.
+        precision: The precision.
+        num_nodes: Number of machines.
+    """
+
+    strategy: Selection[Strategy] | None
+    requested: Mapping[Subject, Requested]
+    cluster: Selection[ClusterEnvironment]
+    accelerator: Selection[Accelerator]
+    devices: DeviceSelection
+    precision: Selection[Precision]
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Software:
+    """The rest of a run, which depends on the hardware.
+
+    Attributes:
+        strategy: The strategy.
+        launch: Who starts the processes.
+        launcher: The launcher that the user requested; None for one of dstrat's.
+        checkpoint_io: The checkpoint io.
+    """
+
+    strategy: Selection[Strategy]
+    launch: LaunchSelection
+    launcher: Selection[Launcher] | None
+    checkpoint_io: Selection[CheckpointIO]
+
+
 def _decide(
     request: Request, catalog: Catalog | None, environ: Mapping[str, str] | None, *, interactive: bool | None
 ) -> tuple[Plan, Callable[[], Strategy]]:
     """Return the plan, and a function that composes its strategy."""
     catalog = get_catalog() if catalog is None else catalog
     environ = os.environ if environ is None else environ
+    hardware = _choose_hardware(request, catalog, environ)
+    software = _choose_software(request, catalog, hardware, interactive=interactive)
+    plan = _plan_of(request, hardware, software)
+    # A plan can be made without composing, which changes a strategy that the user has constructed.
+    return plan, partial(_compose, plan, hardware, software, environ)
+
+
+def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, str]) -> _Hardware:
     num_nodes: Any = request.num_nodes
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
     wanted = requested_strategy(request.strategy, catalog)
     strategy = None if wanted is None else wanted.selection
-    requested = requested_components(request, strategy, catalog)
+    beside_strategy = requested_components(request, catalog)
+    requested = with_components_of(strategy, beside_strategy)
     wanted = None if wanted is None else wanted.with_arguments(requested)
     # Before the devices: in a job that a scheduler has started, the number of processes decides how many there are.
     cluster = choose_cluster(requested.get("cluster environment"), catalog, environ)
-    started = num_started(cluster)
     accelerator = choose_accelerator(requested.get("accelerator"), catalog, wanted)
     if wanted is not None and (strategy := wanted.on(accelerator, catalog)) is not wanted.selection:
-        requested = requested_components(request, strategy, catalog)  # the accelerator's strategy may preset others
+        requested = with_components_of(strategy, beside_strategy)  # the accelerator's strategy may preset others
     devices = choose_devices(
-        requested.get("devices"), accelerator.instance, num_started=started, num_nodes=num_nodes, strategy=strategy
+        requested.get("devices"),
+        accelerator.instance,
+        num_started=num_started(cluster),
+        num_nodes=num_nodes,
+        strategy=strategy,
     )
-    precision = choose_precision(requested.get("precision"), accelerator, catalog)
+    return _Hardware(
+        strategy=strategy,
+        requested=requested,
+        cluster=cluster,
+        accelerator=accelerator,
+        devices=devices,
+        precision=choose_precision(requested.get("precision"), accelerator, catalog),
+        num_nodes=num_nodes,
+    )
+
+
+def _choose_software(request: Request, catalog: Catalog, hardware: _Hardware, *, interactive: bool | None) -> _Software:
+    requested = hardware.requested
     launcher = select_requested("launcher", requested["launcher"], catalog) if "launcher" in requested else None
     interactive = False if launcher is not None else interactive  # its processes need no script
     runner = test_runner() if interactive is None else None
     constraints = Constraints(
-        accelerator=accelerator,
-        precision=precision,
-        num_devices=devices.count,
-        num_nodes=num_nodes,
-        cluster=cluster,
-        num_started=started,
+        accelerator=hardware.accelerator,
+        precision=hardware.precision,
+        num_devices=hardware.devices.count,
+        num_nodes=hardware.num_nodes,
+        cluster=hardware.cluster,
+        num_started=num_started(hardware.cluster),
         interactive=is_interactive() and runner is None if interactive is None else interactive,
         test_runner=runner,
     )
-    strategy = choose_strategy(strategy, catalog, constraints)
-    launch = choose_launch(strategy, constraints, launcher=launcher, max_restarts=request.max_restarts)
-    checkpoint_io = _choose_checkpoint_io(requested.get("checkpoint io"), catalog)
+    strategy = choose_strategy(hardware.strategy, catalog, constraints)
+    return _Software(
+        strategy=strategy,
+        launch=choose_launch(strategy, constraints, launcher=launcher, max_restarts=request.max_restarts),
+        launcher=launcher,
+        checkpoint_io=_choose_checkpoint_io(requested.get("checkpoint io"), catalog),
+    )
+
+
+def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan:
+    strategy, launch, launcher = software.strategy, software.launch, software.launcher
+    accelerator, cluster, precision = hardware.accelerator, hardware.cluster, hardware.precision
     flag = precision_flag(precision)
-    plan = Plan(
-        choices=(
-            strategy.row("strategy"),
-            accelerator.row("accelerator"),
-            devices.row,
-            *([PlanRow(subject="nodes", value=str(num_nodes), reason="asked for")] if num_nodes > 1 else []),
-            cluster.row("cluster"),
-            *([] if launcher is None else [launcher.row("launcher")]),
-            launch.row,
-            precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"),
-            checkpoint_io.row("checkpoint io"),
-        ),
+    selections = (strategy, accelerator, cluster, precision, software.checkpoint_io, launcher)
+    return Plan(
+        choices=_rows(hardware, software),
         strategy=strategy.name,
         strategy_alias=strategy.alias,
         accelerator=accelerator.name,
         cluster_environment=cluster.name,
         precision=flag,
-        checkpoint_io=checkpoint_io.name,
-        device_indices=devices.indices,
-        num_devices=devices.count,
-        num_nodes=num_nodes,
+        checkpoint_io=software.checkpoint_io.name,
+        device_indices=hardware.devices.indices,
+        num_devices=hardware.devices.count,
+        num_nodes=hardware.num_nodes,
         processes_per_node=launch.processes_per_node,
         world_size=launch.world_size,
         started_by=launch.started_by,
         start_method=launch.start_method,
-        catalog_names=tuple(
-            (selection.kind, selection.catalog_name)
-            for selection in (strategy, accelerator, cluster, precision, checkpoint_io, launcher)
-            if selection is not None and selection.from_catalog
-        ),
+        catalog_names=tuple((one.kind, one.catalog_name) for one in selections if one is not None and one.from_catalog),
         max_restarts=launch.max_restarts if launcher is None else request.max_restarts,
         preemption_deadline=request.preemption_deadline,
     )
-    # A plan can be made without composing, which changes a strategy that the user has constructed.
-    return plan, partial(
-        _compose,
-        plan,
-        strategy=strategy.instance,
-        accelerator=accelerator,
-        cluster=cluster.instance,
-        checkpoint_io=checkpoint_io.instance,
-        precision=precision,
-        launcher=None if launcher is None else launcher.instance,
-        environ=environ,
+
+
+def _rows(hardware: _Hardware, software: _Software) -> tuple[PlanRow, ...]:
+    num_nodes, precision, flag = hardware.num_nodes, hardware.precision, precision_flag(hardware.precision)
+    return (
+        software.strategy.row("strategy"),
+        hardware.accelerator.row("accelerator"),
+        hardware.devices.row,
+        *([PlanRow(subject="nodes", value=str(num_nodes), reason="asked for")] if num_nodes > 1 else []),
+        hardware.cluster.row("cluster"),
+        *([] if software.launcher is None else [software.launcher.row("launcher")]),
+        software.launch.row,
+        precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"),
+        software.checkpoint_io.row("checkpoint io"),
     )
 
 
-def _compose(
-    plan: Plan,
-    *,
-    strategy: Strategy,
-    accelerator: Selection[Accelerator],
-    cluster: ClusterEnvironment,
-    checkpoint_io: CheckpointIO,
-    precision: Selection[Precision],
-    launcher: Launcher | None,
-    environ: Mapping[str, str],
-) -> Strategy:
+def _compose(plan: Plan, hardware: _Hardware, software: _Software, environ: Mapping[str, str]) -> Strategy:
+    strategy, cluster = software.strategy.instance, hardware.cluster.instance
+    accelerator, precision = hardware.accelerator, hardware.precision
+    checkpoint_io = software.checkpoint_io.instance
+    launcher = None if software.launcher is None else software.launcher.instance
     if launcher is None:
         launcher = _launcher(plan, strategy, cluster, checkpoint_io, environ)
     else:
@@ -186,8 +247,8 @@ def _compose(
                 f"{type(precision_plugin).__name__}, which these options do not reach: leave them out, or construct "
                 "the precision that is to be used, and give the instance"
             )
-    strategy.receive(
-        Parts(
+    strategy.set_components(
+        Components(
             accelerator=accelerator.instance,
             parallel_devices=_parallel_devices(plan, accelerator),
             cluster_environment=cluster,
@@ -235,12 +296,13 @@ def _launcher(
 ) -> Launcher | None:
     if plan.start_method is not None:
         from dstrat.checkpoint.formats import recover_checkpoint  # slow to import; most plans need none
+        from dstrat.launch.job import JobSettings
         from dstrat.launch.local import LocalLauncher
 
         if plan.num_nodes > 1:  # variables that the user has set come first
             address = {"MASTER_ADDR": cluster.main_address, "MASTER_PORT": str(cluster.main_port)}
             environ = {**address, "NODE_RANK": str(cluster.node_rank), **environ}
-        return LocalLauncher(
+        settings = JobSettings(
             num_processes=plan.processes_per_node,
             start_method=plan.start_method,
             num_nodes=plan.num_nodes,
@@ -250,6 +312,7 @@ def _launcher(
             hang_timeout=strategy.hang_timeout,
             preemption_deadline=plan.preemption_deadline,
         )
+        return LocalLauncher(settings)
     if plan.started_by == "cluster":
         from dstrat.launch.external import ExternalLauncher
 

@@ -12,7 +12,8 @@ from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.interfaces.launcher import Launcher
 from dstrat.interfaces.precision import Precision
 from dstrat.interfaces.strategy import Strategy
-from dstrat.plugins.facts import facts_of_subclass, with_class_facts
+from dstrat.plugins.component import Component
+from dstrat.plugins.facts import accelerator_facts, facts_of_subclass, strategy_facts, with_class_facts
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.options import options_text
 from dstrat.plugins.registry import inherited_record, is_target
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from dstrat.plugins.catalog import Catalog
-    from dstrat.plugins.component import Component, Kind
+    from dstrat.plugins.component import Kind
     from dstrat.plugins.offer import Offer
     from dstrat.resolve.request import Requested
 
@@ -47,7 +48,8 @@ class Selection(Generic[T]):
         kind: The kind of component.
         name: Its alias, or the name of its class where the user passed a class or an instance.
         instance: The object.
-        record: Its facts; for a class that is not in the catalog those of its nearest base, or None.
+        record: Its record; for a class that is not in the catalog that of its nearest base, or None.
+        facts: Its facts: those of the record, completed and corrected by the class or the instance.
         catalog_name: Its full alias, such as ``"ddp@dstrat-ddp"``; empty where the user passed a class or an instance.
         owner: The distribution that offers it; empty where the user passed a class or an instance.
         options: Options that the user wrote after the alias.
@@ -57,6 +59,7 @@ class Selection(Generic[T]):
     kind: Kind
     name: str
     instance: T
+    facts: Component
     record: Component | None = None
     catalog_name: str = ""
     owner: str = ""
@@ -146,7 +149,22 @@ def _unlisted(kind: Kind, instance: Any, catalog: Catalog) -> Selection[Any]:
     if record is not None:
         record = replace(record, options={**record.options, **settings})
         record = with_class_facts(facts_of_subclass(record, cls), cls)
-    return Selection(kind=kind, name=cls.__name__, instance=instance, record=record)
+    return Selection(
+        kind=kind, name=cls.__name__, instance=instance, facts=_facts(kind, record, instance), record=record
+    )
+
+
+def _facts(kind: Kind, record: Component | None, instance: Any) -> Component:
+    cls = type(instance)
+    if kind == "accelerator":  # of the instance: a class may decide by its arguments
+        facts = record or Component(kind=kind, alias="unregistered", target=cls, summary="")
+        declared = accelerator_facts(instance)
+        differs = any(getattr(facts, name) != fact for name, fact in declared.items())
+        return replace(facts, **declared) if differs else facts
+    if record is not None:
+        return record
+    of_class = strategy_facts(cls, instance.start_method) if kind == "strategy" else {}
+    return Component(kind=kind, alias="unregistered", target=cls, summary="", **of_class)
 
 
 def _construction_error(title: str, error: TypeError) -> MisuseError:
@@ -171,11 +189,13 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         if offer.options and isinstance(error, MisuseError):
             raise MisuseError(f"{offer.title}: {error}") from error
         raise _construction_error(offer.title, error) from error
+    record = catalog.facts(offer)
     return Selection(
         kind=component.kind,
         name=component.alias,
         instance=instance,
-        record=catalog.facts(offer),
+        facts=_facts(component.kind, record, instance),
+        record=record,
         catalog_name=offer.full_alias,
         owner=offer.owner_label,
         options=offer.options,

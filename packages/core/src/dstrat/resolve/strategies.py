@@ -12,7 +12,6 @@ from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.compatibility import (
     accelerator_problem,
     device_type_of,
-    facts_of,
     incompatibility,
     max_devices,
 )
@@ -72,7 +71,7 @@ class RequestedStrategy:
             return False
         if self.substitute(accelerator) is not None:
             return True
-        return self.selection is not None and accelerator_problem(facts_of(self.selection), accelerator) is None
+        return self.selection is not None and accelerator_problem(self.selection.facts, accelerator) is None
 
     def has_devices_of(self, accelerator: Selection[Accelerator]) -> bool:
         """Return whether the devices that it was constructed with, if any, are the accelerator's."""
@@ -177,7 +176,7 @@ def choose_strategy(
     """
     if requested is None:
         return _automatic(catalog, constraints)
-    reason = incompatibility(facts_of(requested), constraints)
+    reason = incompatibility(requested.facts, constraints)
     if reason is None:
         return requested
     if reason.error is ClusterError:

@@ -69,7 +69,7 @@ class ClusterEnvironmentSuite(Suite):
             fail(f"the ranks would meet at {len(addresses)} addresses: {', '.join(map(str, sorted(addresses)))}")
         address, port = next(iter(addresses))
         if not isinstance(address, str) or not address or not isinstance(port, int) or not 0 < port < 65536:
-            fail(f"the ranks would meet at {address!r}, port {port!r}, which is no address")
+            fail(f"the ranks would meet at {address!r}, port {port!r}, which is not an address")
 
     @standard("optional", "ranks")
     def test_it_refuses_a_request_for_another_number_of_ranks(self) -> None:

@@ -87,7 +87,7 @@ def _reference_problems(component: Component) -> Iterator[str]:
     precisions = {name for offer in offers for name in (*offer.names, *offer.component.groups)}
     for name in component.precisions:
         if name not in precisions:
-            yield f"names the precision {name!r}, which is none: possible are {', '.join(sorted(precisions))}"
+            yield f"names the unknown precision {name!r}: possible are {', '.join(sorted(precisions))}"
     if component.max_devices is not None and component.max_devices < 1:
         yield f"has max_devices={component.max_devices}, so that it never runs"
     if component.max_devices == 1 and component.multi_node:

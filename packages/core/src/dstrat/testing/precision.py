@@ -42,7 +42,7 @@ class PrecisionSuite(Suite):
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
             value = getattr(precision, name)
             if not isinstance(value, torch.dtype):
-                fail(f"{name} is {value!r}, which is no torch.dtype")
+                fail(f"{name} is {value!r}, not a torch.dtype")
 
     @standard("basic", "dtypes")
     def test_the_module_has_the_dtype_that_it_says(self) -> None:

@@ -253,7 +253,7 @@ def _check_expected(cls: type[Any]) -> None:
     for name, reason in cls.expected_failures.items():
         if name.partition("[")[0] not in tests:
             raise MisuseError(
-                f"{cls.__name__}.expected_failures names {name!r}, which is no standard test: possible are "
+                f"{cls.__name__}.expected_failures names {name!r}, not a standard test: possible are "
                 f"{', '.join(sorted(tests))}"
             )
         if not isinstance(reason, str) or not reason.strip():

@@ -63,7 +63,7 @@ def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_pa
                 rank=trainer.global_rank,
                 local_rank=trainer.local_rank,
                 size=trainer.world_size,
-            ),
+            ) as trainer.context.beat,
         ):
             return _work(trainer, module, sources, ckpt_path)
     finally:  # also if a signal interrupts the cleanup
@@ -140,7 +140,7 @@ def _end(trainer: Trainer) -> None:
         trainer.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
     _set_logging_module(trainer.callbacks, None)
     trainer.strategy.module_backward = None
-    trainer.context.is_running = False
+    trainer.context.is_running, trainer.context.beat = False, None
 
 
 def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | None) -> None:

@@ -9,6 +9,7 @@ from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.metrics.publisher import Metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from dstrat.interfaces.strategy import Strategy
@@ -43,6 +44,7 @@ class RunContext:
         evaluation_loop: The loop that validates, tests or predicts.
         evaluation_batches: The number of its batches from each loader.
         return_predictions: Whether ``predict`` returns the results of the steps.
+        beat: Notes progress of the run for hang detection; None where it is not watched.
         is_running: Whether the run is in progress in this process.
         is_evaluating: Whether the evaluation loop is in progress.
         sanity_checking: Whether the evaluation is the sanity check.
@@ -64,6 +66,7 @@ class RunContext:
     evaluation_loop: EvaluationLoop | None = None
     evaluation_batches: list[int | None] = field(default_factory=list)
     return_predictions: bool = True
+    beat: Callable[[], None] | None = None
     is_running: bool = False
     is_evaluating: bool = False
     sanity_checking: bool = False

@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(fit, tmp_path,
     if not keeps:
         fit(callbacks, validates=False)
         return
-    with pytest.raises(CheckpointError, match=r"file' is no folder: pass Trainer\(default_root_dir=\.\.\.\)"):
+    with pytest.raises(CheckpointError, match=r"file' is not a folder: pass Trainer\(default_root_dir=\.\.\.\)"):
         fit(callbacks, validates=False)
     assert not trained
 

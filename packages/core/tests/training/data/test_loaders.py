@@ -331,9 +331,9 @@ def test_evaluating_an_empty_loader_is_an_error(process):
         ({"a": [None]}, r"loader\['a'\]\[0\] is a NoneType, over which"),
         (
             [(torch.ones(2), torch.ones(2))],
-            r"loader\[0\]\[0\] is of type Tensor, which is no loader: .*batch_size=None",
+            r"loader\[0\]\[0\] is of type Tensor, not a loader: .*batch_size=None",
         ),
-        (["text"], r"loader\[0\] is of type str, which is no loader"),
+        (["text"], r"loader\[0\] is of type str, not a loader"),
         (torch.utils.data.TensorDataset(torch.ones(2)), r"is a dataset \(TensorDataset\): pass DataLoader\(dataset, "),
         (CombinedLoader([4]), r"loader\[0\] is a int, over which"),
     ],

@@ -44,7 +44,9 @@ class MixedPrecision(Precision):
         if precision not in _COMPUTE_DTYPES:
             raise RequestError(f"MixedPrecision({precision!r}) is not possible: choose {' or '.join(_COMPUTE_DTYPES)}")
         if scaler is not None and precision != "16-mixed":
-            raise ConflictError(f"precision {precision!r} scales no loss, and a scaler was given: leave it out")
+            raise ConflictError(
+                f"scaler needs precision='16-mixed', not {precision!r}, which scales no loss: leave it out"
+            )
         self.flag = precision
         self.device = device
         self._scaler = scaler

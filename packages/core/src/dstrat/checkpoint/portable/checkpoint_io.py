@@ -15,7 +15,8 @@ from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.errors import CheckpointError, StoreError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
-from dstrat.parallel.process_group import channel_factory, group_timeout, rank_and_size
+from dstrat.parallel.job import current_job, rank_and_size
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -167,10 +168,11 @@ class PortableCheckpointIO(CheckpointIO):
         rank, size = rank_and_size()
         if size == 1:
             return Ranks()
-        open_channel = channel_factory()
-        if open_channel is not None:
-            return ChannelRanks(open_channel, rank, size)
-        return GroupRanks(self.timeout or group_timeout())
+        job = current_job()
+        if job is not None and job.open_channel is not None:
+            return ChannelRanks(job, job.open_channel(), rank, size)
+        # A process group of the user's may be open without a job.
+        return GroupRanks(self.timeout or (DEFAULT_TIMEOUT if job is None else job.timeout))
 
 
 # Host memory for the copy of a background save, reused from save to save

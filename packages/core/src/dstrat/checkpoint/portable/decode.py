@@ -98,21 +98,21 @@ class _Decoder:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value!r:.80} is no text")
+        raise ValueError(f"expected text, got {value!r:.80}")
     return value
 
 
 def _int(tagged: dict[str, Any]) -> int:
     digits = _text(tagged["hex"])
     if _HEX.fullmatch(digits) is None:  # int() takes spaces, underscores and digits of other scripts too
-        raise ValueError(f"{digits[:80]!r} is no hexadecimal number")
+        raise ValueError(f"expected a hexadecimal number, got {digits[:80]!r}")
     return int(digits, 16)
 
 
 def _float(tagged: dict[str, Any]) -> float:
     name = _text(tagged["name"])
     if name not in _FLOATS:
-        raise ValueError(f"{name[:80]!r} is none of {', '.join(_FLOATS)}")
+        raise ValueError(f"expected one of {', '.join(_FLOATS)}, got {name[:80]!r}")
     return float(name)
 
 

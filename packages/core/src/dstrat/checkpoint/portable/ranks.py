@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import CheckpointError
-from dstrat.parallel.process_group import channel_factory
+from dstrat.parallel.job import current_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from datetime import timedelta
 
-    from dstrat.parallel.process_group import Channel
+    from dstrat.parallel.job import Channel, Job
 
 _LONGEST_MESSAGE = 4000  # bytes, of each rank to each
 
@@ -157,18 +157,19 @@ class ChannelRanks(Ranks):
     """The ranks of a job without a process group, over a channel of their own.
 
     Args:
-        open_channel: Returns a new channel of the job.
+        job: The job.
+        channel: A channel of it.
         rank: The rank of this process.
         size: Number of ranks.
     """
 
-    def __init__(self, open_channel: Callable[[], Channel], rank: int, size: int) -> None:
-        self._open_channel, self._channel = open_channel, open_channel()
+    def __init__(self, job: Job, channel: Channel, rank: int, size: int) -> None:
+        self._job, self._channel = job, channel
         self.rank, self.size = rank, size
 
     @property
     def is_current(self) -> bool:
-        return channel_factory() is self._open_channel
+        return current_job() is self._job
 
     def exchange(self, message: bytes) -> list[bytes]:
         with self._losses():

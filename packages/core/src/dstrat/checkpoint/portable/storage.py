@@ -195,7 +195,7 @@ class LocalStorage:
         # os.path.exists is False for a path in a folder without access; Path.exists raises there.
         existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)  # noqa: PTH110 - as above
         if not existing.is_dir():
-            return f"{str(existing)!r} is no folder"
+            return f"{str(existing)!r} is not a folder"
         can_write = os.access(existing, os.W_OK | os.X_OK)
         return None if can_write else f"{str(existing)!r} is read-only for this process"
 

@@ -27,7 +27,7 @@ from dstrat.cli.components import base_of
 from dstrat.cli.training.lightning_names import translate
 from dstrat.cli.training.messages import explain
 from dstrat.errors import MisuseError
-from dstrat.launch.external import remember
+from dstrat.launch.external import history
 from dstrat.plugins.catalog import get_catalog
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.module.data_module import DataModule
@@ -216,7 +216,7 @@ def _path_or_text(value: str) -> str:
     path = Path(value).absolute()
     try:
         # A regular file may have changed since an earlier command line of this process; a pipe can be read only once.
-        text = remember(f"file {path}", lambda: path.read_text(encoding="utf-8"), again=path.is_file())
+        text = history.remember(f"file {path}", lambda: path.read_text(encoding="utf-8"), again=path.is_file())
         is_unchanged = path.is_file() and path.read_text(encoding="utf-8") == text
     except (OSError, ValueError):  # a URL, or the configuration itself; jsonargparse says what is wrong otherwise
         return value

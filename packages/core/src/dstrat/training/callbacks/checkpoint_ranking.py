@@ -190,4 +190,4 @@ class RetainedCheckpoints:
             temporary.symlink_to(Path(self.last_path).name)
             temporary.replace(link)
         except OSError as error:
-            raise CheckpointError(f"{self.link!r} cannot be made a link ({error}): pass save_last=True") from error
+            raise CheckpointError(f"cannot create the link {self.link!r} ({error}): pass save_last=True") from error

@@ -76,7 +76,7 @@ class SavingTimes:
         self._deadline = monotonic() + self._seconds
         self._votes = None
         if self.train_time_interval is not None:  # steps and epochs are the same on all ranks; times are not
-            self._votes = Votes(trainer.strategy, trainer.fit_loop.batches_seen)
+            self._votes = Votes(trainer.strategy, trainer.fit_loop.batches_seen, beat=trainer.context.beat)
 
     def end(self) -> None:
         """Release the objects of the run."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.checkpoint.paths import as_path
-from dstrat.launch.external import current_launch
+from dstrat.launch.external import history
 from dstrat.launch.recovery import SavePoint, StepRecord, record_save_point, this_attempt
 from dstrat.training.callbacks.callback import Callback
 
@@ -49,7 +49,7 @@ def join_attempt(trainer: Trainer) -> None:
     if context.attempt is None or not trainer.is_fitting:
         return
     # By launch, as a script may call fit several times, and a restart repeats those before the failed one.
-    context.save_point = context.attempt.save_point(current_launch())
+    context.save_point = context.attempt.save_point(history.current_launch)
     if context.save_point is not None and trainer.is_global_zero:
         for logger, folder in zip(trainer.loggers, context.save_point.log_dirs, strict=True):
             if folder is not None:
@@ -86,7 +86,7 @@ def _record(trainer: Trainer, checkpoint: str | None) -> None:
     folders = [logger.log_dir for logger in trainer.loggers]
     record_save_point(
         SavePoint(
-            launch=current_launch(),
+            launch=history.current_launch,
             checkpoint=checkpoint,
             step=trainer.global_step,
             log_dirs=[None if folder is None else str(folder) for folder in folders],

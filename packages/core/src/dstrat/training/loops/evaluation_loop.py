@@ -159,7 +159,9 @@ class EvaluationLoop:
         if purpose != "predict":
             self.logged.start_epoch()
         self._outputs = []
-        self._votes = EvaluationVotes(trainer.strategy, trainer.interruption) if trainer.world_size > 1 else None
+        self._votes = None
+        if trainer.world_size > 1:
+            self._votes = EvaluationVotes(trainer.strategy, trainer.interruption, beat=trainer.context.beat)
         # Not restored by train(): frozen layers may be in evaluation mode during training too.
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         try:

@@ -126,7 +126,7 @@ class FitLoop(Position):
         if isinstance(self._optimization, CompiledOptimization):
             self._optimization.check_position(trainer)
         self._schedule = ValidationSchedule(trainer, self.data.num_batches)
-        self._votes = Votes(trainer.strategy, self.batches_seen)
+        self._votes = Votes(trainer.strategy, self.batches_seen, beat=trainer.context.beat)
         self._agrees_on_end = self._must_agree_on_end()
         trainer.context.log_to(self.logged)
         self.logged.start_epoch()  # values that on_train_start logs belong to the first epoch

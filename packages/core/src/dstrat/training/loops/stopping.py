@@ -209,14 +209,13 @@ class Votes:
     Args:
         strategy: Has the collectives.
         step: Number of batches trained on already, equal on all ranks.
+        beat: Notes progress of the run for hang detection; None without it.
 
     Attributes:
         next_at: Number of batches after which the ranks vote next.
     """
 
-    def __init__(self, strategy: Strategy, step: int = 0) -> None:
-        from dstrat.launch.progress import beat  # only runs need it
-
+    def __init__(self, strategy: Strategy, step: int = 0, *, beat: Callable[[], None] | None = None) -> None:
         self._strategy, self._beat = strategy, beat
         self._is_alone = strategy.world_size == 1
         self.next_at = step + 1
@@ -242,7 +241,8 @@ class Votes:
         # Negative, so that the maximum is the shortest interval of any rank.
         ballot = torch.tensor([*requests, -interval], device=self._strategy.root_device)
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
-        self._beat()  # all ranks have come here: the job does not hang
+        if self._beat is not None:
+            self._beat()  # all ranks have come here: the job does not hang
         self.next_at = step - steps
         self._last_vote = (step, time.monotonic())
         return tuple(agreed)
@@ -262,10 +262,13 @@ class EvaluationVotes:
     Args:
         strategy: Has the collectives.
         interruption: Has the deferred signal of this process.
+        beat: Notes progress of the run for hang detection; None without it.
     """
 
-    def __init__(self, strategy: Strategy, interruption: Interruption) -> None:
-        self._votes, self._interruption = Votes(strategy), interruption
+    def __init__(
+        self, strategy: Strategy, interruption: Interruption, *, beat: Callable[[], None] | None = None
+    ) -> None:
+        self._votes, self._interruption = Votes(strategy, beat=beat), interruption
         self._done = 0
 
     def between(self, batches: Iterable[B]) -> Iterator[B]:

@@ -283,7 +283,7 @@ class HyperparametersMixin:
         wrong = [name for name in names if not (isinstance(name, str) and name in arguments)]
         if wrong:
             raise MisuseError(
-                f"save_hyperparameters was given {', '.join(map(repr, wrong))}, and {type(self).__name__}.__init__ "
+                f"save_hyperparameters got {', '.join(map(repr, wrong))}, and {type(self).__name__}.__init__ "
                 f"has the arguments {', '.join(arguments) or 'self alone'}: pass names of these, or one dict, "
                 "namespace or dataclass"
             )

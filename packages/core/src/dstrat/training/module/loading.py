@@ -321,7 +321,7 @@ def _check_accepted(cls: type, constructor: Constructor, overrides: Mapping[str,
 
 def _not_accepted(cls: type, constructor: Constructor, wrong: list[str]) -> MisuseError:
     return MisuseError(
-        f"load_from_checkpoint was given {', '.join(map(repr, wrong))}, and {cls.__name__}.__init__ takes "
+        f"load_from_checkpoint got {', '.join(map(repr, wrong))}, and {cls.__name__}.__init__ takes "
         f"{', '.join(constructor.names) or 'no arguments'}: leave it out, or correct the name"
     )
 
