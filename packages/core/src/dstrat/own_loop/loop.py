@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from dstrat.own_loop.steps import FunctionSteps, Settings, Steps
 from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.resolve import Request, resolve_request
+from dstrat.training.metrics.metric_objects import states_gathered_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,6 +77,7 @@ class OwnLoop:
         self._steps: Steps | None = None
         self._loaders: list[TrainingLoader] = []
         self._evaluated: list[weakref.ref[EvaluationLoader]] = []
+        self._contexts = ExitStack()  # from the setup to the end
         self._is_launched = False
 
     # Launching
@@ -115,6 +117,7 @@ class OwnLoop:
     def _end(self) -> None:
         self._is_launched = False
         self._steps, self._loaders, self._evaluated = None, [], []
+        self._contexts.close()
         self.strategy.teardown()
 
     # Setup
@@ -160,6 +163,8 @@ class OwnLoop:
         strategy.step_methods = FunctionSteps
         self._steps = Steps(settings)
         strategy.setup(settings)
+        # Not at the launch: the function may import torchmetrics.
+        self._contexts.enter_context(states_gathered_by(strategy))
         if strategy.compiled_steps() is not None:
             raise ConflictError(
                 f"{type(strategy).__name__} compiles each training step as a whole, so that a loop of one's own cannot "

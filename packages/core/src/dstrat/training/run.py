@@ -22,6 +22,7 @@ from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspe
 from dstrat.training.loggers.defaults import agree_on_folders
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated
+from dstrat.training.metrics.metric_objects import states_gathered_by
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
@@ -75,7 +76,8 @@ def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
     try:
         _prepare(trainer, module, sources, ckpt_path)
-        result = work(trainer, module, sources)
+        with states_gathered_by(trainer.strategy):
+            result = work(trainer, module, sources)
         # A rank that is done may print, into the progress bar of rank 0: all end together.
         trainer.strategy.barrier("end")
     except (Interrupted, Terminated) as exception:

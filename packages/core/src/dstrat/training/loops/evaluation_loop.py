@@ -24,7 +24,7 @@ from dstrat.training.loops.batches import batch_mover, device_batches, device_to
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
 from dstrat.training.loops.stopping import EvaluationVotes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
-from dstrat.training.metrics.metric_objects import share_states, unchanged_metrics
+from dstrat.training.metrics.metric_objects import share_updates, unchanged_metrics
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class EvaluationLoop:
                 self._run_loader(dataloader_idx, loader, count, missing[dataloader_idx])
             if self._votes is not None:
                 self._votes.finish()
-                share_states(self._module, trainer.strategy)
+                share_updates(self._module, trainer.strategy)
             trainer.publisher.publish_epoch(self.logged, hooks.of(f"on_{purpose}_epoch_end"))
             if before_end is not None:
                 before_end()
