@@ -360,11 +360,11 @@ def _slice_options(pruning_fn: Any, dim: int | None, norm: int | None) -> dict[s
         raise RequestError(f"pruning_fn={pruning_fn!r} needs pruning_dim, the dimension along which it prunes")
     if takes_norm and norm is None:
         raise RequestError(f"pruning_fn={pruning_fn!r} needs pruning_norm, the n of the norm by which it compares")
-    for argument, value, is_taken, methods in (
+    for argument, value, has_effect, methods in (
         ("pruning_dim", dim, takes_dim, "'ln_structured' and 'random_structured'"),
         ("pruning_norm", norm, takes_norm, "'ln_structured'"),
     ):
-        if value is not None and not is_taken:
+        if value is not None and not has_effect:
             raise ConflictError(
                 f"{argument}={value!r} would be ignored by pruning_fn={pruning_fn!r}, as it is for {methods}: "
                 "leave it out"

@@ -212,8 +212,8 @@ def states_gathered_by(strategy: Strategy) -> Iterator[None]:
         should_sync: bool = True,
         distributed_available: Any = None,
     ) -> None:
-        is_own = dist_sync_fn or distributed_available or _syncs_by_itself(metric)
-        if is_own or not should_sync or metric._is_synced or strategy.world_size == 1:  # noqa: SLF001 - as below
+        has_custom_sync = dist_sync_fn or distributed_available or _syncs_by_itself(metric)
+        if has_custom_sync or not should_sync or metric._is_synced or strategy.world_size == 1:  # noqa: SLF001 - as below
             original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
             return
         # What torchmetrics (1.x) does around its gathering; unsync restores the cache.
@@ -249,10 +249,10 @@ def _merged_state(metric: Any, strategy: Strategy, group: Any) -> dict[str, Any]
 
     Ranks without an update are left out: defaults are no values for a mean, a maximum or a minimum.
     """
-    own = _RankState(max(int(metric.update_count), 1), metric.metric_state)
+    rank_state = _RankState(max(int(metric.update_count), 1), metric.metric_state)
     # Ranks that read the same data count once.
     counts = _was_updated(metric) and (group is not None or strategy.is_first_reader)
-    messages = _gather_bytes(_pack(own if counts else None), strategy, group)
+    messages = _gather_bytes(_pack(rank_state if counts else None), strategy, group)
     states = [state for state in (_unpack(message, metric.device) for message in messages) if state is not None]
     if not states:
         return {}
@@ -301,7 +301,7 @@ def _merged(reduction: Any, values: Sequence[Any], states: Sequence[_RankState],
         return torch.cat([torch.atleast_1d(value) for value in values])
     if reduction is None and len(values) == 1:
         return values[0]
-    stacked = torch.stack(values)
+    stacked = torch.stack(list(values))
     if name == "dim_zero_mean":  # over the updates, as torchmetrics merges the states of batches
         weights = torch.tensor([float(state.update_count) for state in states], device=stacked.device)
         return torch.tensordot(weights.to(stacked.dtype), stacked, dims=1) / weights.sum()
