@@ -56,6 +56,8 @@ def programs(page: str) -> list[str]:
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 PACKAGE = ("publish.md", "testing.md")
 """Pages whose blocks with a title are together the files of a package."""
+TUTORIALS = [page for page in PAGES if page.startswith("tutorial-")]
+"""Pages whose blocks with a title are files, and whose console blocks are commands with a part of what they print."""
 
 
 def test_every_block_of_the_guides_is_of_a_kind_that_is_tested() -> None:
@@ -65,7 +67,7 @@ def test_every_block_of_the_guides_is_of_a_kind_that_is_tested() -> None:
             if page == "clusters.md":  # whose scripts the tests of clusters run
                 assert block.title, block
             elif block.title or block.kind in {"toml", "console"}:
-                assert page in PACKAGE, (page, block)
+                assert page in (*PACKAGE, *TUTORIALS), (page, block)
 
 
 # Programs
@@ -111,6 +113,26 @@ def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_the
     assert plan in "".join(line.rstrip() + "\n" for line in printed.splitlines())
     shown = iter(without_numbers(bar))
     assert [line for line in without_numbers(progress) if line not in shown] == []  # in this order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_the_commands_of_a_tutorial_print_what_it_shows(page: str, tmp_path: Path) -> None:
+    for block in blocks(page):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+    for block in blocks(page):
+        if block.kind != "console":
+            continue
+        command, *shown = block.text.splitlines()
+        prompt, python, script, *arguments = command.split()
+        assert (prompt, python) == ("$", "python"), command
+        program = WarmProgram(tmp_path / script, *arguments)
+        printed, errors = program.communicate(timeout=150)
+        assert program.returncode == 0, errors
+        lines = without_numbers((printed + errors).replace(f"{tmp_path}/", ""))
+        remaining = iter(lines)
+        assert [line for line in without_numbers("\n".join(shown)) if line not in remaining] == [], lines
 
 
 def run_own_loop(program: str, folder: Path) -> str:
