@@ -88,8 +88,8 @@ def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespa
     loader = loop.training_loader(DataLoader(training, batch_size=batch_size, shuffle=True))
     while loop.steps_done < options.steps:
         for batch in loader:
-            loss = loop.compute(module.loss, batch)
-            loop.backward(loss)
+            loss, labels = loop.compute(module.loss_and_weight, batch)
+            loop.backward(loss, weight=labels)
             loop.step()
             loop.schedulers[0].step()
             if loop.steps_done % 10 == 0:

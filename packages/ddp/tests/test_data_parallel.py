@@ -1,6 +1,7 @@
 """One process for several devices: dp, and ddp2 with one such process per machine."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import pytest
@@ -81,6 +82,16 @@ def test_scalars_become_their_mean_and_other_tensors_are_joined():
     assert output["guess"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     output["loss"].backward()
     assert float(first["loss"].grad) == 0.5
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_losses_with_weights_become_their_weighted_mean(kind):
+    losses = [torch.tensor(value, requires_grad=value == 1.0) for value in (1.0, 5.0, math.nan)]
+    outputs = [{"loss": loss, "weight": kind(weight)} for loss, weight in zip(losses, (3, 1, 0), strict=True)]
+    joined = join_outputs(outputs, CPU)
+    assert (float(joined["loss"].detach()), float(joined["weight"])) == (2, 4)
+    joined["loss"].backward()
+    assert float(losses[0].grad) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,9 @@ class Losses(Callback):
         self.values: dict[str, list[float]] = {"losses": [], "rates": [], "val": []}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loss = outputs["loss"]
-        self.values["losses"].append(float(trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
+        strategy, loss, labels = trainer.strategy, outputs["loss"], outputs["weight"]
+        total = strategy.reduce(torch.stack([loss * labels, labels]), reduce_op="mean")
+        self.values["losses"].append(float(total[0] / total[1].clamp(min=1e-9)))
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.values["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])

@@ -94,6 +94,54 @@ def test_a_batch_without_labels_counts_nothing(tmp_path):
     assert two["val"] == pytest.approx(one["val"], abs=1e-6)
 
 
+def test_accumulated_batches_of_different_lengths_are_one_large_batch(tmp_path):
+    """In the Trainer, and in a loop of one's own."""
+    found = {}
+    for name, options in {
+        "one": {"batch_size": 8},
+        "accumulated": {"batch_size": 2, "accumulate_grad_batches": 4},
+        "ranks": {"batch_size": 2, "accumulate_grad_batches": 2, "strategy": "ddp_fork", "devices": 2},
+    }.items():
+        data = DataLoader(small.rows(20), batch_size=options.pop("batch_size"))
+        module = HFModule(small.llama(), scheduler=None, learning_rate=1e-2, optimizer="sgd")
+        path = tmp_path / name
+        callbacks = SavesWeights(path)
+        trainer = Trainer(**QUIET, max_epochs=2, enable_checkpointing=False, callbacks=callbacks, **options)
+        trainer.fit(module, data)
+        found[name] = torch.load(path)
+    for name in ("accumulated", "ranks"):
+        torch.testing.assert_close(
+            found[name], found["one"], rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
+
+    def own_loop(loop):
+        module = HFModule(small.llama(), scheduler=None, learning_rate=1e-2, optimizer="sgd")
+        module.prepare(loop.strategy)
+        loop.setup(module, HFModule.configure_optimizers, accumulate_grad_batches=4)
+        loader = loop.training_loader(DataLoader(small.rows(16), batch_size=2))
+        for batch in loader:
+            loop.backward(*loop.compute(module.loss_and_weight, batch))
+            loop.step()
+        return module.state_dict()
+
+    trained = dstrat.OwnLoop(dstrat.build(accelerator="cpu", devices=1)).launch(own_loop)
+    module, path = HFModule(small.llama(), scheduler=None, learning_rate=1e-2, optimizer="sgd"), tmp_path / "whole"
+    trainer = Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, callbacks=SavesWeights(path))
+    trainer.fit(module, DataLoader(small.rows(16), batch_size=8))
+    torch.testing.assert_close(trained, torch.load(path), rtol=1e-6, atol=1e-6)
+
+
+class SavesWeights(dstrat.Callback):
+    """Writes the weights of rank 0 after a fit."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, module):
+        if trainer.is_global_zero:
+            torch.save(module.state_dict(), self.path)
+
+
 def test_an_evaluation_without_labels_is_nan_with_a_warning(caplog):
     rows = small.rows(8)
     for row in rows:

@@ -252,6 +252,10 @@ class BaguaStrategy(ParallelStrategy):
             # As DistributedDataParallel does: each rank has statistics of its own batches.
             self.broadcast_tensors(self.module.buffers())
 
+    @property
+    def weighs_losses(self) -> bool:
+        return not self._differs
+
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
     ) -> Any:

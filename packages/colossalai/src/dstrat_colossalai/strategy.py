@@ -281,13 +281,21 @@ class ColossalAIStrategy(ParallelStrategy):
             return context
         return nullcontext()
 
-    def scale_gradients(self, optimizer: Optimizer, factor: float) -> None:
+    @property
+    def weighs_losses(self) -> bool:
+        return not self._accumulates or self._can_scale
+
+    @property
+    def _can_scale(self) -> bool:
+        return self.plugin not in ("gemini", "low_level_zero")  # which keep gradients until the step
+
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients; Gemini and LowLevelZero keep theirs until the step.
 
         Raises:
             ConflictError: The plugin is one of these.
         """
-        if self.plugin in ("gemini", "low_level_zero"):
+        if not self._can_scale:
             raise ConflictError(
                 f"an optimizer step has fewer batches than it was begun with, and the plugin {self.plugin!r} cannot "
                 "scale the gradients that it has accumulated: let accumulate_grad_batches divide the number of "

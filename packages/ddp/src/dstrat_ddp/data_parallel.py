@@ -127,6 +127,8 @@ def replica_step(replica: Module, step: Callable[..., Any]) -> Callable[..., Any
 def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
     """Return the outputs of all replicas as one: the mean of scalars, other tensors joined along dimension 0.
 
+    A mapping with a loss and its weight, as of a training step, becomes the weighted mean and the sum of the weights.
+
     Args:
         outputs: One for each replica, all of the same structure of tensors, numbers, mappings, sequences and
             dataclasses; of other values, the first replica's is returned.
@@ -138,7 +140,7 @@ def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
     if isinstance(first, float):
         return sum(outputs) / len(outputs)
     if isinstance(first, Mapping):
-        return {key: join_outputs([output[key] for output in outputs], device) for key in first}
+        return _join_mappings(outputs, device)
     if isinstance(first, list | tuple):
         joined = [join_outputs(items, device) for items in zip(*outputs, strict=True)]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
@@ -147,6 +149,18 @@ def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
         values = {name: join_outputs([getattr(output, name) for output in outputs], device) for name in names}
         return dataclasses.replace(first, **values)
     return first
+
+
+def _join_mappings(outputs: Sequence[Mapping[str, Any]], device: torch.device) -> dict[str, Any]:
+    joined = {key: join_outputs([output[key] for output in outputs], device) for key in outputs[0]}
+    if not isinstance(outputs[0].get("loss"), Tensor) or outputs[0].get("weight") is None:
+        return joined
+    losses = torch.stack([output["loss"].to(device) for output in outputs])
+    weights = torch.stack([torch.as_tensor(output["weight"]).to(device, losses.dtype) for output in outputs])
+    total = weights.sum()
+    # A part without weight may have the loss nan, the mean over nothing.
+    weighted = torch.where(weights > 0, losses * weights, torch.zeros_like(losses)).sum()
+    return {**joined, "loss": weighted / total.clamp(min=torch.finfo(total.dtype).tiny), "weight": total}
 
 
 def _join_tensors(tensors: list[Tensor]) -> Tensor:

@@ -242,6 +242,10 @@ class DDPStrategy(ParallelStrategy):
         no_sync: Callable[[], AbstractContextManager[Any]] = getattr(self.model, "no_sync", nullcontext)
         return no_sync()
 
+    @property
+    def weighs_losses(self) -> bool:
+        return self._averaging is None  # local SGD averages parameters
+
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
     ) -> Any:

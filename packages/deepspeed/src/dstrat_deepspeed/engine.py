@@ -165,7 +165,7 @@ class Engine:
 
     # Updates
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients, after the last backward pass of a step."""
         self._reduce_pending()
         internals.scale_gradients(self.engine.optimizer, self._trained, factor)

@@ -420,7 +420,7 @@ def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
     return {**present, "batches": optimizer.micro_step_id} if present else {}
 
 
-def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float) -> None:
+def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply the reduced gradients of any stage, before the step that unscales and clips them."""
     if hasattr(optimizer, "fp32_groups_gradients_flat"):  # stages 0 and 1 with gradients of 32 bits
         gradients = list(optimizer.fp32_groups_gradients_flat)
@@ -434,7 +434,7 @@ def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float)
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for gradient in gradients:
-        gradient.mul_(factor)
+        gradient.mul_(factor if isinstance(factor, int | float) else factor.to(gradient.device))
 
 
 def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:

@@ -333,7 +333,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         finally:
             engine.set_boundary(is_boundary=True)
 
-    def scale_gradients(self, optimizer: Optimizer, factor: float) -> None:  # noqa: ARG002 - there is one
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:  # noqa: ARG002 - there is one
         self._active_engine.scale_gradients(factor)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one

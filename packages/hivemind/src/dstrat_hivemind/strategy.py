@@ -317,6 +317,10 @@ class HivemindStrategy(SingleDeviceStrategy):
         super().backward(loss, *args, **kwargs)
         self._samples += self._batch_samples
 
+    @property
+    def weighs_losses(self) -> bool:
+        return False  # peers weigh their gradients by numbers of samples
+
     def optimizer_step(
         self,
         optimizer: Any,

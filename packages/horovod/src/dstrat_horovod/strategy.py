@@ -218,6 +218,10 @@ class HorovodStrategy(ParallelStrategy):
             finally:
                 self._is_accumulating = was_accumulating
 
+    @property
+    def weighs_losses(self) -> bool:
+        return self.reduction_options.op == "Average" or self.world_size == 1
+
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
     ) -> Any:

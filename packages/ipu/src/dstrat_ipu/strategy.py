@@ -238,6 +238,10 @@ class IPUStrategy(SingleDeviceStrategy):
             )
         self._optimizer = CompiledOptimizer(self.optimizers[0], self._clip_val)
 
+    @property
+    def weighs_losses(self) -> bool:
+        return False  # the compiled step has the loss alone
+
     def compiled_steps(self) -> CompiledSteps:
         if self._training_opts is None:
             return CompiledSteps(clips_gradients=True)

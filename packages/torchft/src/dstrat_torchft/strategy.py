@@ -228,6 +228,10 @@ class TorchFTStrategy(ParallelStrategy):
             if self.world_size > 1:
                 self.broadcast_tensors(self.module.buffers())
 
+    @property
+    def weighs_losses(self) -> bool:
+        return self.options.num_groups == 1  # groups average alike, whichever of them are alive
+
     def _synchronize(self, replicas: Replicas) -> None:
         """Average the gradients over ranks and groups, as often as it takes until the groups agree on the step."""
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -37,8 +37,8 @@ class HFModule(TrainModule):
     """A model of transformers with its loss, optimizer and schedule: ``trainer.fit(HFModule(model), loader)``.
 
     Batches are mappings of the arguments of the model's ``forward``, with ``labels``, as the collators of transformers
-    make them.  The loss is the one that the model returns.  Of several processes, or batches of an evaluation, each
-    counts by the number of its labels, so that padding does not change the result.
+    make them.  The loss is the one that the model returns.  Of several processes, accumulated batches, or batches of an
+    evaluation, each counts by the number of its labels, so that padding does not change the result.
 
     The model is an object, such as of ``from_pretrained``, which each process has once in full before it is sharded;
     or a function that makes it, so that it is made sharded where the strategy can do that: a new one from its config,
@@ -163,7 +163,8 @@ class HFModule(TrainModule):
     def loss(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a training batch, by whose mean over all processes each label counts the same.
 
-        That of a batch without labels, where all are -100, is 0, and so are its gradients.
+        Accumulated batches count alike: use :meth:`loss_and_weight` for these.  The loss of a batch without labels,
+        where all are -100, is 0, and so are its gradients.
 
         Args:
             batch: Arguments of the model, with labels.
@@ -171,14 +172,11 @@ class HFModule(TrainModule):
         Raises:
             MisuseError: The model returns no loss.
         """
-        loss: Tensor = self._output(batch).loss
-        labels = count_labels(self.model, batch)
-        if labels is None:
-            return loss
-        # The mean of no labels is nan; torch.where, as an if would read the number from the device in each step.
-        loss = torch.where(labels > 0, loss, torch.zeros_like(loss))
+        return self._weighted_over_ranks(*self.loss_and_weight(batch))
+
+    def _weighted_over_ranks(self, loss: Tensor, labels: Tensor | None) -> Tensor:
         strategy = self._strategy
-        if strategy is None or strategy.world_size == 1:
+        if labels is None or strategy is None or strategy.world_size == 1:
             return loss
         # Strategies average gradients over ranks: the factor makes that the mean over all labels.
         count = labels.to(loss.dtype)
@@ -186,6 +184,30 @@ class HFModule(TrainModule):
         mean = strategy.reduce(count.clone(), reduce_op="mean").clamp(min=1 / strategy.world_size)
         weighted: Tensor = loss * (count / mean)
         return weighted
+
+    def loss_and_weight(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss over the labels of a training batch, and their number.
+
+        In a loop of one's own each label of all processes and accumulated batches counts the same by::
+
+            loop.backward(*loop.compute(module.loss_and_weight, batch))
+
+        Args:
+            batch: Arguments of the model, with labels.
+
+        Returns:
+            The loss, which is 0 without labels; and their number, a scalar on the device, or None for a model whose
+            labels have no number.
+
+        Raises:
+            MisuseError: The model returns no loss.
+        """
+        loss: Tensor = self._output(batch).loss
+        labels = count_labels(self.model, batch)
+        if labels is None:
+            return loss, None
+        # The mean of no labels is nan; torch.where, as an if would read the number from the device in each step.
+        return torch.where(labels > 0, loss, torch.zeros_like(loss)), labels
 
     def _output(self, batch: Mapping[str, Any]) -> Any:
         if not hasattr(batch, "keys"):
@@ -201,10 +223,12 @@ class HFModule(TrainModule):
             )
         return output
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - the known name
-        loss = self.loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:  # noqa: ARG002 - the known name
+        loss, labels = self.loss_and_weight(batch)
         self.log("train_loss", loss, prog_bar=True)
-        return loss
+        if labels is None or not self.trainer.strategy.weighs_losses:
+            return self._weighted_over_ranks(loss, labels)
+        return {"loss": loss, "weight": labels}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
         self._evaluate("val", batch)

@@ -596,20 +596,42 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    def scale_gradients(self, optimizer: Optimizer, factor: float) -> None:
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether losses may have weights: the gradients of each step are the mean over processes, and can be scaled.
+
+        See :meth:`mean_weight` and :meth:`scale_gradients`.  A strategy that averages something else, or not in each
+        step, returns False.
+        """
+        return True
+
+    def mean_weight(self, weight: Tensor) -> Tensor:
+        """Return the mean of a weight over the processes among which gradients are averaged; collective.
+
+        It is called in steps whose losses have weights: ``training_step`` returned ``{"loss": loss, "weight": n}``.
+
+        Args:
+            weight: The weight of the losses of this process, a scalar in float32 on :attr:`root_device`; processes that
+                read the same data have the same.
+        """
+        mean: Tensor = self.reduce(weight, reduce_op="mean")
+        return mean
+
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients of an optimizer's parameters, before hooks and clipping read them.
 
-        It follows the last backward pass of an optimizer step, if the gradients are of fewer batches than expected, and
-        is called with the same factor in every process.
+        It follows the last backward pass of an optimizer step, if the gradients are of fewer batches than expected, or
+        of several batches whose losses have weights.  The factor is the same in every process.
 
         Args:
             optimizer: The optimizer.
-            factor: A positive number.
+            factor: A positive number, or a scalar tensor on :attr:`root_device`, whose value is not read.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+                    # A gradient may be offloaded to the host.
+                    parameter.grad.mul_(factor if isinstance(factor, int | float) else factor.to(parameter.grad.device))
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Undo a loss scale in the gradients, before hooks and clipping read them."""

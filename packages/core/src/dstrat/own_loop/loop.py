@@ -240,13 +240,27 @@ class OwnLoop:
                 f"such method: call super().{error.name}(*args, **kwargs), or override run_step instead"
             ) from error
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Compute the gradients of a loss (a scalar tensor), divided by the number of accumulated batches.
 
         With several optimizers, gradients that no optimizer has used since the last step are cleared first: the
         gradients of a loss are for the optimizer steps before the next loss.
+
+        With weights the gradient of an optimizer step is that of ``sum(weight * loss) / sum(weight)``, over all
+        accumulated batches of all processes: exactly that of one process with all of their samples.  The total is
+        known after the last batch only, so gradients are scaled once in :meth:`step`, before they are clipped, by a
+        factor that processes reduce on the device.
+
+        Args:
+            loss: The mean loss of the batch.
+            weight: The number of labels or samples that it is the mean of: a number or a tensor with one element, which
+                stays on its device; 0 for a batch without any.  Pass it for every batch in every process, or for none.
+
+        Raises:
+            MisuseError: Other processes or batches have a weight and this one has none, or the reverse.
+            ConflictError: The strategy cannot weigh losses.
         """
-        self._set_up("backward").backward(loss)
+        self._set_up("backward").backward(loss, weight)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Clip the gradients, step the optimizer and clear the gradients, once per ``accumulate_grad_batches`` calls.

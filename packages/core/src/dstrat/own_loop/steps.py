@@ -11,6 +11,7 @@ import torch
 from dstrat.data.limits import check_count
 from dstrat.errors import MisuseError
 from dstrat.interfaces.optimizers import Optimization, check_clipping, read_optimizers
+from dstrat.parallel.loss_weights import LossWeights
 from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Steps:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._strategy = settings, settings.strategy
+        self._weights = LossWeights(settings.strategy)
         self._in_group = 0  # batches accumulated since the last optimizer step
         self._due: list[Optimizer] = []  # have not stepped since the last backward pass
         self.num_done = 0
@@ -71,8 +73,10 @@ class Steps:
         with self._synchronization():
             return strategy.training_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # likewise
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, divided by the number of accumulated batches."""
+    def backward(self, loss: Tensor, weight: Any = None) -> None:
+        """Compute the gradients of a loss, divided by the number of accumulated batches, and by its weight."""
+        if weight is not None or self._weights.is_used is not False:
+            loss = self._weighted(loss, weight)
         # Some optimizers have stepped since the last backward pass, and the others' gradients are of that pass.
         if 0 < len(self._due) < len(self._strategy.optimizers):
             for optimizer in self._due:
@@ -82,6 +86,23 @@ class Steps:
             self._strategy.backward(loss if accumulate == 1 else loss / accumulate)
         self._strategy.accelerator.end_graph("backward")
         self._due = list(self._strategy.optimizers)
+
+    def _weighted(self, loss: Tensor, weight: Any) -> Tensor:
+        number, accumulate = self._in_group + 1, self._settings.accumulate_grad_batches
+        self._weights.agree(
+            has_weight=weight is not None,
+            caller="backward got",
+            batch=f"batch {number} of optimizer step {self.num_done + 1}",
+            advice="call loop.backward(loss, weight=n)",
+        )
+        if weight is None:
+            return loss
+        if self._due and accumulate > 1:
+            raise MisuseError(
+                f"backward was called twice with a weight for batch {number} of accumulate_grad_batches={accumulate}: "
+                "add the losses of a batch, and call it once before step"
+            )
+        return self._weights.scale(loss, weight, is_first=self._in_group == 0)
 
     def step(self, optimizer: Optimizer | None) -> bool:
         """Step an optimizer, once per group of accumulated batches; return whether it stepped."""
@@ -93,7 +114,7 @@ class Steps:
         is_complete = self._in_group == self._settings.accumulate_grad_batches
         # A strategy that accumulates by itself counts the batches in its optimizer's step.
         if is_complete or strategy.accumulates_gradients:
-            strategy.optimizer_step(optimizer, self._preparation(optimizer, clips=is_complete), strategy.model)
+            strategy.optimizer_step(optimizer, self._preparation(optimizer, is_complete=is_complete), strategy.model)
             strategy.accelerator.end_graph("optimizer_step")
         if is_complete:
             optimizer.zero_grad()
@@ -145,12 +166,17 @@ class Steps:
             return nullcontext()
         return self._strategy.no_backward_sync()
 
-    def _preparation(self, optimizer: Optimizer, *, clips: bool) -> Callable[[], None]:
+    def _preparation(self, optimizer: Optimizer, *, is_complete: bool) -> Callable[[], None]:
         """Return the closure of an optimizer's step, which does not compute the gradients again."""
         limit, algorithm = self._settings.gradient_clip_val, self._settings.gradient_clip_algorithm
+        accumulate = self._settings.accumulate_grad_batches
 
         def prepare() -> None:
-            if clips and limit is not None:  # without clipping, the precision unscales within its step
+            if not is_complete:
+                return
+            if self._weights.is_used and accumulate > 1:
+                self._strategy.scale_gradients(optimizer, accumulate * self._weights.correction())
+            if limit is not None:  # without clipping, the precision unscales within its step
                 self._strategy.unscale_gradients(optimizer)
                 self._strategy.clip_gradients(optimizer, limit, algorithm)
 

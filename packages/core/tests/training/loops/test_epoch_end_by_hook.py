@@ -106,6 +106,7 @@ def test_ranks_communicate_for_it_only_where_a_hook_may_return_something_and_ran
 
     module = make_line(type("Hooked", (type(make_line()),), {"on_train_batch_start": answers}))
     quiet_trainer(strategy=Counting(), devices=2, max_epochs=1).fit(module, loader(4))
-    assert (tmp_path / "decisions_1").read_text() == ("1" if annotated else "7")  # once before training
+    assert (tmp_path / "decisions_1").read_text() == ("2" if annotated else "8")
+    # Once before training, and once in the first step, on whether losses have weights.
     line = "on_train_batch_start of Hooked may return -1, so that the processes communicate before every batch: "
     assert log.read_text().splitlines() == ([] if annotated else [f"{line}annotate it with '-> None' if it does not"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
@@ -43,7 +44,7 @@ class CompiledOptimization:
         self.optimizers = trainer.strategy.optimizers
         self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
         self._loop, self._steps = trainer.fit_loop, compiled.optimizer_steps
-        self._accumulate = trainer.accumulate_grad_batches
+        self._accumulate, self._strategy_name = trainer.accumulate_grad_batches, type(trainer.strategy).__name__
 
     def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:  # noqa: ARG002 - within the call
         """Train on the batches of one call; return the result of ``training_step``, with the loss divided as elsewhere.
@@ -53,6 +54,11 @@ class CompiledOptimization:
             applies: Always True.
         """
         outputs = self._training_step(*arguments)
+        if isinstance(outputs, Mapping) and outputs.get("weight") is not None:
+            raise ConflictError(
+                f"training_step returned a weight with its loss, and {self._strategy_name} compiles each training step "
+                "as a whole, without it: return the loss alone, or choose another strategy"
+            )
         self._loop.global_step += self._steps
         return with_divided_loss(outputs, self._accumulate) if self._accumulate > 1 else outputs
 

@@ -13,6 +13,7 @@ from dstrat.data.random_state import RandomState
 from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.parallel.loss_weights import LossWeights
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
@@ -43,7 +44,10 @@ class FitLoop(Position):
         scales_position: Whether the counters are of another number of ranks, with other shares of the data.
         data: The training data of this process.
         logged: The values that the module logs in training.
+        loss_weights: The weights of the losses since the last optimizer step, in a run.
     """
+
+    loss_weights: LossWeights
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
@@ -102,7 +106,9 @@ class FitLoop(Position):
         """Prepare the training of a module, after the strategy's setup."""
         self._module, self._sources = module, sources
         self.is_in_batch, self._before_validation, self._broken_off = False, None, None
+        self.loss_weights = LossWeights(self._trainer.strategy)
         compiled = self._trainer.strategy.compiled_steps()
+        self.logged.expect_weights(compiled is None and module.automatic_optimization)
         if compiled is not None:
             self._optimization = CompiledOptimization(self._trainer, module, compiled)
         elif module.automatic_optimization:
@@ -438,6 +444,7 @@ class FitLoop(Position):
             random=self._before_validation or self._before_first_batch or RandomState.capture(),
             logged=self._broken_off or self.logged.state_dict(),
             has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
+            weights=self.loss_weights.state_dict() if self.in_group > 0 else None,
         )
 
     @property

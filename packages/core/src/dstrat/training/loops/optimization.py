@@ -116,7 +116,7 @@ class AutomaticOptimization:
         self._optimizer_step = trainer.profiled(
             "optimizer_step", end_graph_after("optimizer_step", self._find_step(), strategy)
         )
-        self._loop = trainer.fit_loop
+        self._loop, self._weights = trainer.fit_loop, trainer.fit_loop.loss_weights
         self._zero_grad = self._find_zero_grad()
         self._clips = trainer.gradient_clip_val is not None or overrides(
             module, "configure_gradient_clipping", TrainModule
@@ -186,6 +186,7 @@ class AutomaticOptimization:
             loop.group_weight = self._weight
         except _SkipBatch:
             self._warn_of_no_loss()
+            loop.logged.weigh_batch(0.0 if self._weights.is_used else None)
             self._weight -= 1
             if applies and not self._clears:  # earlier batches of the group have gradients
                 self._optimizer_step(self._prepare_step)
@@ -235,14 +236,19 @@ class AutomaticOptimization:
         self._backward(loss)
         for hook in self._after_backward:
             hook()
-        if self._applies and (self._prepares or self._weight != self._divisor):
+        if self._applies and (self._prepares or self._weight != self._divisor or self._weights.is_used):
             self._prepare_step()
         return loss
 
     def _loss(self, outputs: Any) -> Tensor:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        """Return the loss whose gradients are to be computed: with its weight, if there is one."""
+        loss, weight = outputs, None
+        if isinstance(outputs, Mapping):
+            loss, weight = outputs.get("loss"), outputs.get("weight")
         if isinstance(loss, Tensor):
-            return loss
+            if weight is None and self._weights.is_used is False:
+                return loss
+            return self._weigh(loss, weight)
         if outputs is not None:
             raise no_loss_error(outputs)
         if self._strategy.world_size > 1:
@@ -251,6 +257,17 @@ class AutomaticOptimization:
                 "the other ranks would wait for its gradients; return a loss, such as 0 * output.sum()"
             )
         raise _SkipBatch
+
+    def _weigh(self, loss: Tensor, weight: Any) -> Tensor:
+        self._weights.agree(
+            has_weight=weight is not None,
+            caller="training_step returned",
+            batch=f"batch {self._loop.batch_idx}",
+            advice="return {'loss': loss, 'weight': n}",
+        )
+        weighted = loss if weight is None else self._weights.scale(loss, weight, is_first=self._clears)
+        self._loop.logged.weigh_batch(weight)
+        return weighted
 
     def _warn_of_no_loss(self) -> None:
         if not self._has_warned:
@@ -263,8 +280,11 @@ class AutomaticOptimization:
 
     def _prepare_step(self) -> None:
         trainer = self._trainer
-        if self._weight != self._divisor:  # the step is the mean of the batches that are in it
-            self._strategy.scale_gradients(self._optimizer, self._divisor / self._weight)
+        factor: float | Tensor = self._divisor / self._weight  # the step is the mean of the batches that are in it
+        if self._weights.is_used:
+            factor = self._divisor * self._weights.correction()
+        if isinstance(factor, Tensor) or factor != 1:
+            self._strategy.scale_gradients(self._optimizer, factor)
         if self._unscale is not None:
             self._unscale(self._optimizer)
         for hook in self._before_optimizer_step:

@@ -111,6 +111,7 @@ def rank_state(
     random: RandomState,
     logged: dict[str, Any],
     has_gradients: bool,
+    weights: dict[str, float] | None,
 ) -> dict[str, Any]:
     """Return the state of this rank for a checkpoint, as plain values and tensors.
 
@@ -120,6 +121,7 @@ def rank_state(
         random: The random state to resume with.
         logged: The logged values of the epoch until now.
         has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
+        weights: The weights of the batches of which the accumulated gradients are; None if they have none.
     """
     strategy, loop = trainer.strategy, trainer.fit_loop
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
@@ -134,6 +136,7 @@ def rank_state(
         "place": None if in_first else loop.data.position(None if _is_over(trainer) else loop.batches_done),
         "logged": logged,
         "gradients": _collect_gradients(trainer) if has_gradients else None,
+        "weights": weights,
         "begun": in_first,
     }
 
@@ -197,9 +200,11 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: _encode_gradient(reduce(add, [one[name] for one in gradients if name in one]) / len(gradients))
         for name in names
     }
+    weights = [one for state in states if (one := state.get("weights")) is not None]  # absent in older checkpoints
+    mean_weights = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]} if weights else None
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
     of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
-    return {**nothing, **of_all, "gradients": mean or None}
+    return {**nothing, **of_all, "gradients": mean or None, "weights": mean_weights}
 
 
 class ResumeState:
@@ -229,6 +234,8 @@ class ResumeState:
         """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
         trainer, state = self._trainer, self._state
         strategy = trainer.strategy
+        if trainer.fit_loop.group_weight:
+            trainer.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
         if state["logged"] is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.loss_weights import checked_weight
 from dstrat.training.metrics.metric_objects import MetricEntry, is_metric
 from dstrat.training.metrics.reduction import Options, changed_options_error
 from dstrat.training.metrics.values import DATALOADER_SUFFIX, NumberEntry
@@ -52,7 +53,10 @@ class LoggedValues:
         self._is_open = False
         self._suffix = ""
         self._batch: Any = None
-        self._batch_size: int | None = None
+        self._batch_size: float | None = None
+        self._device_weight: Tensor | None = None  # of the batch, instead of its size
+        self._expects_weights = False
+        self._unweighted: list[tuple[LoggedValue, Tensor | float]] = []
         self.in_step = False
         self.has_batches = self.lacks_a_loader = self.writes_steps = False
         self.computed_metrics: list[MetricEntry] = []
@@ -84,7 +88,9 @@ class LoggedValues:
 
     @batch.setter
     def batch(self, batch: Any) -> None:
-        self._batch, self._batch_size = batch, None
+        if self._unweighted:  # of a batch that was not trained on, as a hook has ended the epoch
+            self._weigh_values()
+        self._batch, self._batch_size, self._device_weight = batch, None, None
         if batch is not None:
             self.has_batches = True
 
@@ -97,6 +103,33 @@ class LoggedValues:
     def dataloader_idx(self, index: int | None) -> None:
         self._suffix = "" if index is None else f"{DATALOADER_SUFFIX}{index}"
 
+    def expect_weights(self, expected: bool) -> None:
+        """Set whether ``training_step`` may return a weight, which values of its batch then have by default."""
+        self._expects_weights, self._unweighted = expected, []
+
+    def weigh_batch(self, weight: Any) -> None:
+        """Take the weight that ``training_step`` has returned with its loss.
+
+        Values logged in the step before have it too, those with a ``batch_size`` excepted.
+
+        Args:
+            weight: A number, or a tensor with one element; None if the step returns none, and no later one does.
+        """
+        checked = None if weight is None else checked_weight(weight)
+        if checked is None:
+            self._expects_weights = False
+        elif isinstance(checked, Tensor):
+            self._device_weight = checked
+        else:
+            self._batch_size = checked
+        self._weigh_values()
+
+    def _weigh_values(self) -> None:
+        unweighted, self._unweighted = self._unweighted, []
+        for entry, value in unweighted:
+            size = self._batch_size if self._device_weight is None else self._device_weight
+            entry.weigh(value, self._weight(entry.name) if size is None else size)
+
     # Logging
 
     def log(self, name: str, value: Any, arguments: tuple[Any, ...], batch_size: Any, module: TrainModule) -> None:
@@ -106,7 +139,7 @@ class LoggedValues:
             name: The name.
             value: A number, a tensor or a metric object.
             arguments: The fields of :class:`Options`.
-            batch_size: The weight; None is the size of the batch.
+            batch_size: The weight; None is that of the batch's loss, or the size of the batch.
             module: The module that logs.
         """
         if self._suffix:
@@ -121,11 +154,21 @@ class LoggedValues:
         if not entry.weighs:
             entry.take(value, 1.0)
         elif batch_size is None:
-            entry.take(value, self._batch_size or self._weight(name))
+            size = self._batch_size
+            if size is None:
+                if self._expects_weights and self.in_step and self._batch is not None:
+                    entry.take(value, None)
+                    self._unweighted.append((entry, entry.latest))
+                    if self._device_weight is not None:
+                        self._weigh_values()
+                    return
+                size = self._weight(name)
+            entry.take(value, size)
         elif isinstance(batch_size, int | float):
             entry.take(value, batch_size)
         else:
-            entry.take(value, _as_weight(name, batch_size))
+            entry.take(value, None)
+            entry.weigh(entry.latest, _as_weight(name, batch_size))
 
     def _admit(
         self, existing: LoggedValue | None, name: str, value: Any, arguments: tuple[Any, ...], module: TrainModule
@@ -238,10 +281,10 @@ def entry_of(name: str, options: Options, module: nn.Module) -> NumberEntry | Me
     return MetricEntry(name, options, in_step=True, training=True, metric=metric, module=module)
 
 
-def _as_weight(name: str, batch_size: Any) -> float:
-    """Return a batch size that is a number of numpy, or a tensor with one element, as a float."""
+def _as_weight(name: str, batch_size: Any) -> float | Tensor:
+    """Return a batch size that is a number of numpy, or a tensor with one element, which stays on another device."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
-        return float(batch_size)
+        return float(batch_size) if batch_size.is_cpu else batch_size.detach().reshape(())
     if isinstance(batch_size, Real):
         return float(batch_size)
     raise MisuseError(f"log({name!r}, batch_size=...) got a {type(batch_size).__name__}; give a number")

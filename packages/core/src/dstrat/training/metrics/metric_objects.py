@@ -63,7 +63,7 @@ class MetricEntry(LoggedValue):
         self.metric = metric
         self.attribute = _attribute_of(name, metric, module, options.metric_attribute)
 
-    def take(self, value: Any, weight: float) -> None:  # noqa: ARG002 - metrics weigh by themselves
+    def take(self, value: Any, weight: float | None) -> None:  # noqa: ARG002 - metrics weigh by themselves
         """Record the value of a batch, which the metric has computed already."""
         if value is not self.metric:
             raise MisuseError(f"log({self.name!r}) got another metric object than before: give each a name of its own")

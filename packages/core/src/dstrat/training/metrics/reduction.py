@@ -39,7 +39,7 @@ class Contribution(NamedTuple):
     name: str
     reduction: str
     total: Tensor | float
-    weight: float
+    weight: Tensor | float
     group: Any = None
     of_batches: bool = True
 
@@ -170,12 +170,12 @@ def _gather(
     if group is None and not strategy.is_first_reader:  # ranks that read the same data count once
         shares = [share._replace(total=0.0, weight=0.0) for share in shares]
     # Tensors are copied on the device below: reading them would wait for the device.
-    numbers = [x for s in shares for x in (0.0 if isinstance(s.total, Tensor) else s.total, s.weight)]
+    numbers = [0.0 if isinstance(x, Tensor) else x for s in shares for x in (s.total, s.weight)]
     padding = [0.0] * (2 * rows - len(numbers))
     sent = torch.tensor([*header, *numbers, *padding], dtype=torch.float64, device=strategy.root_device)
-    for index, share in enumerate(shares):
-        if isinstance(share.total, Tensor):
-            sent[len(header) + 2 * index] = share.total
+    for index, value in enumerate(x for s in shares for x in (s.total, s.weight)):
+        if isinstance(value, Tensor):
+            sent[len(header) + index] = value
     return strategy.all_gather(sent, group=group)
 
 

@@ -95,6 +95,9 @@ class LoggedValue:
         """Start another epoch."""
         self.was_logged = False
 
+    def weigh(self, value: Tensor | float, weight: Tensor | float) -> None:
+        """Accumulate a value that was taken without a weight, with its weight in the mean; metric objects do not."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the epoch until now, as plain values and tensors."""
         return {"latest": self.latest, "is_fresh": self.is_fresh, "was_logged": self.was_logged}
@@ -163,7 +166,7 @@ class NumberEntry(LoggedValue):
         self.weighs = self.reduction == "mean" and (self.on_epoch or self.sync_step)
         self.reduced: float | None = None
         self._version = 0
-        self._last_weight = 1.0
+        self._last_weight: float | Tensor = 1.0
         self._reset()
 
     def start_epoch(self) -> None:
@@ -173,16 +176,16 @@ class NumberEntry(LoggedValue):
     def _reset(self) -> None:
         self._total: float | None = None
         self._device_total: Tensor | None = None
-        self.weight = 0.0
+        self.weight: float | Tensor = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
             "latest": self.local_latest,
-            "last_weight": self._last_weight,
+            "last_weight": float(self._last_weight),
             "total": self._total,
             "device_total": self._device_total,
-            "weight": self.weight,
+            "weight": float(self.weight),
             "reduced": self.reduced,
         }
 
@@ -192,8 +195,8 @@ class NumberEntry(LoggedValue):
         self._last_weight, self.reduced = state["last_weight"], state["reduced"]
         self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
 
-    def take(self, value: Any, weight: float) -> None:
-        """Accumulate the value of a batch with its weight in the mean."""
+    def take(self, value: Any, weight: float | None) -> None:
+        """Accumulate the value of a batch with its weight in the mean, or None for :meth:`weigh` to follow."""
         self.is_fresh = self.was_logged = True
         if isinstance(value, Tensor):
             if not value.is_cpu:
@@ -205,8 +208,8 @@ class NumberEntry(LoggedValue):
                 raise _not_one_number(self.name, value) from None
         elif type(value) is not float:  # an identity test is faster than isinstance
             value = _number(self.name, value)
-        self.latest, self._last_weight = value, weight
-        if self.on_epoch:
+        self.latest, self._last_weight = value, weight or 0.0
+        if self.on_epoch and weight:  # a value without weight may be nan, such as the mean over no labels
             self.weight += weight
             if self._total is None:
                 self._total = value * weight if self.adds else value
@@ -215,15 +218,29 @@ class NumberEntry(LoggedValue):
             else:
                 self._total = _extreme(self.reduction, self._total, value)
 
-    def _take_on_device(self, value: Tensor, weight: float) -> None:
+    def weigh(self, value: Tensor | float, weight: Tensor | float) -> None:
+        self._last_weight = weight
+        if not self.on_epoch or (not isinstance(weight, Tensor) and not weight):
+            return
+        if isinstance(weight, Tensor):
+            weight = weight.to(value.device if isinstance(value, Tensor) else weight.device, _dtype_of_totals(weight))
+            weighted = torch.where(weight > 0, value * weight, torch.zeros_like(weight))  # as a value may be nan
+            self._device_total = self._added_on_device(weighted, 1.0)
+        elif isinstance(value, Tensor):
+            self._device_total = self._added_on_device(value, weight)
+        else:
+            self._total = (self._total or 0.0) + value * weight
+        self.weight = self.weight + weight
+
+    def _take_on_device(self, value: Tensor, weight: float | None) -> None:
         if value.numel() != 1:
             raise _not_one_number(self.name, value)
         value = value.detach()
         if value.dim():
             value = value.reshape(())
         self._version = version_of(value)  # the tensor is not copied, but must not change until it is read
-        self.latest, self._last_weight = value, weight
-        if self.on_epoch:
+        self.latest, self._last_weight = value, weight or 0.0
+        if self.on_epoch and weight:
             self.weight += weight
             self._device_total = self._added_on_device(value, weight)
 
@@ -232,10 +249,9 @@ class NumberEntry(LoggedValue):
         if total is None:
             # Later values may come outside of inference mode, in which tensors of inference mode cannot be changed.
             with torch.inference_mode(mode=False), torch.no_grad():
-                dtype = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
                 # Copied to the device, and with a dimension: a lazy device makes zeros created on it, and any 0-dim
                 # zero, a constant of the graph, and would compile the first step of each epoch again.
-                total = torch.zeros(1, dtype=dtype).to(value.device)
+                total = torch.zeros(1, dtype=_dtype_of_totals(value)).to(value.device)
                 if not self.adds:
                     return total.copy_(value)
         elif total.device != value.device:
@@ -288,9 +304,11 @@ class NumberEntry(LoggedValue):
         """The epoch value of this process."""
         if self.reduction != "mean":
             return self._combined_total
+        if isinstance(self.weight, Tensor):
+            return self._combined_total / self.weight
         return self._combined_total / self.weight if self.weight else math.nan
 
-    def _share(self, name: str, total: Tensor | float, weight: float) -> Contribution:
+    def _share(self, name: str, total: Tensor | float, weight: float | Tensor) -> Contribution:
         group = self.options.sync_dist_group
         return Contribution(name, self.reduction, total, weight, group, of_batches=self.in_step)
 
@@ -298,14 +316,17 @@ class NumberEntry(LoggedValue):
     def _combined_total(self) -> Tensor | float:
         total = self._total
         if self._device_total is None:
-            assert total is not None  # noqa: S101 - the caller checks was_logged
-            return total
+            return total or 0.0  # without any weight there is no total
         on_device = self._device_total.reshape(())  # Python numbers and device tensors may be mixed under one name
         if total is None:
             return on_device
         if self.adds:
             return on_device + total
         return on_device.clamp(min=total) if self.reduction == "max" else on_device.clamp(max=total)
+
+
+def _dtype_of_totals(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def _extreme(reduction: str, one: float, other: float) -> float:

@@ -102,7 +102,8 @@ class LoggingMethods:
             sync_dist_group: The process group to reduce over; by default all ranks.
             add_dataloader_idx: Whether names get the suffix ``/dataloader_idx_<n>`` if there are several loaders;
                 without it there is one value over all of them.
-            batch_size: Weight of the value in the mean; by default the size of the batch's first tensor.
+            batch_size: Weight of the value in the mean, a number or a tensor with one element; by default the weight
+                that ``training_step`` returns with its loss, or else the size of the batch's first tensor.
             metric_attribute: Name of the attribute with the metric; by default it is searched for.
             rank_zero_only: Whether only rank 0 logs the value, which is then not reduced.
 

@@ -71,7 +71,13 @@ class TrainModule(
             **kwargs: None; for subclasses.
 
         Returns:
-            A scalar tensor, or a dict with it as ``"loss"``.
+            A scalar tensor, or a dict with it as ``"loss"``, and optionally its ``"weight"``: the number of labels or
+            samples that it is the mean of, a number or a tensor with one element.  With weights the gradient of an
+            optimizer step is that of ``sum(weight * loss) / sum(weight)``, over all accumulated batches of all ranks,
+            in automatic optimization.  Their total is known after the last batch only, so gradients are scaled once
+            before the step, before hooks and clipping read them, by a factor that ranks reduce on the device.  Values
+            that the step logs without a ``batch_size`` have the same weight.  Each step of each rank returns a weight,
+            or none does.  None skips the batch, on one process.
         """
         raise MisuseError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx)")
 
