@@ -84,6 +84,24 @@ FAULTS = [
         words="was dropped",
     ),
     Fault(
+        target="gradients:IgnoresTheLastGroup",
+        test="test_uneven_groups_are_the_mean_of_their_batches",
+        case=TWO,
+        words="the last group of an epoch has 2 of 3 batches, the parameters differ",
+    ),
+    Fault(
+        target="gradients:DividesTwice",
+        test="test_ranks_with_uneven_samples_take_the_same_steps",
+        case=TWO,
+        words="samples do not divide into equal batches, the parameters differ",
+    ),
+    Fault(
+        target="gradients:AveragesWholeGroupsOnly",
+        test="test_groups_of_a_loader_without_a_length_are_the_mean_of_their_batches",
+        case=TWO,
+        words="another number of batches, which is not known before, the parameters differ",
+    ),
+    Fault(
         target="gradients:KeepsItsOwnFirstValues",
         test="test_every_rank_begins_with_the_parameters_of_rank_0",
         case=PAIR,

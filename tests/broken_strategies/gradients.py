@@ -80,6 +80,13 @@ class IgnoresTheLastGroup(DDPStrategy):
         return loss
 
 
+class AveragesWholeGroupsOnly(DDPStrategy):
+    """Takes each group for a whole one, as a strategy that scales gradients by a count of its own."""
+
+    def scale_gradients(self, optimizer, factor):
+        pass
+
+
 class KeepsItsOwnFirstValues(Averaging):
     def wrap_model(self, trainer):
         pass

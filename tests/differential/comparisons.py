@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.differential.differences import close, differences, first_difference
+from tests.differential.divisions import division_differences
 from tests.differential.programs import global_batch_program, random_program
 from tests.differential.running import DEFAULTS, Program, library_of, train
 
@@ -20,6 +21,8 @@ def compare(what: str, seed: int, folder: Path) -> list[str]:
     if what == "lightning":
         spec = random_program(seed)
         return differences(spec, *(train(library, spec, folder / library) for library in ("lightning", "dstrat")))
+    if what == "divisions":
+        return division_differences(seed, folder)
     return resume_differences(seed, folder) if what == "resumes" else strategy_differences(what, seed, folder)
 
 

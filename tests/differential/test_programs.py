@@ -1,7 +1,8 @@
 """Random programs: equal after a resume, and on two ranks; tests/neighbours compares them with Lightning.
 
 ``python -m tests.differential lightning 0 2000`` compares more of them, in the environment of ``nox -s neighbours``;
-instead of ``lightning`` also ``resumes``, ``ddp``, ``fsdp`` and ``deepspeed_stage_1`` to ``deepspeed_stage_3``.
+instead of ``lightning`` also ``resumes``, ``divisions``, ``ddp``, ``fsdp`` and ``deepspeed_stage_1`` to
+``deepspeed_stage_3``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and Lightning, abo
 @pytest.mark.parametrize("first", range(0, 20, 10))
 def test_a_resume_after_a_random_batch_changes_nothing(tmp_path, first):
     found = {seed: compare("resumes", seed, tmp_path / str(seed)) for seed in range(first, first + 10)}
+    assert {seed: texts for seed, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize("first", range(0, 12, 6))
+def test_a_random_division_of_the_data_has_the_right_gradient(tmp_path, first):
+    found = {seed: compare("divisions", seed, tmp_path / str(seed)) for seed in range(first, first + 6)}
     assert {seed: texts for seed, texts in found.items() if texts} == {}
 
 

@@ -46,6 +46,7 @@ PRECISIONS = {  # the dtype of parameters, and of computation, and how near loss
     "bf16-true": ("torch.bfloat16", "torch.bfloat16", 0.1),
     "bf16-mixed": ("torch.float32", "torch.bfloat16", 0.05),
     "16-mixed": ("torch.float32", "torch.float16", 0.02),
+    "64-true": ("torch.float64", "torch.float64", 1e-12),
 }
 
 

@@ -158,8 +158,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         by_layout.setdefault(_layout(gradient), []).append(_summed_shard(gradient))
     squares = []
     for layout, shards in by_layout.items():
-        # In float32, as a square overflows in float16 from a norm of 256 on, and has 3 digits in bfloat16.
-        square = torch.linalg.vector_norm(torch.stack([norm.float() for norm in internals.norms(shards)])).square()
+        # At least in float32, as a square overflows in float16 from a norm of 256 on, and has 3 digits in bfloat16.
+        norms = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in internals.norms(shards)]
+        square = torch.linalg.vector_norm(torch.stack(norms)).square()
         for mesh, dimension in layout:
             dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp import internals
@@ -131,14 +132,18 @@ class ShardedModule:
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step of the module, which a backward pass follows.
+        """Run a training step of the module, which a backward pass follows, unless the step has no loss.
 
         Raises:
             MisuseError: A parameter was replaced, changed while it was gathered, or used while it was sharded.
         """
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
-        self._guard.check_not_replaced()
+        try:
+            self._guard.check_not_replaced()
+        except MisuseError:  # also if the step before had no backward pass, which frees the gathered parameters
+            self.free()
+            self._guard.check_not_replaced()
         self._guard.check_not_changed()
         return self._run(step, *args, **kwargs)
 
@@ -156,6 +161,7 @@ class ShardedModule:
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module without gradients, and free all units after it."""
+        self.free()  # a training step without a backward pass has left values of before the optimizer's step
         self._free_after_forward(True)
         try:
             return self._run(step, *args, **kwargs)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 GLOBAL_BATCH = 8
 _WIDTH = 6
@@ -272,6 +272,36 @@ class Linear(Net):
         self.layers = nn.Sequential(nn.Linear(_WIDTH, _OUTPUTS))
 
 
+class Skipping(Linear):
+    """Its second batch has no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.seen.append([])
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class Streamed(Linear):
+    """Its data has no length, and ranks that read different data have different numbers of batches."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        sampler = self.trainer.strategy.distributed_sampler_kwargs
+        reader, readers = sampler.get("rank", 0), sampler.get("num_replicas", 1)
+        return DataLoader(_Stream(self.shape.samples, reader, readers), batch_size=None)
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, samples: int, reader: int, readers: int) -> None:
+        self.samples, self.reader, self.readers = samples, reader, readers
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        tensors, size = dataset(self.samples).tensors, max(1, GLOBAL_BATCH // self.readers)
+        for number in range(3 + self.reader):
+            first = number * GLOBAL_BATCH + self.reader * size
+            yield [tensor[first : first + size] for tensor in tensors]
+
+
 NETS: dict[str, type[Net]] = {
     "plain": Net,
     "tied": Tied,
@@ -279,6 +309,8 @@ NETS: dict[str, type[Net]] = {
     "frozen": Frozen,
     "random": Random,
     "linear": Linear,
+    "skipping": Skipping,
+    "streamed": Streamed,
     "own": SeededByRank,
     "normed": Normed,
     "scheduled": Scheduled,

@@ -41,6 +41,7 @@ class StrategyTests(Suite):
             an algorithm that lets its ranks drift apart.
         is_deterministic: Whether the same training gives the same values again; not so for an algorithm whose exchanges
             depend on time.  It implies that a training that resumes equals one that never stopped.
+        needs_even_batches: Why the strategy cannot train on batches and groups of different sizes; empty if it can.
         tolerance: Largest relative difference of losses.
         seconds: How long a job of a few steps may take.
     """
@@ -53,6 +54,7 @@ class StrategyTests(Suite):
         "environ",
         "gives_losses_of_one_device",
         "is_deterministic",
+        "needs_even_batches",
         "seconds",
         "tolerance",
         "world_sizes",
@@ -64,6 +66,7 @@ class StrategyTests(Suite):
     environ: ClassVar[Mapping[str, str]] = {}
     gives_losses_of_one_device: ClassVar[bool] = True
     is_deterministic: ClassVar[bool] = True
+    needs_even_batches: ClassVar[str] = ""
     tolerance: ClassVar[float] = 1e-5
     seconds: ClassVar[float] = DEFAULT_SECONDS
 
