@@ -64,6 +64,22 @@ def test_an_epoch_that_goes_on_has_the_values_of_one_that_was_never_stopped(quie
     assert "once" in resumed.callback_metrics
 
 
+def test_the_progress_bar_shows_step_values_of_a_validation_before_the_resume(
+    quiet_trainer, make_line, loader, tmp_path
+):
+    class Validated(type(make_line())):
+        def validation_step(self, batch, batch_idx):
+            self.log("shown", 1.0, on_step=True, on_epoch=False, prog_bar=True)
+
+    def fit(epochs, **options):
+        trainer = quiet_trainer(max_epochs=epochs, check_val_every_n_epoch=3, num_sanity_val_steps=0)
+        trainer.fit(make_line(Validated), loader(), loader(), **options)
+        return trainer
+
+    fit(3).save_checkpoint(tmp_path / "saved.ckpt")
+    assert fit(4, ckpt_path=tmp_path / "saved.ckpt").progress_bar_metrics == {"shown": 1.0}
+
+
 def test_metric_objects_go_on_too(quiet_trainer, make_line, loader):
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 

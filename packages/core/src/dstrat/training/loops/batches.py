@@ -107,7 +107,7 @@ class TrainingData:
             return False
         self.loader = None
         self.open(sources)
-        # Lightning makes an iterator of each new loader, and drops it: one more seed, and from then on the same numbers.
+        # Lightning makes an iterator of each new loader, and drops it: one more seed, and then the same numbers.
         for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else [self.loader]:
             torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
         return True
