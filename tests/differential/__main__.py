@@ -1,7 +1,7 @@
 """Compare random programs: ``python -m tests.differential lightning 0 2000``.  Prints each difference with its seed.
 
-The first argument is what to compare: ``lightning``, ``resumes``, ``divisions``, or an alias such as ``ddp`` with one
-device.
+The first argument is what to compare: ``lightning``, ``lightning_ddp`` on two ranks, ``resumes``, ``divisions``, or an
+alias such as ``ddp`` with one device.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,11 @@ def compare(what: str, seed: int, folder: Path) -> list[str]:
         return differences(spec, *(train(library, spec, folder / library) for library in ("lightning", "dstrat")))
     if what == "divisions":
         return division_differences(seed, folder)
+    if what == "lightning_ddp":
+        spec = global_batch_program(seed)
+        theirs = _delivered("lightning", spec, folder / "lightning", strategy=_forked(what), devices=2)
+        ours = _delivered("dstrat", spec, folder / "dstrat", strategy=_forked("ddp"), devices=2)
+        return _delivered_differences(theirs, ours)
     return resume_differences(seed, folder) if what == "resumes" else strategy_differences(what, seed, folder)
 
 
@@ -31,41 +37,53 @@ def compare(what: str, seed: int, folder: Path) -> list[str]:
 
 def resume_differences(seed: int, folder: Path) -> list[str]:
     """Return how a run that resumes after a random batch differs from the run that has saved it."""
-    spec = {**random_program(seed), "resume": None, "test_n": 0, "predict_n": 0}
-    # The callback saves before the module's hook, whose values a resume does not log again.
-    spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_batch_end"]
-    spec["trainer"]["max_epochs"] = max(2, spec["trainer"]["max_epochs"])
-    spec["trainer"]["num_sanity_val_steps"] = 0
+    draw = random.Random(seed)
+    spec = {**random_program(seed), "resume": None, "stop": None, "test_n": 0, "predict_n": 0}
+    options = spec["trainer"]
+    options.pop("fast_dev_run", None)
+    options["max_epochs"] = max(2, options["max_epochs"])
+    options["num_sanity_val_steps"] = 0  # which a resumed fit leaves out, as values of on_train_start
+    spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_start"]
+    if draw.random() < 0.25 and not spec["manual"] and spec["optimizer"] != "lbfgs" and not spec.get("ema"):
+        spec["swa"] = {"swa_lrs": 0.01, "swa_epoch_start": draw.choice([1, 0.5]), "annealing_epochs": 2}
+    if spec.get("combined") == "max_size_cycle":  # a loader that starts again draws its order after random numbers
+        spec["dropout"] = 0.0  # of the training, which a resume does not have
     path = folder / "saved.ckpt"
-    whole, resumed = Program("dstrat", spec, folder), Program("dstrat", spec, folder)
-    whole.prepare("whole", _saver(random.Random(seed).randint(1, 8), path))
+    # Both have their checkpoints in one folder, which is at first as it was when the checkpoint was saved.
+    checkpoints, snapshot = folder / "checkpoints", folder / "snapshot"
+    whole, resumed = Program("dstrat", spec, checkpoints), Program("dstrat", spec, checkpoints)
+    whole.prepare("saved", _saver(draw.randint(1, 8), path, checkpoints, snapshot))
     whole.fit()
     if not path.exists():  # the training has ended before
         return []
-    resumed.prepare("resumed")
+    one = whole.record()
+    shutil.rmtree(checkpoints)
+    shutil.copytree(snapshot, checkpoints, symlinks=True)
+    resumed.prepare("saved")
     resumed.fit(random_seed=seed + 1234, ckpt_path=path)
-    one, other = whole.record(), resumed.record()
-    found = [
+    other = resumed.record()
+    one["rows"], other["rows"] = one["rows"][0], other["rows"][0]
+    for name in ("losses", "val_losses", "lrs", "outputs", "metrics", "rng", "rows"):
+        # The resumed run has the last ones of the whole run.
+        one[name] = one[name][-len(other[name]) :] if other[name] else []
+    return [
         f"{name}: {first_difference(one[name], other[name], 0.0)}"
-        for name in ("weights", "epoch", "step", "es", "checkpoints")
-        if not close(one[name], other[name], 0.0)
+        for name in one
+        if (name != "grads" or other["losses"]) and name != "events" and not close(one[name], other[name], 0.0)
     ]
-    for name in ("losses", "val_losses", "lrs", "rows"):  # of the resumed run, the last ones of the whole run
-        end = one[name][-len(other[name]) :] if other[name] else []
-        if not close(end, other[name], 0.0):
-            found.append(f"{name}: {first_difference(end, other[name], 0.0)}")
-    return found
 
 
-def _saver(at: int, path: Path) -> Any:
+def _saver(at: int, path: Path, checkpoints: Path, snapshot: Path) -> Any:
     class Saver(library_of("dstrat").Callback):  # type: ignore[misc]  # the class is one of two libraries
-        saves_checkpoints = True
+        saves_checkpoints = runs_last = True
         batches = 0
 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             self.batches += 1
             if self.batches == at:
                 trainer.save_checkpoint(path)
+                checkpoints.mkdir(exist_ok=True)
+                shutil.copytree(checkpoints, snapshot, symlinks=True)
 
     return Saver()
 
@@ -77,16 +95,24 @@ def strategy_differences(alias: str, seed: int, folder: Path) -> list[str]:
     """Return how two ranks differ from one device with the same global batches."""
     spec = {**DEFAULTS, **global_batch_program(seed)}
     alone = {**spec, "bs": 2 * spec["bs"], "val_bs": 2 * spec["val_bs"]}
-    one = _delivered(alone, folder / "one")
-    two = _delivered(spec, folder / "two", strategy=_forked(alias), devices=2)
+    one = _delivered("dstrat", alone, folder / "one")
+    two = _delivered("dstrat", spec, folder / "two", strategy=_forked(alias), devices=2)
+    return _delivered_differences(one, two)
+
+
+def _delivered_differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [
-        f"{name}: {first_difference(one[name], two[name], 2e-4)}"
+        f"{name}: {first_difference(one[name], other[name], 2e-4)}"
         for name in one
-        if not close(one[name], two[name], 2e-4)
+        if not close(one[name], other[name], 2e-4)
     ]
 
 
 def _forked(alias: str) -> Any:
+    if alias == "lightning_ddp":
+        from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+
+        return LightningDDPStrategy(start_method="fork", find_unused_parameters=True)
     from dstrat.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
     if alias.startswith("deepspeed_stage_"):
@@ -94,13 +120,13 @@ def _forked(alias: str) -> Any:
     return {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[alias](start_method="fork")
 
 
-def _delivered(spec: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
+def _delivered(library: str, spec: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
     """Train, and return what a callback has written to files at the end, as the ranks end with the fit."""
     from dstrat.plugins.io import PortableCheckpointIO
 
     folder.mkdir()
 
-    class Deliver(library_of("dstrat").Callback):  # type: ignore[misc]  # the class is one of two libraries
+    class Deliver(library_of(library).Callback):  # type: ignore[misc]  # the class is one of two libraries
         def __init__(self) -> None:
             self.rates: list[Any] = []
 
@@ -112,12 +138,16 @@ def _delivered(spec: dict[str, Any], folder: Path, **options: Any) -> dict[str, 
             values = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
             if trainer.is_global_zero:
                 (folder / "values.json").write_text(json.dumps({"metrics": values, "rates": self.rates}))
-            trainer.save_checkpoint(folder / "end.ckpt", weights_only=True)
+            if library == "dstrat":  # a checkpoint has the whole state of those that shard it
+                trainer.save_checkpoint(folder / "end.ckpt", weights_only=True)
+            elif trainer.is_global_zero:
+                torch.save(module.state_dict(), folder / "end.ckpt")
 
-    program = Program("dstrat", spec, folder)
+    program = Program(library, spec, folder)
     program.prepare("", Deliver(), **options)
     program.fit()
-    state = PortableCheckpointIO().load_checkpoint(folder / "end.ckpt")["state_dict"]
+    path = folder / "end.ckpt"
+    state = PortableCheckpointIO().load_checkpoint(path)["state_dict"] if path.is_dir() else torch.load(path)
     weights = {
         name: value.to(torch.float64).flatten().tolist() for name, value in state.items() if "metric" not in name
     }

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
-LOADERS = ("train_dataloader", "val_dataloader", "data.train_dataloader", "data.val_dataloader")
-ELSEWHERE = {"on_before_zero_grad", "lr_scheduler_step", *LOADERS}
-"""Events at another time, as docs/hooks.md says."""
+from tests.differential.documented import apply_documented
+
+ELSEWHERE = {
+    *("on_before_zero_grad", "lr_scheduler_step", "train_dataloader", "val_dataloader"),
+    *("data.train_dataloader", "data.val_dataloader"),
+}
+"""Events at another time, as docs/hooks.md says; schedulers and gradients are compared without their place."""
 
 
 def close(one: Any, other: Any, tolerance: float) -> bool:
@@ -27,50 +32,59 @@ def differences(spec: dict[str, Any], theirs: dict[str, Any], ours: dict[str, An
     """Return the differences between the records of Lightning and of dstrat."""
     if theirs["error"] or ours["error"]:
         return [] if theirs["error"] and ours["error"] else [f"error: {theirs['error']} | {ours['error']}"]
-    is_coarse = spec["trainer"].get("precision", "").startswith("bf16")
-    found = []
-    for name, their_value in _comparable(spec, theirs, step_offset=1).items():
-        our_value = _comparable(spec, ours, step_offset=0)[name]
-        if not close(their_value, our_value, 2e-2 if is_coarse else 2e-5):
-            found.append(f"{name}: {first_difference(their_value, our_value, 2e-2 if is_coarse else 2e-5)}")
-    return found
+    is_coarse = spec["trainer"].get("precision", "").startswith(("bf16", "16"))
+    tolerance = 2e-2 if is_coarse else 2e-5
+    one, other = _comparable(theirs), _comparable(ours)
+    apply_documented(spec, one, other)
+    return [
+        f"{name}: {first_difference(one[name], other[name], tolerance)}"
+        for name in one
+        if not close(one[name], other[name], tolerance)
+    ]
 
 
 def first_difference(one: Any, other: Any, tolerance: float) -> str:
     if isinstance(one, list) and isinstance(other, list):
         for index, (a, b) in enumerate(zip(one, other, strict=False)):
             if not close(a, b, tolerance):
-                return f"[{index}] {a} | {b}"
-        return f"{len(one)} and {len(other)} entries"
+                inner = first_difference(a, b, tolerance) if isinstance(a, dict) else f"{a} | {b}"
+                return f"[{index}] {inner}"
+        return f"{len(one)} and {len(other)} entries: {one[len(other) :][:2]} | {other[len(one) :][:2]}"
     if isinstance(one, dict) and isinstance(other, dict):
         unequal = [key for key in one.keys() | other.keys() if not close(one.get(key), other.get(key), tolerance)]
         return "; ".join(f"{key}: {one.get(key)} | {other.get(key)}"[:160] for key in sorted(unequal)[:3])
     return f"{one} | {other}"
 
 
-def _comparable(spec: dict[str, Any], record: dict[str, Any], *, step_offset: int) -> dict[str, Any]:
-    """Return what both libraries have in the same form: loggers of Lightning count steps from 0."""
-    rounded = dict(record)
-    dropped = (
-        ELSEWHERE
-        | {"data.train_dataloader", "data.val_dataloader"}
-        | ({"configure_model"} if spec.get("ema") else set())
-    )
-    rounded["events"] = [event for event in record["events"] if event[0] not in dropped]
-    both = {entry["name"] for entry in spec["logs"] if entry["kw"].get("on_step") and entry["kw"]["on_epoch"]}
-    # Within an epoch the names of epochs are the last epoch's.
-    names = {f"{name}{ending}" for name in both for ending in ("", "_epoch")}
-    rounded["metrics"] = [
-        [where, step, {name: value for name, value in values.items() if name not in names}]
-        for where, _, step, values in record["metrics"]
+def _comparable(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without the place of what is elsewhere, and with the values of loggers by name."""
+    comparable = {name: value for name, value in record.items() if name not in ("error", "rows")}
+    for part in ("events", "evaluation_events"):
+        events = record.get(part, ())
+        comparable[part] = [event for event in events if event[0] not in ELSEWHERE]
+        comparable[f"{part}: schedulers"] = [value for name, value in events if name == "lr_scheduler_step"]
+        comparable[f"{part}: cleared"] = sum(name == "on_before_zero_grad" for name, _ in events)
+    comparable["metrics"] = [
+        {"where": where, "epoch": epoch, "step": step, "values": dict(values)}
+        for where, epoch, step, values in record["metrics"]
     ]
-    rows: dict[str, list[Any]] = {}
-    for step, values in record["rows"]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for step, values in record["rows"][0]:
         for name, value in values.items():
-            if name != "epoch":  # only rows of training steps have a step in both
-                is_of_step = name in {"train_loss", "train_loss_step"}
-                rows.setdefault(name, []).append([step + step_offset if is_of_step else None, value])
-    rounded["rows"] = rows if not spec.get("manual") else {}
-    if spec.get("test_n") or spec.get("predict_n") or spec.get("manual"):  # cleared at another time
-        rounded["grads"] = None
-    return rounded
+            if name != "epoch":
+                rows.setdefault(name, []).append({"value": value, "step": step, "epoch": values.get("epoch")})
+    comparable["rows"] = rows
+    comparable["equal loggers"] = all(close(logger, record["rows"][0], 0.0) for logger in record["rows"])
+    comparable["checkpoints"] = [_without_versions(saved) for saved in record["checkpoints"]]
+    return comparable
+
+
+def _without_versions(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return what a callback has saved, without the suffixes of names that are used again."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"-v\d+(?=\.ckpt)", "", name)
+
+    scores = sorted([plain(name), score] for name, score in saved["scores"].items())
+    files = sorted(plain(name) for name in saved["files"])
+    return {**saved, "best": plain(saved["best"]), "next": plain(saved["next"]), "scores": scores, "files": files}

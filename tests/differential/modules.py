@@ -81,10 +81,6 @@ def val_loader(spec: dict[str, Any]) -> Any:
     return several if len(several) > 1 else several[0]
 
 
-def batches_per_epoch(spec: dict[str, Any]) -> int:
-    return spec["n"] // spec["bs"] if spec["drop_last"] else -(-spec["n"] // spec["bs"])
-
-
 # Records
 
 
@@ -207,7 +203,7 @@ def module_class(library: Any, *, has_loaders: bool, validates: bool) -> Any:
                 metric(1.0 if loss is None else loss.detach().float(), size)
                 return metric
             values = {
-                "float": 0.5 * (batch_idx + 1) + self.trainer.current_epoch,
+                "float": 0.5 * (batch_idx + 1) + self.trainer.global_step,
                 "int": batch_idx + 3 * loader + 1,
                 "bool": batch_idx % 2 == 0,
             }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tests.differential import modules
 from tests.differential.modules import number
+from tests.differential.programs import batches_per_epoch
 
 DEFAULTS: dict[str, Any] = {
     "seed": 0,
@@ -58,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "none": None,
     "resume": None,
     "seed_everything": False,
+    "loggers": 1,
 }
 
 _CALLBACKS = (
@@ -110,7 +112,7 @@ class Program:
         self.spec = {**DEFAULTS, **spec}
         self.events: list[Any] = []
         if library == "lightning" and not self.spec["manual"]:
-            self.spec["factor"] = remainder_factor  # a documented difference
+            self.spec["factor"] = functools.partial(group_factor, self.spec)  # a documented difference
         if self.spec["seed_everything"]:
             self.library.seed_everything(self.spec["seed"], workers=True)
         torch.manual_seed(self.spec["seed"])
@@ -134,9 +136,10 @@ class Program:
         return {"train_dataloaders": loader, "val_dataloaders": modules.val_loader(spec)}
 
     def prepare(self, name: str = "checkpoints", *more: Any, **changes: Any) -> None:
-        """Make the Trainer, with logger and callbacks."""
+        """Make the Trainer, with loggers and callbacks."""
         spec, library = self.spec, self.library
-        self.rows, self.recorder = modules.logger_class(library)(), recorder_class(library)(spec, self.events)
+        self.loggers = [modules.logger_class(library)() for _ in range(spec["loggers"])]
+        self.recorder = recorder_class(library)(spec, self.events)
         self.checkpoints = [
             library.ModelCheckpoint(dirpath=self.folder / f"{name}{index}", **options)
             for index, options in enumerate(spec["mc"])
@@ -152,7 +155,7 @@ class Program:
         arguments: dict[str, Any] = {
             "accelerator": "cpu",
             "devices": 1,
-            "logger": self.rows,
+            "logger": self.loggers,
             "default_root_dir": self.folder,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -173,25 +176,47 @@ class Program:
         state = module.state_dict()
         return {
             "events": [list(event) for event in self.events],
-            "losses": module.losses,
-            "val_losses": module.val_losses,
+            "losses": list(module.losses),
+            "val_losses": list(module.val_losses),
             "lrs": self.recorder.lrs,
             "outputs": self.recorder.outputs,
-            "metrics": self.recorder.metrics,
+            "metrics": list(self.recorder.metrics),
             "rng": [*self.recorder.random_states, int(torch.random.get_rng_state().long().sum())],
-            "rows": self.rows.rows,
+            "rows": [logger.rows for logger in self.loggers],
             "weights": {
                 name: value.double().flatten().tolist() for name, value in state.items() if "metric" not in name
             },
             "grads": sorted(name for name, parameter in module.named_parameters() if parameter.grad is not None),
-            "es": stopping and [stopping.wait_count, stopping.stopped_epoch],
+            "es": stopping
+            and {
+                "wait": stopping.wait_count,
+                "stopped": stopping.stopped_epoch,
+                "best": None if stopping.best_score is None else number(stopping.best_score),
+            },
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
-            "checkpoints": [
-                [Path(c.best_model_path).name, None if c.best_model_score is None else number(c.best_model_score)]
-                for c in self.checkpoints
-            ],
+            "batches": trainer.num_training_batches,
+            "should_stop": bool(trainer.should_stop),
+            "training": module.training,
+            **{
+                name: {key: number(value) for key, value in sorted(getattr(trainer, name).items())}
+                for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+            },
+            "checkpoints": [_saved(callback) for callback in self.checkpoints],
         }
+
+
+def _saved(callback: Any) -> dict[str, Any]:
+    """Return what a ModelCheckpoint has saved, without the last one, whose name differs."""
+    folder = Path(callback.dirpath)
+    files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return {
+        "best": Path(callback.best_model_path).name,
+        "score": None if callback.best_model_score is None else number(callback.best_model_score),
+        "scores": {Path(path).name: number(value) for path, value in callback.best_k_models.items()},
+        "next": Path(callback.kth_best_model_path).name,
+        "files": sorted(name for name in files if not name.startswith("last")),
+    }
 
 
 def train(library: str, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -224,26 +249,36 @@ def _train_a_part(program: Program) -> None:
 
 
 def _evaluations(program: Program) -> dict[str, Any]:
-    spec, trainer, module, results = program.spec, program.trainer, program.module, {}
+    spec, trainer, module = program.spec, program.trainer, program.module
+    results: dict[str, Any] = {}
+    num_events, num_losses = len(program.events), len(module.val_losses)
     if spec["val_n"] and spec["test_n"]:
-        loaders = {"dataloaders": modules.val_loader(spec)}
-        results["validate"] = trainer.validate(module, **loaders, verbose=False)
+        program.events.append(("--- validate", ""))
+        data = program.data() if spec["source"] == "datamodule" else {"dataloaders": modules.val_loader(spec)}
+        results["validate"] = trainer.validate(module, **data, verbose=False)
     if spec["test_n"]:
+        program.events.append(("--- test", ""))
         loader = modules.evaluation_loader(spec, spec["test_n"], 3, 5)
         results["test"] = trainer.test(module, loader, verbose=False)
     if spec["predict_n"]:
+        program.events.append(("--- predict", ""))
         outputs = trainer.predict(module, modules.evaluation_loader(spec, spec["predict_n"], 3, 6))
         results["predict"] = [[output.double().flatten().tolist(), output.requires_grad] for output in outputs]
+    results["evaluation_events"] = [list(event) for event in program.events[num_events:]]
+    results["evaluation_losses"] = [loss for *_, loss in module.val_losses[num_losses:]]
     return results
 
 
-def remainder_factor(trainer: Any, batch_idx: int) -> float:
-    """Return the factor by which dstrat weighs the loss of a smaller last group of accumulated batches."""
+def group_factor(spec: dict[str, Any], trainer: Any, batch_idx: int) -> float:
+    """Return the factor by which dstrat weighs a loss that is accumulated with fewer others than the interval says."""
     accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-    if batches == float("inf") or accumulate == 1:
+    if accumulate == 1:
         return 1.0
-    rest = int(batches) % accumulate
-    return accumulate / rest if rest and batch_idx >= batches - rest else 1.0
+    batches = int(min(batches, batches_per_epoch(spec)))
+    first = batch_idx - batch_idx % accumulate
+    group = range(first, min(first + accumulate, batches))
+    lost = [[trainer.current_epoch, index] in (spec["none"] or []) for index in group]
+    return accumulate / (len(group) - sum(lost))
 
 
 def recorder_class(library: Any) -> Any:

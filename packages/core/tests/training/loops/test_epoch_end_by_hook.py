@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dstrat import Callback
+from dstrat import Callback, ModelCheckpoint
 
 
 class Noting(Callback):
@@ -81,6 +81,16 @@ def test_a_hook_that_rank_0_alone_has_ends_the_epoch_for_all_of_them(fit):
                 self.on_train_batch_start = lambda trainer, module, batch, batch_idx: -1 if batch_idx == 2 else None
 
     assert fit(2, callbacks=[OnlyOnRank0()]) == [["2", "4", "6"]] * 2
+
+
+def test_a_first_epoch_without_a_batch_needs_no_monitored_value(quiet_trainer, make_line, loader, tmp_path):
+    class SkipsTheFirst(type(make_line())):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 else None
+
+    best = ModelCheckpoint(tmp_path, monitor="loss_epoch")
+    quiet_trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True).fit(make_line(SkipsTheFirst), loader(4))
+    assert "epoch=1" in best.best_model_path
 
 
 @pytest.mark.parametrize("annotated", [True, False])

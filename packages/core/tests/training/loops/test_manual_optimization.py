@@ -275,3 +275,31 @@ def _Scaling():  # noqa: N802 - stands for a class
                     parameter.grad /= 1024
 
     return Scaling("32-true")
+
+
+class ComputesTwice(ByHand):
+    """Computes without gradients, and after its step again, as the two parts of a GAN do."""
+
+    def __init__(self):
+        super().__init__()
+        self.differences = []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        assert self.layer.weight.grad is not None
+        optimizer.step()
+        weight = self.layer.weight.detach().bfloat16()
+        output = self.layer(batch[0])
+        expected = nn.functional.linear(batch[0].bfloat16(), weight, self.layer.bias.detach().bfloat16())
+        self.differences.append((output - expected).abs().max().item())
+
+
+def test_mixed_precision_computes_with_the_weights_of_the_last_step(quiet_trainer, loader):
+    module = ComputesTwice()
+    quiet_trainer(precision="bf16-mixed").fit(module, loader())
+    assert module.differences
+    assert max(module.differences) == 0

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dstrat import Callback
+from dstrat import Callback, LearningRateMonitor, Logger, StochasticWeightAveraging
 
 
 class Snapshot(Callback):
@@ -64,6 +64,22 @@ def test_an_epoch_that_goes_on_has_the_values_of_one_that_was_never_stopped(quie
     assert "once" in resumed.callback_metrics
 
 
+def test_the_progress_bar_shows_step_values_of_a_validation_before_the_resume(
+    quiet_trainer, make_line, loader, tmp_path
+):
+    class Validated(type(make_line())):
+        def validation_step(self, batch, batch_idx):
+            self.log("shown", 1.0, on_step=True, on_epoch=False, prog_bar=True)
+
+    def fit(epochs, **options):
+        trainer = quiet_trainer(max_epochs=epochs, check_val_every_n_epoch=3, num_sanity_val_steps=0)
+        trainer.fit(make_line(Validated), loader(), loader(), **options)
+        return trainer
+
+    fit(3).save_checkpoint(tmp_path / "saved.ckpt")
+    assert fit(4, ckpt_path=tmp_path / "saved.ckpt").progress_bar_metrics == {"shown": 1.0}
+
+
 def test_metric_objects_go_on_too(quiet_trainer, make_line, loader):
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
@@ -87,3 +103,61 @@ def test_metric_objects_go_on_too(quiet_trainer, make_line, loader):
     resumed = quiet_trainer(max_epochs=1, callbacks=Snapshot(callback.state))
     resumed.fit(make_line(Logging), rest)
     assert resumed.callback_metrics == never_stopped.callback_metrics
+
+
+class Rows(Logger):
+    """Keeps the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step):
+        self.rows.append((step, dict(metrics)))
+
+
+class SavesAt(Callback):
+    saves_checkpoints = runs_last = True
+
+    def __init__(self, path, at):
+        self.path, self.at = path, at
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.fit_loop.batches_seen == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+class SeesRates(Callback):
+    """Sees the rates before the other callbacks set them."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("at", [4, 6, 9, 12])  # of epochs of six batches: within one, and at its end
+def test_a_resumed_run_writes_the_rows_and_rates_that_follow(quiet_trainer, make_line, loader, tmp_path, at):
+    class Validated(type(make_line())):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss(batch), on_step=True, on_epoch=True)
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def fit(*callbacks, **options):
+        rows, seen = Rows(), SeesRates()
+        averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2)
+        monitor = LearningRateMonitor(logging_interval="epoch")
+        trainer = quiet_trainer(max_epochs=3, logger=rows, callbacks=[seen, averaging, monitor, *callbacks])
+        trainer.fit(make_line(Validated), loader(), loader(), **options)
+        return rows.rows, seen.rates
+
+    path = tmp_path / "saved.ckpt"
+    whole = fit(SavesAt(path, at))
+    for all_values, values in zip(whole, fit(ckpt_path=path), strict=True):
+        assert values == all_values[-len(values) :]
+        assert values

@@ -70,7 +70,10 @@ class MixedPrecision(Precision):
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device or self._module_device(), dtype=self.compute_dtype)
+        # Without the cache of cast weights: a step that steps an optimizer, as that of a GAN, or computes without
+        # gradients before, would go on with old weights, or with weights that get no gradient.
+        device = self.device or self._module_device()
+        return torch.autocast(device, dtype=self.compute_dtype, cache_enabled=False)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return self._loss_scale.scale(loss) if self._loss_scale else loss

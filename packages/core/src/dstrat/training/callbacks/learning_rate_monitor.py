@@ -68,11 +68,15 @@ class LearningRateMonitor(Callback):
         if not trainer.loggers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor writes nothing, as the Trainer has no logger")
         self.lrs = {group.name: [] for group in _groups(trainer.strategy)}
-        self._set_due(trainer, trainer.global_step)
-        self._written_at_step = -1
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        self._set_due(trainer, step)
+        # Of a resumed run: the run before has written it.
+        self._written_at_step = step if step and every and step % every == 0 else -1
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.fit_loop.batches_done:  # resumed within the epoch, whose start was written before
+            return
         step = trainer.global_step
         is_written_anyway = step == self._written_at_step or step + 1 == self._due_at_step
         self._write(trainer, ("epoch",) if is_written_anyway else ("epoch", None), step)

@@ -27,7 +27,9 @@ def is_new(monitor: str, trainer: Trainer) -> bool:
 def is_overdue(trainer: Trainer) -> bool:
     """Return whether all values must be logged by the end of this epoch: it was completed, with a validation."""
     every = trainer.check_val_every_n_epoch  # None: validation is independent of epochs
-    return was_completed(trainer) and every is not None and (trainer.current_epoch + 1) % every == 0
+    # Without any batch where on_train_batch_start has ended the first epochs.
+    has_trained = was_completed(trainer) and trainer.fit_loop.batches_seen > 0
+    return has_trained and every is not None and (trainer.current_epoch + 1) % every == 0
 
 
 def was_completed(trainer: Trainer) -> bool:

@@ -123,7 +123,8 @@ class StochasticWeightAveraging(WeightAveraging):
         before = self._rates_before
         after = self._swa_lrs * len(before) if len(self._swa_lrs) == 1 else self._swa_lrs
         self._rates = [new * share + old * (1 - share) for old, new in zip(before, after, strict=True)]
-        self._set_rates(trainer)
+        if not trainer.fit_loop.batches_done:  # in a resume within the epoch the next batch sets them, as in each batch
+            self._set_rates(trainer)
 
     def _share_of_new(self, epochs: int) -> float:
         """Return the share of the final learning rate, from the number of epochs since the first averaged one."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import length_is_certain, length_of, loads_in_workers, prepare_training_loader, sequential
@@ -106,8 +107,9 @@ class TrainingData:
             return False
         self.loader = None
         self.open(sources)
-        # Lightning makes an iterator of a new loader, and drops it: one more seed, and from then on the same numbers.
-        torch.empty((), dtype=torch.int64).random_(generator=getattr(self.loader, "generator", None))
+        # Lightning makes an iterator of each new loader, and drops it: one more seed, and then the same numbers.
+        for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else [self.loader]:
+            torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
         return True
 
     def scaled(self, batches_done: int, other_length: int | None) -> int:

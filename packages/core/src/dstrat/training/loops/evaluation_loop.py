@@ -61,6 +61,7 @@ class EvaluationLoop:
         batch_indices: Indices in the dataset of the samples of the current prediction batch, if a callback reads them
             and the loader has them; otherwise None.
         keeps_outputs: Whether the results of the steps are kept for :meth:`predictions`.
+        batches_seen: Number of batches in all completed evaluations, by the index of the loader; without sanity checks.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule, loaders: Any, purpose: Purpose) -> None:
@@ -78,7 +79,7 @@ class EvaluationLoop:
         self.keeps_outputs = purpose == "predict"
         self._outputs: list[list[Any]] = []
         self._votes: EvaluationVotes | None = None
-        self._batches_seen = Counter[int]()
+        self.batches_seen = Counter[int]()
         self._step_communicates = False
         self._last_batch: Any = None
         self._records_indices = purpose == "predict" and any(
@@ -169,12 +170,16 @@ class EvaluationLoop:
             hooks.call(f"on_{purpose}_start")
             hooks.call(f"on_{purpose}_epoch_start")
             missing = [0] * len(counts) if self._votes is None else self._missing_batches(counts, at_most)
-            for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True)):
-                self._run_loader(dataloader_idx, loader, count, missing[dataloader_idx])
+            seen = {
+                dataloader_idx: self._run_loader(dataloader_idx, loader, count, missing[dataloader_idx])
+                for dataloader_idx, (loader, count) in enumerate(zip(self.loaders, counts, strict=True))
+            }
             if self._votes is not None:
                 self._votes.finish()
                 share_updates(self._module, trainer.strategy)
             trainer.publisher.publish_epoch(self.logged, hooks.of(f"on_{purpose}_epoch_end"))
+            if not trainer.sanity_checking:
+                self.batches_seen.update(seen)
             if before_end is not None:
                 before_end()
             for hook in hooks.early(f"on_{purpose}_end"):
@@ -238,7 +243,8 @@ class EvaluationLoop:
         longest = [_smaller(count, at_most) or 0 for count in self._longest]
         return [0 if count is None else most - count for count, most in zip(counts, longest, strict=True)]
 
-    def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None, num_missing: int) -> None:
+    def _run_loader(self, dataloader_idx: int, loader: Any, count: int | None, num_missing: int) -> int:
+        """Run the steps and hooks for the batches of a loader, and return the number of these batches."""
         outputs_of_loader: list[Any] = []
         self._outputs.append(outputs_of_loader)
         index_of_loader = (dataloader_idx,) if len(self.loaders) > 1 else ()
@@ -269,7 +275,8 @@ class EvaluationLoop:
             if keeps:
                 outputs_of_loader.append(outputs)
             if logged.writes_steps and publishes:
-                self._publish_step(dataloader_idx)
+                count_seen = self.batches_seen[dataloader_idx] + batch_idx + self._per_item
+                self._trainer.publisher.publish_evaluation_step(logged, count_seen)
             if profiler is not None:
                 profiler.step()
             if is_alone and interruption.requested:  # several ranks vote on it, in _batches
@@ -278,6 +285,7 @@ class EvaluationLoop:
             self._pad(dataloader_idx, batch_idx, num_missing // self._per_item)
         logged.lacks_a_loader = logged.lacks_a_loader or batch_idx < 0
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
+        return 0 if batch_idx < 0 else batch_idx + self._per_item
 
     def _observed_step(self) -> Callable[..., Any]:
         """Return the step, observed for its batch and for whether it communicates."""
@@ -327,10 +335,6 @@ class EvaluationLoop:
         return [
             (hook, (dataloader_idx,) if several or requires_arguments(hook) > num_arguments else ()) for hook in hooks
         ]
-
-    def _publish_step(self, dataloader_idx: int) -> None:
-        self._batches_seen[dataloader_idx] += 0 if self._trainer.context.sanity_checking else self._per_item
-        self._trainer.publisher.publish_evaluation_step(self.logged, self._batches_seen[dataloader_idx])
 
     def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:
         """Return the batches of a loader on the device; several processes vote between them."""

@@ -59,6 +59,7 @@ class FitLoop(Position):
         self._reloads_validation = False  # at the next validation, as the training loader has been made anew
         self.scales_position = False
         self._saved_length: int | None = None
+        self._validation_batches: dict[int, int] = {}  # of the run that is resumed, by the index of the loader
         self._continuation: ResumeState | None = None
         self._stops = False
         self._must_vote = False
@@ -125,6 +126,8 @@ class FitLoop(Position):
         """
         trainer = self._trainer
         self._validation = validation
+        if validation is not None:
+            validation.batches_seen.update(self._validation_batches)
         self.data.open(self._sources)
         if self.scales_position:  # only now, as the length of this rank's loader is known
             self._scale_position()
@@ -429,12 +432,15 @@ class FitLoop(Position):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"loader_length": self.data.length}
+        validated = {} if self._validation is None else self._validation.batches_seen
+        counts = [validated[index] for index in range(len(self.validation_loaders))]
+        return super().state_dict() | {"loader_length": self.data.length, "validation_batches": counts}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._saved_length = state["loader_length"]
+        self._validation_batches = dict(enumerate(state.get("validation_batches", ())))  # absent in older checkpoints
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""

@@ -207,7 +207,10 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values as numbers, with their readers, for another process or a checkpoint."""
-        names = {"shown": sorted(self._shown), "written": sorted(self.written_values)}
+        # Those of steps alone too: a resumed run may log them again only much later, as those of a validation.
+        entries = [entry for stage in self._stages for entry in stage.entries if entry.on_step and not entry.on_epoch]
+        shown = self._shown | {entry.name for entry in entries if entry.options.prog_bar}
+        names = {"shown": sorted(shown), "written": sorted(self.written_values)}
         return {"values": self.as_numbers(self.callback_values), **names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
