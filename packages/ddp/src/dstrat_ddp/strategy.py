@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.state_dict import named_state
+from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import ParallelStrategy
@@ -140,6 +142,12 @@ class DDPStrategy(ParallelStrategy):
             self.broadcast_tensors(self._synchronized(self.module.named_parameters()))
             self.broadcast_tensors(self._synchronized(self.module.named_buffers()))
 
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if _is_sharded(optimizer):
+                check_layout(optimizer.optim)  # type: ignore[attr-defined]  # of the ZeroRedundancyOptimizer
+
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # The last step has changed buffers by the data of each process, such as the statistics of batch norm.
         # DistributedDataParallel broadcasts them before the next step, and a checkpoint has those of rank 0.
@@ -256,12 +264,19 @@ class DDPStrategy(ParallelStrategy):
 
     # State
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the full state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
-        if not hasattr(optimizer, "consolidate_state_dict"):  # of torch's ZeroRedundancyOptimizer
+        if not _is_sharded(optimizer):
             return super().optimizer_state(optimizer)
         optimizer.consolidate_state_dict(to=0)
         return optimizer.state_dict() if self.is_global_zero else {}
+
+    def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
+        if not _is_sharded(optimizer):
+            return super().sharded_optimizer_state(optimizer)
+        optimizer.consolidate_state_dict(to=0)
+        return self.broadcast(named_state(optimizer, self.module) if self.is_global_zero else {})
 
     # The end
 
@@ -287,6 +302,11 @@ class DDPStrategy(ParallelStrategy):
             self.model.release()
         self.model, self._manual_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False
+
+
+def _is_sharded(optimizer: Any) -> bool:
+    """Return whether an optimizer is torch's ZeroRedundancyOptimizer, whose import takes a while."""
+    return hasattr(optimizer, "consolidate_state_dict")
 
 
 # Keywords that are passed to DistributedDataParallel

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import broadcast_tensors
+from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.checkpoint import CheckpointedStrategy
@@ -236,11 +237,12 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if optimizer is not None:
             check_layers(self.module, stage=self.stage, world_size=self.world_size)
         flag = self.precision_plugin.flag
+        if optimizer is not None and (self.stage > 0 or flag in _HAS_MASTER_WEIGHTS):  # it steps flat tensors
+            check_unstepped(optimizer)
+            check_layout(optimizer)
         config = self._configuration.for_run(trainer, optimizer, flag=flag, world_size=self.world_size)
         check_elementwise(optimizer, self.stage, self.root_device)
         if optimizer is not None:
-            if self.stage > 0 or flag in _HAS_MASTER_WEIGHTS:
-                check_unstepped(optimizer)
             check_state_buffers(config, optimizer.param_groups, self.world_size)
         return config
 

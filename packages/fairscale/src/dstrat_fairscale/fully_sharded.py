@@ -14,7 +14,7 @@ from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import check_names, load_by_names
-from dstrat.parallel.optimizer_checks import check_optimizers
+from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
@@ -165,6 +165,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
+        for optimizer in self.optimizers:
+            check_layout(optimizer)
 
     @property
     def _wrap_policy(self) -> Any:

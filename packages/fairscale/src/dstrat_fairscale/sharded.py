@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_value_
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestError
 from dstrat.interfaces.state_dict import groups_misfit, load_named_state, named_state, named_weights
-from dstrat.parallel.optimizer_checks import check_one_dtype, check_optimizers
+from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
@@ -126,6 +126,8 @@ class DDPShardedStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
         check_one_dtype(self.module, "FairScale's ShardedDataParallel")
+        for optimizer in self.optimizers:
+            check_layout(optimizer)
         self.optimizers = sharded_optimizers(self.optimizers, self.lr_schedulers)
         self.model = ShardedDataParallel(
             StepModule(self.module), self.optimizers, reduce_buffer_size=0, **self._keywords

@@ -77,7 +77,7 @@ def recover_checkpoint(path: str, step: int, *, io: CheckpointIO) -> bool:
     """
     file_or_folder = as_path(path)
     if isinstance(file_or_folder, Path) and file_or_folder.parent.is_dir():
-        remove_stale(file_or_folder.parent)
+        remove_stale(file_or_folder.parent, claims_of_any_age=True)
     if not is_builtin(io):
         return file_or_folder.exists()
     try:

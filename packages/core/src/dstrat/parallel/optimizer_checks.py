@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections import defaultdict
@@ -79,18 +80,37 @@ def check_one_dtype(module: Module, strategy: str) -> None:
 def check_layout(optimizer: Optimizer) -> None:
     """Check that an optimizer has no state beside that of parameters, which cannot be sharded as they are.
 
+    Optimizers other than torch's make some state in their first step, so that a copy of them is stepped.
+
     Raises:
-        MisuseError: Its ``state_dict`` has a layout of its own.
+        MisuseError: Its ``state_dict`` has a layout of its own, or a state of all parameters.
     """
     state = optimizer.state_dict()
-    extra_keys = sorted(map(str, state.keys() - {"state", "param_groups"}))
-    if extra_keys or not {"state", "param_groups"} <= state.keys():
+    others = sorted(map(str, state.keys() - {"state", "param_groups"}))
+    if not {"state", "param_groups"} <= state.keys():
+        others = others or ["no state"]
+    elif type(optimizer) not in _ELEMENT_WISE:
+        others += sorted({f"state[{key!r}]" for key in _shared_keys(optimizer)})
+    if others:
         raise MisuseError(
-            f"the state_dict of {type(optimizer).__name__} has a layout of its own "
-            f"({', '.join(extra_keys) or 'no state'}), which cannot be saved and loaded while its parameters are "
-            "sharded: keep its values in self.state[parameter] or in param_groups, or choose a strategy that does not "
-            "shard parameters"
+            f"the state_dict of {type(optimizer).__name__} has a layout of its own ({', '.join(others)}), which cannot "
+            "be saved and loaded while the state of parameters is sharded: keep its values in self.state[parameter] or "
+            "in param_groups, or train with strategy='ddp' and this optimizer itself, which shards nothing"
         )
+
+
+def _shared_keys(optimizer: Optimizer) -> list[Any]:
+    """Return the keys of an optimizer's state after a step that are no parameters."""
+    keys = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    for number, group in enumerate(optimizer.param_groups):
+        parameter = next(iter(group["params"]), None)
+        if parameter is None:
+            continue
+        stepped = torch.ones(_SHAPE, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+        with contextlib.suppress(Exception):  # any error of a third-party optimizer; its state is unknown then
+            probe = _step_copy(optimizer, number, [stepped], [[torch.zeros_like(stepped)]])
+            keys += [key for key in probe.state if not isinstance(key, torch.Tensor)]
+    return keys
 
 
 def state_after_one_step(optimizer: Optimizer, group: int, like: Tensor) -> dict[str, Any]:

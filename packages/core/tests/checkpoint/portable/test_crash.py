@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.warm_program import WarmProgram
 
+from dstrat.checkpoint.formats import recover_checkpoint
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.local_files import Claim, UnfinishedFolder, remove_stale
 from dstrat.checkpoint.portable.newest import newest_checkpoint
@@ -131,6 +132,19 @@ def test_a_claim_neither_follows_a_link_nor_blocks_on_a_pipe(tmp_path):
         assert not taker.is_alive()
         claim.release()
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_restart_removes_the_claims_of_the_killed_attempt_and_no_others(tmp_path):
+    killed, other = Claim(tmp_path / "step=5.ckpt"), Claim(tmp_path / "best.ckpt")
+    assert killed.take()
+    assert other.take()
+    os.close(killed._descriptor)  # as the system does when a process ends
+    assert remove_stale(tmp_path) == []
+    assert len(names(tmp_path)) == 2  # a save waits, since an owner may be about to lock its new claim
+    assert not recover_checkpoint(str(tmp_path / "step=5.ckpt"), 5, io=PortableCheckpointIO())
+    assert names(tmp_path) == [other._file.name]
+    other.release()
+    assert names(tmp_path) == []
 
 
 def test_claims_that_come_and_go_do_not_disturb_a_save(tmp_path):

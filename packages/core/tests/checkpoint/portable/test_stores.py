@@ -22,6 +22,7 @@ from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MissingRequirementError, RequestError
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.training.callbacks.checkpoint_name import UnusedPaths
 
 MIB = 1024 * 1024
 DAY = 24 * 3600 * 10**9
@@ -92,6 +93,38 @@ def test_two_writers_do_not_mix_their_files(folder, refusal):
     first.close()
     assert (folder / "a" / "manifest.json").read_bytes() == b"faster"
     assert names(folder) == ["a"]
+
+
+def test_of_two_jobs_that_choose_a_name_the_second_takes_the_next_one(io, folder):
+    first, second = UnusedPaths(), UnusedPaths()
+    paths = [unused.choose(folder, "step=1") for unused in (first, second)]
+    assert [path.rpartition("/")[2] for path in paths] == ["step=1.ckpt", "step=1-v1.ckpt"]
+    for number, path in enumerate(paths):
+        io.save_checkpoint(content(number), path)
+    first.release()
+    second.release()
+    assert names(folder) == ["last", "step=1-v1.ckpt", "step=1.ckpt"]
+    assert [io.load_checkpoint(path)["epoch"] for path in paths] == [0, 1]
+
+
+def test_a_name_is_reserved_once_and_only_its_owner_releases_it(io, folder):
+    owner, other = remote_files.UploadClaim(folder / "a"), remote_files.UploadClaim(folder / "a")
+    assert owner.take()
+    assert not other.take()
+    writer = remote_files.UnfinishedUpload(folder / "a")  # the save of the owner, whose file the claim is now
+    owner.release()
+    assert names(folder) == [".dstrat-a.writing"]
+    writer.close()
+    io.save_checkpoint(content(), str(folder / "a"))
+    assert not other.take()  # finished between a look and the claim
+    assert names(folder) == ["a", "last"]
+
+
+def test_a_name_that_another_process_has_reserved_is_not_written_to(folder, refusal):
+    (folder / ".dstrat-a.writing").write_bytes(b"another process's mark")
+    assert "is being written" in refusal(remote_files.UnfinishedUpload, folder / "a")
+    remote_files.UploadClaim(folder / "a").release()
+    assert names(folder) == [".dstrat-a.writing"]
 
 
 def test_a_writer_that_comes_when_another_one_ends_does_not_touch_its_checkpoint(io, folder, refusal, monkeypatch):

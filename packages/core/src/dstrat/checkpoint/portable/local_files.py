@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 _PREFIX, _SUFFIX, _CLAIM_SUFFIX = ".dstrat-", ".tmp", ".claim"
-_STALE_SECONDS = 24 * 3600
+_STALE_SECONDS = 3600
+"""Age after which a claim may be stale."""
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is refused, a pipe does not block
 
 
@@ -68,7 +69,7 @@ class UnfinishedFolder:
 
 
 class Claim:
-    """A reservation of a path, so that no other job chooses it before the checkpoint is written.
+    """A reservation of an unused path, so that no other job chooses it before the checkpoint is written.
 
     It is a locked file beside the path; the system releases the lock when the process ends for any reason.  On a file
     system without locks it reserves nothing.
@@ -79,16 +80,21 @@ class Claim:
 
     def __init__(self, path: Path) -> None:
         # A digest: a checkpoint's name may have the maximal length already, without room for a prefix.
+        self._path = path
         name = hashlib.sha256(path.name.encode(errors="surrogateescape")).hexdigest()[:16]
         self._file = path.with_name(f"{_PREFIX}{name}{_CLAIM_SUFFIX}")
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Reserve the path; return False if another process has reserved it."""
+        """Reserve the path; return False if another process has reserved it, or something is there."""
         try:
-            return self._take()
+            is_reserved = self._take()
         except OSError:  # no access, or a full disk: the save that follows raises a better error
             return True
+        if is_reserved and os.path.lexists(self._path):  # another job has finished its save meanwhile
+            self.release()
+            return False
+        return is_reserved
 
     def _take(self) -> bool:
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,11 +172,17 @@ def _locked(path: Path, *, needs_lock: bool = False) -> int | None:
     return descriptor
 
 
-def remove_stale(parent: Path) -> list[Path]:
-    """Remove the stale files and folders of crashed writers in a folder, and return the folders."""
+def remove_stale(parent: Path, *, claims_of_any_age: bool = False) -> list[Path]:
+    """Remove the stale files and folders of crashed writers in a folder, and return the folders.
+
+    Args:
+        parent: The folder.
+        claims_of_any_age: Whether claims without an owner are removed at once, after a crash.  One that another job is
+            making at this moment may be among them: that job then chooses the next name.
+    """
     removed = []
     for path in sorted(parent.glob(f"{_PREFIX}*")):
-        is_claim = path.suffix == _CLAIM_SUFFIX and _is_old(path)
+        is_claim = path.suffix == _CLAIM_SUFFIX and _may_be_stale(path, 0 if claims_of_any_age else _STALE_SECONDS)
         is_folder = path.suffix == _SUFFIX and path.is_dir() and not path.is_symlink()
         # needs_lock: without locks a stale folder cannot be told from one that is being written.
         descriptor = _locked(path, needs_lock=True) if is_claim or is_folder else None
@@ -186,13 +198,13 @@ def remove_stale(parent: Path) -> list[Path]:
     return removed
 
 
-def _is_old(claim: Path) -> bool:
-    """Return whether a claim may be stale; locking a new one could make its owner's attempt fail."""
+def _may_be_stale(claim: Path, seconds: float) -> bool:
+    """Return whether a claim is old; locking a new one could make its owner's attempt fail."""
     try:
         status = claim.lstat()
     except FileNotFoundError:  # its owner has released it since the folder was listed
         return False
-    return stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _STALE_SECONDS
+    return stat.S_ISREG(status.st_mode) and (not seconds or time.time() - status.st_mtime > seconds)
 
 
 def flush_folder(folder: Path) -> None:

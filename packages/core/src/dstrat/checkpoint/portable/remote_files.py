@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -45,7 +47,9 @@ class UnfinishedUpload:
         try:
             self._claim.create(b"")
         except FileExistsError as error:
-            raise _occupied_error(target) from error
+            if not _is_own(self._claim):
+                raise _occupied_error(target) from error
+            self._claim.write_bytes(b"")  # a second writer of this process is refused
         try:
             _check_free(target)  # after the claim: another writer may have finished just before it
         except BaseException:
@@ -69,6 +73,38 @@ class UnfinishedUpload:
                 self.path.remove_below()
             # Last: without the claim another writer may begin in the folder.
             self._claim.unlink(missing_ok=True)
+
+
+class UploadClaim:
+    """A reservation of an unused path in a store, so that no other job chooses it before the checkpoint is written.
+
+    It is the claim of the folder, with a mark of this process until the upload begins.
+
+    Args:
+        path: Of the checkpoint to be written.
+    """
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._claim = path, _claim(path)
+
+    def take(self) -> bool:
+        """Reserve the path; return False if another process has reserved it, or something is there."""
+        try:
+            self._claim.create(_own_mark())
+        except FileExistsError:
+            return False
+        except CheckpointError:  # the store fails: the save that follows raises a better error
+            return True
+        if self._path.exists():  # another job has finished its save meanwhile
+            self.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        """Release the path, after the save has succeeded or failed."""
+        with contextlib.suppress(CheckpointError):
+            if _is_own(self._claim):  # the end of the upload has removed it, and it may be another process's
+                self._claim.unlink(missing_ok=True)
 
 
 class UploadedFile:
@@ -153,6 +189,22 @@ def remove_stale_uploads(parent: RemotePath) -> None:
         if not (path / MANIFEST).exists():  # with one, the writer has crashed between its manifest and this claim
             path.remove_below()
         claim.unlink(missing_ok=True)
+
+
+_MARK = secrets.token_hex(16)
+
+
+def _own_mark() -> bytes:
+    return f"{_MARK}-{os.getpid()}".encode()  # forked processes share the first part
+
+
+def _is_own(claim: RemotePath) -> bool:
+    mark = _own_mark()
+    try:
+        # By its size first: a store has no range of bytes in the empty claim of a running upload.
+        return claim.size() == len(mark) and claim.read_bytes() == mark
+    except FileNotFoundError:
+        return False
 
 
 def _claim(target: RemotePath) -> RemotePath:

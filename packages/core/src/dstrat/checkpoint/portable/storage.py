@@ -26,6 +26,7 @@ from dstrat.checkpoint.portable.local_files import (
 from dstrat.checkpoint.portable.remote_files import (
     RemoteFile,
     UnfinishedUpload,
+    UploadClaim,
     UploadedFile,
     is_claimed,
     remove_upload,
@@ -129,8 +130,8 @@ class Storage(Protocol[P]):
     def is_occupied(self, path: P, /) -> bool:
         """Return whether a path exists, or is being written."""
 
-    def claim(self, path: P, /) -> Claim | None:
-        """Return a claim that reserves a path among jobs with one folder; None if the storage has no locks."""
+    def claim(self, path: P, /) -> Claim | UploadClaim:
+        """Return a claim that can reserve an unused path among jobs with one folder."""
 
 
 def storage_of(path: CheckpointPath) -> Storage[Any]:
@@ -219,6 +220,7 @@ class RemoteStorage:
     file_size = staticmethod(RemotePath.size)
     file_sizes = staticmethod(RemotePath.file_sizes)
     modified_ns = staticmethod(RemotePath.modified_ns)
+    claim = staticmethod(UploadClaim)
 
     def write_buckets(self, path: RemotePath, size: int, bucket: Callable[[int], list[memoryview]]) -> list[str]:
         # In order, in one thread: stores have no writes at a position.
@@ -256,9 +258,6 @@ class RemoteStorage:
 
     def is_occupied(self, path: RemotePath) -> bool:
         return path.exists() or is_claimed(path)
-
-    def claim(self, path: RemotePath) -> None:  # noqa: ARG002 - no locks: begin_checkpoint fails for the second job
-        return None
 
 
 # Threads of reads and writes

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.local_files import Claim
+    from dstrat.checkpoint.portable.remote_files import UploadClaim
 
 EXTENSION = ".ckpt"
 
@@ -87,13 +88,10 @@ def not_logged(values: Mapping[str, Any]) -> str:
 
 
 class UnusedPaths:
-    """Unused paths of checkpoints, reserved against other jobs that save into the same folder.
-
-    In a store that fsspec supports they are not reserved: of two jobs that choose the same path, the second one fails.
-    """
+    """Unused paths of checkpoints, reserved against other jobs that save into the same folder."""
 
     def __init__(self) -> None:
-        self._claims: dict[str, Claim] = {}
+        self._claims: dict[str, Claim | UploadClaim] = {}
 
     def choose(
         self, folder: CheckpointPath, name: str, replaceable: str | None = None, used: Collection[str] = ()
@@ -120,12 +118,7 @@ class UnusedPaths:
         if storage.is_occupied(path):
             return False
         claim = storage.claim(path)
-        if claim is None:  # a store, which has none
-            return True
         if not claim.take():
-            return False
-        if storage.is_occupied(path):  # another job has finished its save between the check and the claim
-            claim.release()
             return False
         self._claims[str(path)] = claim
         return True
