@@ -199,6 +199,7 @@ class FitLoop(Position):
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""
         trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
+        run = trainer.context
         batch_start = trainer.context.hooks.of("on_train_batch_start")
         must_agree = self._agrees_on_end
         batches = self._batches()
@@ -219,7 +220,7 @@ class FitLoop(Position):
             # A signal reaches the ranks of a job at different batches: they decide together, after the batch that the
             # last vote has set.
             if is_alone:
-                is_due = interruption.requested or trainer.should_stop or is_timed
+                is_due = interruption.requested or run.should_stop or is_timed
             else:
                 is_due = self._must_vote or self.batches_seen >= votes.next_at
             if is_due:
