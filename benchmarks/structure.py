@@ -25,7 +25,7 @@ NOQA = re.compile(r"#\s*noqa\b")
 # Units of training/, top to bottom: an import from a later to an earlier one is upward.
 TRAINING = (
     *("trainer", "run", "results", "state", "callbacks", "checkpoint", "loops", "loggers", "profilers", "metrics"),
-    *("module", "run_context", "hooks", "anomaly", "contexts", "arguments"),
+    *("module", "run_context", "settings", "hooks", "anomaly", "contexts", "arguments"),
 )
 HOLDERS = ("Trainer", "RunState", "RunContext", "Run", "FitLoop", "Position", "AutomaticOptimization")
 JOB_MODULES = ("parallel/process_group.py", "parallel/job.py", "launch/external.py", "launch/progress.py")

@@ -1,8 +1,9 @@
-"""State of one run: a fit, validation, test or prediction in a process."""
+"""State of one run: a fit, validation, test or prediction in a process, and its status."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from dstrat.training.metrics.logged import LoggedValues
@@ -24,6 +25,79 @@ if TYPE_CHECKING:
 Stage = Literal["fit", "validate", "test", "predict"]
 
 
+# Status and stage of a Trainer, by Lightning's names
+
+
+class _Text(str, Enum):  # Python 3.10 has no StrEnum
+    """Constants that are equal to their values: users compare them with str."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class TrainerStatus(_Text):
+    """Progress of the last call of fit, validate, test or predict."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call has ended, with or without an error."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(_Text):
+    """The method that was called last."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(_Text):
+    """The current activity of a Trainer: a fit trains, and validates in between."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it is a validation, a sanity check or a test."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """A snapshot of a Trainer's status.
+
+    Attributes:
+        status: Progress of the last call.
+        fn: The method that was called last; None before the first call.
+        stage: The current activity; None outside of a run.
+    """
+
+    status: TrainerStatus
+    fn: TrainerFn | None
+    stage: RunningStage | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last call has ended without an error."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call has ended, with or without an error."""
+        return self.status.stopped
+
+
 @dataclass(kw_only=True)
 class RunContext:
     """The state of one run of a Trainer.
@@ -32,7 +106,9 @@ class RunContext:
     properties.
 
     Attributes:
+        status: Progress of the call.
         stage: The method that was called.
+        should_stop: Whether the training is to end, once ``min_epochs`` and ``min_steps`` are done.
         metrics: The logged values.
         log_dir: The folder of rank 0's loggers; that of the last run until the ranks have agreed on one.
         module: The user's module.
@@ -54,7 +130,9 @@ class RunContext:
         save_seconds: Time that the last checkpoint has taken; 0 before the first.
     """
 
+    status: TrainerStatus = TrainerStatus.INITIALIZING
     stage: Stage = "fit"
+    should_stop: bool = False
     metrics: Metrics
     log_dir: Path | None = None
     module: TrainModule | None = None

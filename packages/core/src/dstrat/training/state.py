@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.errors import MisuseError
@@ -14,6 +12,8 @@ from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from dstrat.training.run_context import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from dstrat.training.settings import setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath, LocalPath
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.optimizers import SchedulerConfig
-    from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.launch.recovery import FailedAttempt
     from dstrat.resolve import Plan
@@ -37,79 +37,7 @@ if TYPE_CHECKING:
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.run_context import RunContext, Stage
-
-
-# Status and stage of a Trainer, by Lightning's names
-
-
-class _Text(str, Enum):  # Python 3.10 has no StrEnum
-    """Constants that are equal to their values: users compare them with str."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-class TrainerStatus(_Text):
-    """Progress of the last call of fit, validate, test or predict."""
-
-    INITIALIZING = "initializing"
-    RUNNING = "running"
-    FINISHED = "finished"
-    INTERRUPTED = "interrupted"
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the last call has ended, with or without an error."""
-        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
-
-
-class TrainerFn(_Text):
-    """The method that was called last."""
-
-    FITTING = "fit"
-    VALIDATING = "validate"
-    TESTING = "test"
-    PREDICTING = "predict"
-
-
-class RunningStage(_Text):
-    """The current activity of a Trainer: a fit trains, and validates in between."""
-
-    TRAINING = "train"
-    SANITY_CHECKING = "sanity_check"
-    VALIDATING = "validate"
-    TESTING = "test"
-    PREDICTING = "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether it is a validation, a sanity check or a test."""
-        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerState:
-    """A snapshot of a Trainer's status.
-
-    Attributes:
-        status: Progress of the last call.
-        fn: The method that was called last; None before the first call.
-        stage: The current activity; None outside of a run.
-    """
-
-    status: TrainerStatus
-    fn: TrainerFn | None
-    stage: RunningStage | None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last call has ended without an error."""
-        return self.status is TrainerStatus.FINISHED
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the last call has ended, with or without an error."""
-        return self.status.stopped
+    from dstrat.training.settings import TrainerSettings
 
 
 class RunState(NamedArguments):
@@ -119,18 +47,12 @@ class RunState(NamedArguments):
         plan: The components of the run, each with the reason for its choice.
         strategy: The strategy.
         context: State of the current run, or of the last one.
-        should_stop: Set it to True in any process, and training ends after the same step in all of them, once
-            ``min_epochs`` and ``min_steps`` are done.
-        status: Progress of the last call.
+        settings: The settings, which the attributes by the names of the constructor's arguments read.
         final_optimization: Optimizers and schedulers of the last fit, if it ran in this process.
         optimization_ended_elsewhere: Whether the last fit ran in other processes.
-        barebones: Whether everything beside training is off.
-        fast_dev_run: Number of batches of a trial run; 0 in a normal run.
         interruption: Defers signals that arrive while batches are read.
         callbacks: The callbacks, in the order of their calls.
         loggers: The loggers.
-        max_time: Time limit of the training, as the user passed it.
-        default_root_dir: Default folder of logs and checkpoints.
         publisher: Passes logged values to callbacks and loggers.
         fit_loop: The training loop.
     """
@@ -138,23 +60,44 @@ class RunState(NamedArguments):
     plan: Plan
     strategy: Strategy
     context: RunContext
-    should_stop: bool
+    settings: TrainerSettings
     interruption: Interruption
     callbacks: list[Callback]
     loggers: list[Logger]
-    max_time: Duration | None
-    default_root_dir: CheckpointPath
     fit_loop: FitLoop
     publisher: Publisher
-    barebones: bool
-    fast_dev_run: int
-    max_epochs: int
-    max_steps: int
-    accumulate_grad_batches: int
-    preemption_deadline: float | None
-    status = TrainerStatus.INITIALIZING
     final_optimization = Optimization()
     optimization_ended_elsewhere = False
+
+    max_epochs: int = setting("limits", "max_epochs")
+    max_steps: int = setting("limits", "max_steps")
+    min_epochs: int = setting("limits", "min_epochs")
+    min_steps: int = setting("limits", "min_steps")
+    max_time: Duration | None = setting("limits", "max_time")
+    fast_dev_run: int = setting("limits", "fast_dev_run")
+    limit_train_batches: int | float | None = setting("data", "limit_train_batches")
+    limit_val_batches: int | float | None = setting("data", "limit_val_batches")
+    limit_test_batches: int | float | None = setting("data", "limit_test_batches")
+    limit_predict_batches: int | float | None = setting("data", "limit_predict_batches")
+    overfit_batches: int | float = setting("data", "overfit_batches")
+    reload_dataloaders_every_n_epochs: int = setting("data", "reload_dataloaders_every_n_epochs")
+    use_distributed_sampler: bool = setting("data", "use_distributed_sampler")
+    check_val_every_n_epoch: int | None = setting("evaluation", "check_val_every_n_epoch")
+    val_check_interval: int | float | Duration | None = setting("evaluation", "val_check_interval")
+    num_sanity_val_steps: int = setting("evaluation", "num_sanity_val_steps")
+    inference_mode: bool = setting("evaluation", "inference_mode")
+    accumulate_grad_batches: int = setting("steps", "accumulate_grad_batches")
+    gradient_clip_val: float | None = setting("steps", "gradient_clip_val")
+    gradient_clip_algorithm: ClipAlgorithm = setting("steps", "gradient_clip_algorithm")
+    deterministic: bool | Literal["warn"] | None = setting("steps", "deterministic")
+    benchmark: bool | None = setting("steps", "benchmark")
+    sync_batchnorm: bool = setting("steps", "sync_batchnorm")
+    detect_anomaly: bool = setting("steps", "detect_anomaly")
+    default_root_dir: CheckpointPath = setting("output", "default_root_dir")
+    log_every_n_steps: int = setting("output", "log_every_n_steps")
+    barebones: bool = setting("output", "barebones")
+    max_restarts: int = setting("output", "max_restarts")
+    preemption_deadline: float | None = setting("output", "preemption_deadline")
 
     # Ranks and devices
 
@@ -285,6 +228,23 @@ class RunState(NamedArguments):
     def metrics(self) -> Metrics:
         """The logged values of the run."""
         return self.context.metrics
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True in any process, and training ends after the same step in all of them.
+
+        It has no effect before ``min_epochs`` and ``min_steps`` are done.
+        """
+        return self.context.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.context.should_stop = value
+
+    @property
+    def status(self) -> TrainerStatus:
+        """Progress of the last call of fit, validate, test or predict."""
+        return self.context.status
 
     @property
     def state(self) -> TrainerState:

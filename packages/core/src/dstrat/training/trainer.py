@@ -28,8 +28,16 @@ from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.loops.stopping import Interruption, end_by, hide_library_frames, is_by_signal
 from dstrat.training.metrics.publisher import Metrics, Publisher
 from dstrat.training.profilers.defaults import make_profiler
-from dstrat.training.run_context import RunContext
-from dstrat.training.state import RunState, TrainerStatus
+from dstrat.training.run_context import RunContext, TrainerStatus
+from dstrat.training.settings import (
+    DataLimits,
+    EvaluationSettings,
+    OutputSettings,
+    RunLimits,
+    StepSettings,
+    TrainerSettings,
+)
+from dstrat.training.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -196,33 +204,51 @@ class Trainer(RunState):
             "detect_anomaly": detect_anomaly,
         }
         features = resolve_features(arguments, barebones=barebones, fast_dev_run=fast_dev_run)
-        self.fast_dev_run = int(fast_dev_run)
-        self.barebones = barebones
-
-        self.max_epochs = max_epochs if max_epochs is not None else (DEFAULT_MAX_EPOCHS if max_steps < 0 else -1)
-        self.max_steps = max_steps
-        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        self.max_time = max_time
-        self.limit_train_batches, self.limit_val_batches = limit_train_batches, limit_val_batches
-        self.limit_test_batches, self.limit_predict_batches = limit_test_batches, limit_predict_batches
-        self.overfit_batches = overfit_batches
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.val_check_interval = val_check_interval
-        self.num_sanity_val_steps = features.num_sanity_val_steps
-        self.log_every_n_steps = features.log_every_n_steps
-        self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm or "norm"
-        self.deterministic, self.benchmark = deterministic, benchmark
-        self.sync_batchnorm, self.detect_anomaly = sync_batchnorm, detect_anomaly
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        self.use_distributed_sampler = use_distributed_sampler
-        self.inference_mode = inference_mode
-        self.max_restarts, self.preemption_deadline = max_restarts, preemption_deadline
         root = Path.cwd() if default_root_dir is None else default_root_dir
-        self.default_root_dir = as_path(root, "default_root_dir")
+        self.settings = TrainerSettings(
+            limits=RunLimits(
+                max_epochs=max_epochs if max_epochs is not None else (DEFAULT_MAX_EPOCHS if max_steps < 0 else -1),
+                max_steps=max_steps,
+                min_epochs=min_epochs or 0,
+                min_steps=min_steps or 0,
+                max_time=max_time,
+                fast_dev_run=int(fast_dev_run),
+            ),
+            data=DataLimits(
+                limit_train_batches=limit_train_batches,
+                limit_val_batches=limit_val_batches,
+                limit_test_batches=limit_test_batches,
+                limit_predict_batches=limit_predict_batches,
+                overfit_batches=overfit_batches,
+                reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+                use_distributed_sampler=use_distributed_sampler,
+            ),
+            evaluation=EvaluationSettings(
+                check_val_every_n_epoch=check_val_every_n_epoch,
+                val_check_interval=val_check_interval,
+                num_sanity_val_steps=features.num_sanity_val_steps,
+                inference_mode=inference_mode,
+            ),
+            steps=StepSettings(
+                accumulate_grad_batches=accumulate_grad_batches,
+                gradient_clip_val=gradient_clip_val,
+                gradient_clip_algorithm=gradient_clip_algorithm or "norm",
+                deterministic=deterministic,
+                benchmark=benchmark,
+                sync_batchnorm=sync_batchnorm,
+                detect_anomaly=detect_anomaly,
+            ),
+            output=OutputSettings(
+                default_root_dir=as_path(root, "default_root_dir"),
+                log_every_n_steps=features.log_every_n_steps,
+                barebones=barebones,
+                max_restarts=max_restarts,
+                preemption_deadline=preemption_deadline,
+            ),
+        )
         check_arguments(self)
+        self.settings = self.settings.limited()
         self.gradient_clip_val = gradient_clip_val or None  # after the check, which refuses False
-        self._apply_fast_dev_run()
 
         self.request = Request(
             strategy=strategy,
@@ -261,23 +287,10 @@ class Trainer(RunState):
             self.callbacks.insert(0, StepCounter())
         check_preemption(self)  # depends on the cluster and on callbacks that save
 
-        self.should_stop = False
         self.interruption = Interruption(preemption_deadline)
         self.publisher = Publisher(self)
         self.context = RunContext(metrics=Metrics(self.strategy))
         self.final_state: FinalState | None = None
-
-    def _apply_fast_dev_run(self) -> None:
-        """Set the limits of batches, epochs and steps that ``fast_dev_run`` and ``overfit_batches`` imply."""
-        if self.fast_dev_run:
-            batches: float | None = self.fast_dev_run
-            self.limit_test_batches = self.limit_predict_batches = batches
-            self.max_epochs, self.max_steps, self.min_epochs, self.min_steps = 1, -1, 0, 0
-            self.check_val_every_n_epoch, self.val_check_interval = 1, None
-        else:
-            batches = self.overfit_batches or None
-        if batches:
-            self.limit_train_batches = self.limit_val_batches = batches
 
     @cached_property
     def fit_loop(self) -> FitLoop:  # type: ignore[override]  # a cached property can be written
@@ -528,8 +541,8 @@ class Trainer(RunState):
         # An evaluation of the same module keeps it: save_checkpoint works after a test that follows the fit.
         if stage == "fit" or module is not self.module:
             self.final_state = None
-        self.should_stop = False
         self.context = RunContext(
+            status=TrainerStatus.RUNNING,
             stage=stage,
             module=module,
             datamodule=sources.datamodule,
@@ -540,15 +553,14 @@ class Trainer(RunState):
         )
         if stage == "fit":
             self.final_optimization, self.optimization_ended_elsewhere = Optimization(), False
-        self.status = TrainerStatus.RUNNING
         try:
             result = self._launch_stage(module, sources, ckpt_path)
         except BaseException as error:  # KeyboardInterrupt too
-            self.status = TrainerStatus.INTERRUPTED
+            self.context.status = TrainerStatus.INTERRUPTED
             if isinstance(error, KeyboardInterrupt):
                 hide_library_frames(error)
             raise
-        self.status = TrainerStatus.FINISHED
+        self.context.status = TrainerStatus.FINISHED
         return result
 
     def _launch_stage(self, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> Any:

@@ -69,7 +69,7 @@ class _Encoder:
 
     def encode(self, value: Any, keys: tuple[Any, ...]) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind is int and -_SAFE_INTEGER <= value < _SAFE_INTEGER):
             return value
         if kind in _SCALARS:
             return _SCALARS[kind](value)
@@ -125,7 +125,7 @@ class _Encoder:
 
 def _int(value: int) -> Any:
     # As hex, since Python refuses to parse decimal numbers of more than 4300 digits.
-    return value if -_SAFE_INTEGER <= value < _SAFE_INTEGER else {TAG: "int", "hex": hex(value)}
+    return {TAG: "int", "hex": hex(value)}
 
 
 def _float(value: float) -> Any:

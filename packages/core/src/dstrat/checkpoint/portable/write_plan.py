@@ -15,7 +15,6 @@ from dstrat.checkpoint.portable.shards import (
     check_kind,
     holders,
     is_distributed,
-    is_sharded,
     local_boxes,
     memory_key,
 )
@@ -23,7 +22,7 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -31,6 +30,23 @@ if TYPE_CHECKING:
 
 _SPLIT_SIZE = 64 * MEBIBYTE
 """Least bytes of a box when several ranks share the writing of a replicated tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorLayout:
+    """A tensor of a save: the elements in this process, and its entry in the index.
+
+    Attributes:
+        tensor: The tensor.
+        entry: Its index entry, without pieces.
+        is_flat: Whether it is a :class:`FlatShard`.
+        is_distributed: Whether it is a ``DTensor``.
+    """
+
+    tensor: Any
+    entry: TensorEntry
+    is_flat: bool
+    is_distributed: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,59 +75,59 @@ def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Te
     """
     with ranks.on_all_ranks("save its tensors"):
         # Two calls: a tensor of one rank may share memory with one of the job, but must not become an alias of it.
-        entries = _entries(tensors) | _entries(rank_tensors)
-        shared = {name: entries[name] for name, tensor in tensors.items() if not is_sharded(tensor)}
-    leaders = _leaders({name: tensor for name, tensor in tensors.items() if name not in shared}, ranks)
+        layouts, rank_layouts = _layouts(tensors), _layouts(rank_tensors)
+        entries = {name: layout.entry for name, layout in (layouts | rank_layouts).items()}
+        sharded = {name: layout for name, layout in layouts.items() if layout.is_flat or layout.is_distributed}
+        shared = {name: layout.entry for name, layout in layouts.items() if name not in sharded}
+    leaders = _leaders(sharded, ranks)
     with ranks.on_all_ranks("save its tensors"):
         payloads = [
             Payload(name, box)
-            for name, tensor in rank_tensors.items()
-            if entries[name].same_as is None
-            for box in local_boxes(tensor)
+            for name, layout in rank_layouts.items()
+            if layout.entry.same_as is None
+            for box in local_boxes(layout.tensor)
         ]
-        payloads += _sharded_payloads(tensors, entries, shared, leaders)
+        payloads += _sharded_payloads(layouts, leaders)
     all_ranks = _exchange_entries(shared, sum(payload.num_bytes for payload in payloads), ranks)
     payloads += [Payload(name, box) for name, box in _assigned_boxes(tensors, all_ranks, ranks)]
     return WritePlan(payloads=payloads, entries=entries)
 
 
-def _entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Return the index entry of each tensor; of tensors that share their memory only the first is stored."""
+def _layouts(tensors: Mapping[str, Any]) -> dict[str, TensorLayout]:
+    """Describe each tensor; of tensors that share their memory only the first is stored."""
     first: dict[Any, str] = {}
-    entries = {}
+    layouts = {}
     for name, tensor in tensors.items():
         check_kind(tensor, name)
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
             raise CheckpointError(f"tensor {name!r} has the dtype {dtype}, which the format does not know: convert it")
-        same_as = first.setdefault(_memory_key(tensor, name), name)
-        entries[name] = TensorEntry(
-            dtype=dtype, shape=tuple(tensor.shape), same_as=None if same_as == name else same_as
-        )
-    return entries
+        is_flat = isinstance(tensor, FlatShard)
+        distributed = not is_flat and is_distributed(tensor)
+        same_as = first.setdefault(id(tensor) if is_flat else _memory_key(tensor, name, distributed=distributed), name)
+        entry = TensorEntry(dtype=dtype, shape=tuple(tensor.shape), same_as=None if same_as == name else same_as)
+        layouts[name] = TensorLayout(tensor=tensor, entry=entry, is_flat=is_flat, is_distributed=distributed)
+    return layouts
 
 
-def _memory_key(tensor: Any, name: str) -> Any:
+def _memory_key(tensor: Any, name: str, *, distributed: bool) -> Any:
     """Return a value that is equal for two tensors if they are the same elements of the same memory."""
-    if isinstance(tensor, FlatShard):
-        return id(tensor)
-    distributed = is_distributed(tensor)
     local = tensor.to_local() if distributed else tensor
     if local.numel() == 0:  # empty tensors all have the address 0
         return name
     return memory_key(local), tensor.shape, tensor.placements if distributed else None
 
 
-def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
+def _leaders(layouts: Mapping[str, TensorLayout], ranks: Ranks) -> dict[str, int]:
     """Return the first rank of the mesh that writes each DTensor; collective.
 
     Only DTensors of a sub-mesh are in the result.  A layer that is sharded within each group of ranks exists once in
     every group, under the same name, and one group writes it.
     """
     first_ranks = {
-        name: int(tensor.device_mesh.mesh.min())
-        for name, tensor in tensors.items()
-        if is_distributed(tensor) and tensor.device_mesh.size() < ranks.size
+        name: int(layout.tensor.device_mesh.mesh.min())
+        for name, layout in layouts.items()
+        if layout.is_distributed and layout.tensor.device_mesh.size() < ranks.size
     }
     leaders: dict[str, int] = {}
     for message in ranks.exchange(dump_json(first_ranks)):
@@ -120,15 +136,15 @@ def _leaders(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
     return leaders
 
 
-def _sharded_payloads(
-    tensors: Mapping[str, Any], entries: Mapping[str, TensorEntry], shared: Container[str], leaders: Mapping[str, int]
-) -> Iterable[Payload]:
+def _sharded_payloads(layouts: Mapping[str, TensorLayout], leaders: Mapping[str, int]) -> Iterable[Payload]:
     """Yield the shards that this rank writes; the ranks that hold equal shards take turns from tensor to tensor."""
-    for turn, (name, tensor) in enumerate(tensors.items()):
-        if name in shared or entries[name].same_as is not None:
+    for turn, (name, layout) in enumerate(layouts.items()):
+        tensor = layout.tensor
+        if layout.entry.same_as is not None:
             continue
-        if isinstance(tensor, FlatShard):
+        if layout.is_flat:
             yield from (Payload(name, box) for box in local_boxes(tensor, name))
+        if not layout.is_distributed:
             continue
         # Another group of ranks has the same tensor, and writes it.
         if name in leaders and int(tensor.device_mesh.mesh.min()) != leaders[name]:

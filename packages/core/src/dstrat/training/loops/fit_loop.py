@@ -19,7 +19,7 @@ from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
 from dstrat.training.loops.manual_optimization import ManualOptimization
 from dstrat.training.loops.optimization import AutomaticOptimization
-from dstrat.training.loops.position import Position, ResumeState, rank_state
+from dstrat.training.loops.position import Pending, Position, ResumeState, rank_state
 from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
 from dstrat.training.loops.steps import count_arguments
 from dstrat.training.loops.stopping import Votes, stop_by
@@ -41,7 +41,7 @@ class FitLoop(Position):
     """The loop that trains a module over the batches of a loader, epoch after epoch.
 
     Attributes:
-        scales_position: Whether the counters are of another number of ranks, with other shares of the data.
+        pending: What the loop has to do next beside its batches.
         data: The training data of this process.
         logged: The values that the module logs in training.
         loss_weights: The weights of the losses since the last optimizer step, in a run.
@@ -56,16 +56,7 @@ class FitLoop(Position):
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | CompiledOptimization | None = None
         self._validation: EvaluationLoop | None = None
-        self._reloads_validation = False  # at the next validation, as the training loader has been made anew
-        self.scales_position = False
-        self._saved_length: int | None = None
-        self._validation_batches: dict[int, int] = {}  # of the run that is resumed, by the index of the loader
-        self._continuation: ResumeState | None = None
-        self._stops = False
-        self._must_vote = False
-        self._agrees_on_end = False
-        self._before_validation: RandomState | None = None
-        self._broken_off: dict[str, Any] | None = None
+        self.pending = Pending()
         self._has_skipped = False
 
     # Properties
@@ -106,7 +97,8 @@ class FitLoop(Position):
     def setup(self, module: TrainModule, sources: DataSources) -> None:
         """Prepare the training of a module, after the strategy's setup."""
         self._module, self._sources = module, sources
-        self.is_in_batch, self._before_validation, self._broken_off = False, None, None
+        self.is_in_batch = False
+        self.pending.random_state = self.pending.logged = None
         self.loss_weights = LossWeights(self._trainer.strategy)
         compiled = self._trainer.strategy.compiled_steps()
         self.logged.expect_weights(compiled is None and module.automatic_optimization)
@@ -127,16 +119,16 @@ class FitLoop(Position):
         trainer = self._trainer
         self._validation = validation
         if validation is not None:
-            validation.batches_seen.update(self._validation_batches)
+            validation.batches_seen.update(self.pending.validation_batches)
         self.data.open(self._sources)
-        if self.scales_position:  # only now, as the length of this rank's loader is known
+        if self.pending.scales_position:  # only now, as the length of this rank's loader is known
             self._scale_position()
         self.data.check_position(self.batches_done)
         if isinstance(self._optimization, CompiledOptimization):
             self._optimization.check_position(trainer)
         self._schedule = ValidationSchedule(trainer, self.data.num_batches)
         self._votes = Votes(trainer.strategy, self.batches_seen, beat=trainer.context.beat)
-        self._agrees_on_end = self._must_agree_on_end()
+        self.pending.agreement_on_end = self._must_agree_on_end()
         trainer.context.log_to(self.logged)
         self.logged.start_epoch()  # values that on_train_start logs belong to the first epoch
         trainer.context.hooks.call("on_train_start")
@@ -152,24 +144,24 @@ class FitLoop(Position):
                 trainer.max_steps,
             )
         with trainer.interruption:
-            self._stops = self._decide()
-            while not ((self.finished and not is_between_hooks) or self._stops or self.data.num_batches == 0):
+            self.pending.stop = self._decide()
+            while not ((self.finished and not is_between_hooks) or self.pending.stop or self.data.num_batches == 0):
                 is_between_hooks = False
                 self._run_epoch()
-                self._stops = self._stops or self._decide()
+                self.pending.stop = self.pending.stop or self._decide()
         trainer.context.hooks.call("on_train_end")
 
     def _scale_position(self) -> None:
         """Convert the counters of batches of another number of ranks, which had other shares of the data."""
-        self.batches_done = self.data.scaled(self.batches_done, self._saved_length)
-        if self._continuation is not None and self.data.length and self._saved_length:
-            self._continuation.batch_ratio = self.data.length / self._saved_length
-            self.group_weight *= self._continuation.batch_ratio
-        self.scales_position = False
+        self.batches_done = self.data.scaled(self.batches_done, self.pending.saved_length)
+        if self.pending.resume is not None and self.data.length and self.pending.saved_length:
+            self.pending.resume.batch_ratio = self.data.length / self.pending.saved_length
+            self.group_weight *= self.pending.resume.batch_ratio
+        self.pending.scales_position = False
 
     def _run_epoch(self) -> None:
         trainer, hooks = self._trainer, self._trainer.context.hooks
-        continuation, goes_on = self._continuation, self.batches_done > 0
+        continuation, goes_on = self.pending.resume, self.batches_done > 0
         set_epoch(self.data.loader, self.epoch)
         if continuation is not None and not goes_on:
             continuation.restore()  # saved between epochs, before a reload and the hook, which may draw random numbers
@@ -187,7 +179,7 @@ class FitLoop(Position):
         if completed:
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:
-            self._broken_off = self.logged.state_dict()  # for a resume within the epoch; the publication resets it
+            self.pending.logged = self.logged.state_dict()  # for a resume within the epoch; the publication resets it
         trainer.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)  # which may monitor a value of the publication
@@ -201,20 +193,21 @@ class FitLoop(Position):
         if self.data.reload_when_due(self._sources, self.epoch):
             if self.data.num_batches != num_batches:
                 self._schedule = ValidationSchedule(self._trainer, self.data.num_batches)
-            self._reloads_validation = self._validation is not None
+            self.pending.reload_of_validation = self._validation is not None
             set_epoch(self.data.loader, self.epoch)
 
     def _train_batches(self) -> bool:
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""
         trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
         is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
+        run = trainer.context
         batch_start = trainer.context.hooks.of("on_train_batch_start")
-        must_agree = self._agrees_on_end
+        must_agree = self.pending.agreement_on_end
         batches = self._batches()
         if self.phase != "done":  # the checkpoint was saved between a batch and what follows it
             self._follow_up()
-            self._stops = self._decide()
-            if self._stops or self._steps_done:
+            self.pending.stop = self._decide()
+            if self.pending.stop or self._steps_done:
                 return self.is_last_batch
         indices = itertools.count(self.batches_done, self.data.batches_per_item)
         for batch_idx, (batch, is_last) in zip(indices, batches, strict=False):  # indices are endless
@@ -228,25 +221,25 @@ class FitLoop(Position):
             # A signal reaches the ranks of a job at different batches: they decide together, after the batch that the
             # last vote has set.
             if is_alone:
-                is_due = interruption.requested or trainer.should_stop or is_timed
+                is_due = interruption.requested or run.should_stop or is_timed
             else:
-                is_due = self._must_vote or self.batches_seen >= votes.next_at
+                is_due = self.pending.vote or self.batches_seen >= votes.next_at
             if is_due:
-                self._stops = self._decide()
-            if self._stops or 0 <= trainer.max_steps <= self.global_step:
+                self.pending.stop = self._decide()
+            if self.pending.stop or 0 <= trainer.max_steps <= self.global_step:
                 return is_last
         return True
 
     def _batches(self) -> Iterable[tuple[Any, bool]]:
         """Return the remaining batches of the epoch on the device, each with whether it is the last."""
         beginning = position = None
-        if self._continuation is not None:
-            beginning, position = self._continuation.beginning, self._continuation.position
+        if self.pending.resume is not None:
+            beginning, position = self.pending.resume.beginning, self.pending.resume.position
         if beginning is None or not self.batches_done:
             self.batches_done = self.in_group = 0
         if not self.in_group:
             self.group_weight = 0
-        self._continuation = None
+        self.pending.resume = None
         self.group_divisor = self.group_divisor or self._accumulate  # 0 in checkpoints that lack it
         if isinstance(self._optimization, AutomaticOptimization):
             if self.group_weight:
@@ -386,7 +379,7 @@ class FitLoop(Position):
         ):
             # A checkpoint that is saved during the validation repeats it when it is resumed, with its random state.
             self.phase = "batch_end"
-            random_state = self._before_validation = RandomState.capture()
+            random_state = self.pending.random_state = RandomState.capture()
             try:
                 self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
             except BaseException:  # a signal too, after which a checkpoint is saved
@@ -394,18 +387,20 @@ class FitLoop(Position):
                 random_state.restore()
                 raise
             finally:
-                self._before_validation = None
+                self.pending.random_state = None
             self.phase = "validated"
 
     def _note_validated(self) -> None:
         """Let a checkpoint that is saved at the end of validation resume after it."""
-        if self._before_validation is not None:
-            self.phase, self._before_validation = "validated", None
+        if self.pending.random_state is not None:
+            self.phase, self.pending.random_state = "validated", None
 
     def _validate(self, *, frees_gradients: bool = False) -> None:
         assert self._validation is not None  # noqa: S101 - it is due only when there is one
-        if self._reloads_validation:  # just before it, as in Lightning: making a loader may draw random numbers
-            self._reloads_validation = False
+        if (
+            self.pending.reload_of_validation
+        ):  # just before it, as in Lightning: making a loader may draw random numbers
+            self.pending.reload_of_validation = False
             self._validation.load(self._sources.loader("val", may_be_none=True))
         if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
             hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
@@ -413,11 +408,11 @@ class FitLoop(Position):
         self._validation.run(before_end=self._note_validated)
         self._schedule.note_run()
         self._trainer.context.log_to(self.logged)
-        self._must_vote = True  # a callback, perhaps of one rank only, may have set should_stop
+        self.pending.vote = True  # a callback, perhaps of one rank only, may have set should_stop
 
     def _decide(self) -> bool:
         """Vote with the other ranks on signals, stopping and timed validation; return whether training stops."""
-        self._must_vote = False
+        self.pending.vote = False
         clock = self._validation is not None and self._schedule.time_is_up
         wishes = (self._trainer.interruption.requested, self._wants_to_stop, clock)
         signal, stop, validate = self._votes.take(self.batches_seen, *wishes)
@@ -439,16 +434,17 @@ class FitLoop(Position):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._saved_length = state["loader_length"]
-        self._validation_batches = dict(enumerate(state.get("validation_batches", ())))  # absent in older checkpoints
+        self.pending.saved_length = state["loader_length"]
+        # Absent in older checkpoints.
+        self.pending.validation_batches = dict(enumerate(state.get("validation_batches", ())))
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
         return rank_state(
             self._trainer,
             self.data.beginning,
-            random=self._before_validation or self._before_first_batch or RandomState.capture(),
-            logged=self._broken_off or self.logged.state_dict(),
+            random=self.pending.random_state or self._before_first_batch or RandomState.capture(),
+            logged=self.pending.logged or self.logged.state_dict(),
             has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
             weights=self.loss_weights.state_dict() if self.in_group > 0 else None,
         )
@@ -466,8 +462,8 @@ class FitLoop(Position):
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a rank in a checkpoint, when the next epoch begins."""
-        self._continuation = ResumeState(self._trainer, state)
-        beginning = self._continuation.beginning
+        self.pending.resume = ResumeState(self._trainer, state)
+        beginning = self.pending.resume.beginning
         # One process shuffles by torch's own sampler otherwise, in another order than several.
         keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)
         if keeps_order != self.data.keeps_order:

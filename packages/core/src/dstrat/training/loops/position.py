@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclass, fieldes import dataclass
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,6 +97,35 @@ class Position:
         for name in _SAVED:
             setattr(self, name, state[name] if name in state else of_group[name])
         self.epoch = self.epochs_done  # it is not saved: a checkpoint at the end of an epoch resumes with the next
+
+
+@dataclass(kw_only=True, slots=True)
+class Pending:
+    """What a training loop has to do next, beside the batches of its epoch.
+
+    Attributes:
+        stop: Whether the training ends after this batch.
+        vote: Whether the ranks vote after this batch, whenever the next vote was to be.
+        agreement_on_end: Whether the ranks agree before each batch on whether the epoch ends.
+        reload_of_validation: Whether the next validation has new loaders, as the training loader was made anew.
+        resume: State of a checkpoint to restore when the epoch begins or goes on.
+        saved_length: Length of the training loader in that checkpoint.
+        validation_batches: Batches of each validation loader that were seen before that checkpoint, by its index.
+        scales_position: Whether the counters are of another number of ranks, with other shares of the data.
+        random_state: Random state from which a checkpoint of now repeats the validation.
+        logged: Logged values of the epoch that was broken off, for a resume within it.
+    """
+
+    stop: bool = False
+    vote: bool = False
+    agreement_on_end: bool = False
+    reload_of_validation: bool = False
+    resume: ResumeState | None = None
+    saved_length: int | None = None
+    validation_batches: dict[int, int] = field(default_factory=dict)
+    scales_position: bool = False
+    random_state: RandomState | None = None
+    logged: dict[str, Any] | None = None
 
 
 # Per-rank state of a resume: random state, position in the data, gradients
