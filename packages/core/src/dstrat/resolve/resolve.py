@@ -123,6 +123,12 @@ def _decide(
             cluster.row("cluster"),
             *([] if launcher is None else [launcher.row("launcher")]),
             launch.row,
+            *(
+                PlanRow(subject=subject, value=value, reason=reason, owner=strategy.owner)
+                for subject, value, reason in strategy.instance.describe_layout(
+                    launch.world_size, launch.processes_per_node
+                )
+            ),
             precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"),
             checkpoint_io.row("checkpoint io"),
         ),

@@ -124,8 +124,10 @@ def _sharded_payloads(
     tensors: Mapping[str, Any], entries: Mapping[str, TensorEntry], shared: Container[str], leaders: Mapping[str, int]
 ) -> Iterable[Payload]:
     """Yield the shards that this rank writes; the ranks that hold equal shards take turns from tensor to tensor."""
-    for turn, (name, tensor) in enumerate(tensors.items()):
-        if name in shared or entries[name].same_as is not None:
+    # Turns of sharded tensors only: rank 0 has plain ones, such as buffers, that other ranks leave out.
+    sharded = [(name, tensor) for name, tensor in tensors.items() if name not in shared]
+    for turn, (name, tensor) in enumerate(sharded):
+        if entries[name].same_as is not None:
             continue
         if isinstance(tensor, FlatShard):
             yield from (Payload(name, box) for box in local_boxes(tensor, name))
