@@ -47,6 +47,7 @@ CLEAN = (
     "dstrat_hpu",
     "dstrat_ipu",
     "dstrat_lightning",
+    "dstrat_mesh",
     "dstrat_ray",
     "dstrat_torchao",
     "dstrat_torchft",

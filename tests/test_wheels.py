@@ -18,7 +18,7 @@ import importlib, pkgutil, sys
 import dstrat
 
 families = (
-    "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning",
+    "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning", "mesh",
     "ray", "torchao", "torchft", "transformers",
 )
 for package in (dstrat, *(importlib.import_module(f"dstrat_{family}") for family in families)):

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from dstrat.errors import MisuseError
-from dstrat.parallel.collectives import broadcast_tensors, name_of_operation
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
-from dstrat_fsdp.sharded_strategy import ShardedStrategy
+from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -33,7 +29,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
 
 
-class ModelParallelStrategy(ShardedStrategy):
+class ModelParallelStrategy(SharedBatchStrategy):
     """Tensor parallelism together with fully sharded data parallelism, on a mesh of two dimensions.
 
     The module splits its layers in ``configure_model``, where ``device_mesh["tensor_parallel"]`` is the group of ranks
@@ -110,16 +106,6 @@ class ModelParallelStrategy(ShardedStrategy):
         """Number of ranks that share a batch."""
         return self._sizes[1]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """``num_replicas`` and ``rank`` of this rank's group, all ranks of which read the same data."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
-
-    @property
-    def is_first_reader(self) -> bool:
-        """Whether this rank is the first of its group, all of which read the same data."""
-        return self.global_rank % self.tensor_parallel_size == 0
-
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over the ranks that share a batch.
 
@@ -158,42 +144,17 @@ class ModelParallelStrategy(ShardedStrategy):
         )
 
     def _blocks(self) -> list[Module]:
-        split = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
-        if self.tensor_parallel_size > 1 and not split:
-            raise MisuseError(
-                f"no layer of {type(self.module).__name__} is split over the {self.tensor_parallel_size} ranks of "
-                'tensor_parallel_size: call parallelize_module(..., self.device_mesh["tensor_parallel"], ...) in '
-                "configure_model, or use the strategy 'fsdp'"
-            )
+        self._check_split(
+            'tensor_parallel_size: call parallelize_module(..., self.device_mesh["tensor_parallel"], ...) in '
+            "configure_model, or use the strategy 'fsdp'"
+        )
         return blocks_of(self.module, None)
 
-    def _take_first_shards(self, split: Sequence[DTensor]) -> None:
-        groups = self.device_mesh[DATA_PARALLEL]
-        shards = [tensor.to_local() for tensor in split if tensor.device_mesh == self.device_mesh[TENSOR_PARALLEL]]
-        broadcast_tensors(shards, groups.get_group())
-
     @property
-    def _is_reusable(self) -> bool:
-        return False  # tensor-parallel layers hold the mesh of their run
+    def _tensor_mesh(self) -> DeviceMesh:
+        return self.device_mesh[TENSOR_PARALLEL]
 
-    # Communication
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        return [self.device_mesh[DATA_PARALLEL].get_group()]
 
-    def reduce(
-        self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
-    ) -> Any:
-        """Return the tensor reduced over all batches; ranks that share a batch count once."""
-        name = name_of_operation(reduce_op)
-        # Over all ranks, each batch counts once for each rank that shares it.  That changes no mean and no maximum, a
-        # division corrects a sum, and nothing corrects a product.
-        if group is None and name in ("product", "bxor"):
-            group = self.device_mesh[DATA_PARALLEL].get_group()
-        reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
-        if group is None and name in ("sum", "premul_sum") and reduced is not tensor:
-            exact = None if reduced.is_floating_point() else "trunc"
-            return torch.div(reduced, self.tensor_parallel_size, rounding_mode=exact)
-        return reduced
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
-        # The base class compares a sum of votes with the world size, and reduce counts ranks that share a batch once.
-        vote = torch.tensor(float(decision), device=self.root_device)
-        return bool(super().reduce(vote, reduce_op="min" if all else "max"))
+    _value_groups = _data_groups

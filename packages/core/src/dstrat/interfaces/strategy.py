@@ -307,6 +307,20 @@ class Strategy(ABC):
         """
         return training.replicated if self.replicates_state else None
 
+    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - most strategies have one layout
+        """Return further rows of the plan: a subject, its value and the reason, such as the groups of processes.
+
+        Only options of the constructor are known: there are no devices and no processes.
+
+        Args:
+            world_size: Number of processes of the job.
+            ranks_per_machine: Number of processes on each machine.
+
+        Raises:
+            RequestError: The options do not fit the number of processes.
+        """
+        return ()
+
     # Rank and device of this process
 
     @property

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dstrat_hpu import SingleHPUStrategy as SingleHPUStrategy
     from dstrat_ipu import IPUAccelerator as IPUAccelerator
     from dstrat_ipu import IPUStrategy as IPUStrategy
+    from dstrat_mesh import MeshStrategy as MeshStrategy
     from dstrat_torchao import Float8Precision as Float8Precision
     from dstrat_torchao import QuantizedWeightsPrecision as QuantizedWeightsPrecision
     from dstrat_torchao import TransformerEnginePrecision as TransformerEnginePrecision
@@ -128,6 +129,7 @@ _STRATEGIES = {
     "hpu_parallel": "dstrat-hpu",
     "hpu_single": "dstrat-hpu",
     "ipu_strategy": "dstrat-ipu",
+    "mesh": "dstrat-mesh",
     "model_parallel": "dstrat-fsdp",
     "single_tpu": "dstrat-xla",
     "single_xla": "dstrat-xla",
@@ -175,6 +177,7 @@ _STRATEGY_CLASSES = {
     "HivemindStrategy": "dstrat-hivemind",
     "HorovodStrategy": "dstrat-horovod",
     "IPUStrategy": "dstrat-ipu",
+    "MeshStrategy": "dstrat-mesh",
     "ModelParallelStrategy": "dstrat-fsdp",
     "SingleDeviceXLAStrategy": "dstrat-xla",
     "SingleHPUStrategy": "dstrat-hpu",

@@ -223,6 +223,12 @@ def _rows(hardware: _Hardware, software: _Software) -> tuple[PlanRow, ...]:
         hardware.cluster.row("cluster"),
         *([] if software.launcher is None else [software.launcher.row("launcher")]),
         software.launch.row,
+        *(
+            PlanRow(subject=subject, value=value, reason=reason, owner=software.strategy.owner)
+            for subject, value, reason in software.strategy.instance.describe_layout(
+                software.launch.world_size, software.launch.processes_per_node
+            )
+        ),
         precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"),
         software.checkpoint_io.row("checkpoint io"),
     )

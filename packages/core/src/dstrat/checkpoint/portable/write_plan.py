@@ -138,7 +138,9 @@ def _leaders(layouts: Mapping[str, TensorLayout], ranks: Ranks) -> dict[str, int
 
 def _sharded_payloads(layouts: Mapping[str, TensorLayout], leaders: Mapping[str, int]) -> Iterable[Payload]:
     """Yield the shards that this rank writes; the ranks that hold equal shards take turns from tensor to tensor."""
-    for turn, (name, layout) in enumerate(layouts.items()):
+    # Turns of sharded tensors only: rank 0 has plain ones, such as buffers, that other ranks leave out.
+    sharded = [(name, layout) for name, layout in layouts.items() if layout.is_flat or layout.is_distributed]
+    for turn, (name, layout) in enumerate(sharded):
         tensor = layout.tensor
         if layout.entry.same_as is not None:
             continue

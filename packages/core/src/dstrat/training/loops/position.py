@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclass, fieldes import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, Literal

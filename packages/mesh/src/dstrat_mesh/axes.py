@@ -1,0 +1,107 @@
+"""Axes of a mesh: their sizes, and the groups of ranks along them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+
+_MEANINGS = {
+    PIPELINE: "stages of the model",
+    REPLICATE: "replicas of the shards",
+    SHARD: "shards of parameters, gradients and optimizer state",
+    TENSOR: "parts of split layers",
+}
+_MOST_GROUPS = 8  # in a row of the plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """Sizes of a mesh, the outermost axis first: neighbouring ranks split layers.
+
+    Attributes:
+        pp: Number of stages of a pipeline.
+        dp_replicate: Number of replicas, which read different batches.
+        dp_shard: Number of ranks that share the state of a replica, and read different batches.
+        tp: Number of ranks that split layers, and read the same batch.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @classmethod
+    def of(cls, world_size: int, *, pp: int, dp_replicate: int, dp_shard: int | str, tp: int) -> Axes:
+        """Return the axes of a number of processes; ``dp_shard="auto"`` is what the others leave.
+
+        Raises:
+            RequestError: Their product is not the number of processes.
+        """
+        rest = pp * dp_replicate * tp
+        requested = {PIPELINE: pp, REPLICATE: dp_replicate, SHARD: dp_shard, TENSOR: tp}
+        sizes = [f"{name}={size}" for name, size in requested.items() if size not in (1, "auto")]
+        product = " * ".join(sizes) or f"{SHARD}=1"
+        if dp_shard == "auto":
+            if world_size % rest:
+                raise RequestError(
+                    f"{product} does not divide the {world_size} processes: {rest} must divide their number, "
+                    f"such as {rest} or {2 * rest} devices"
+                )
+            dp_shard = world_size // rest
+        axes = cls(pp=pp, dp_replicate=dp_replicate, dp_shard=int(dp_shard), tp=tp)
+        if math.prod(axes.shape) != world_size:
+            fits = f", or dp_shard={world_size // rest}" if world_size % rest == 0 else ""
+            raise RequestError(
+                f"{product} is a mesh of {math.prod(axes.shape)} processes, and the job has {world_size}: ask for "
+                f"{math.prod(axes.shape)} devices{fits}"
+            )
+        return axes
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The sizes in the order of :attr:`names`."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """The names of the axes, the outermost first."""
+        return PIPELINE, REPLICATE, SHARD, TENSOR
+
+    def groups(self, name: str) -> list[list[int]]:
+        """Return the ranks of each group along an axis."""
+        position = self.names.index(name)
+        stride = math.prod(self.shape[position + 1 :])
+        size = self.shape[position]
+        first = (rank for rank in range(math.prod(self.shape)) if rank // stride % size == 0)
+        return [[rank + stride * step for step in range(size)] for rank in first]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the plan: the mesh, and the groups along each axis that has more than one rank."""
+        used = [(name, size) for name, size in zip(self.names, self.shape, strict=True) if size > 1]
+        mesh = " x ".join(f"{name} {size}" for name, size in used) or "one process"
+        rows = [("mesh", mesh, "the outermost axis first")]
+        return rows + [(f"  {name}", _shown(self.groups(name)), _MEANINGS[name]) for name, _ in used]
+
+
+def checked_size(name: str, value: Any, *, or_auto: bool = False) -> Any:
+    """Return the size of an axis.
+
+    Raises:
+        RequestError: It is no positive number.
+    """
+    if (or_auto and value == "auto") or (type(value) is int and value > 0):
+        return value
+    raise RequestError(f"{name}={value!r} is not a positive number{' or ' + repr('auto') if or_auto else ''}")
+
+
+def _shown(groups: Sequence[Sequence[int]]) -> str:
+    texts = [f"[{', '.join(map(str, group))}]" for group in groups[:_MOST_GROUPS]]
+    return " ".join(texts) + (f" and {len(groups) - _MOST_GROUPS} more" if len(groups) > _MOST_GROUPS else "")

@@ -1,0 +1,128 @@
+"""Layouts of replicas, shards and split layers have the losses of one device."""
+
+import pytest
+from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.ranks import each, in_ranks
+from tests.ways_of_training import SHORT, WAYS
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dstrat.errors import MisuseError, RequestError
+from dstrat_mesh import MeshStrategy
+from dstrat_mesh.axes import Axes
+
+LAYOUTS = {  # by the number of ranks
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}],
+    4: [{"dp_replicate": 2}, {"tp": 2}, {"dp_replicate": 2, "tp": 2}, {"tp": 4}],
+    8: [{"dp_replicate": 2, "dp_shard": 2, "tp": 2}],
+}
+
+
+def split(module, mesh):
+    for block in module.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def losses(cluster, training, meta=False, **options):
+    strategy = MeshStrategy(**options)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    if meta:
+        with strategy.model_sharded_context():
+            module = BlockNet()
+    else:
+        module = BlockNet()
+    if strategy.tensor_parallel_size > 1:
+        split(module, strategy.device_mesh)
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    found = train(strategy, **training)
+    strategy.teardown()
+    return found
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_losses_are_those_of_one_device(ranks):
+    cases = {
+        f"{layout} {way}": {"training": training, **layout}
+        for layout in LAYOUTS[ranks]
+        for way, training in WAYS.items()
+        if way in ("plain", "accumulation and clipping") or layout == LAYOUTS[ranks][-1]
+    }
+    expected = {
+        name: pytest.approx(single_device_losses(BlockNet(), **case["training"]), rel=1e-6, abs=0)
+        for name, case in cases.items()
+    }
+    for found in in_ranks(each, ranks, function=losses, cases=cases):
+        assert found == expected
+
+
+def test_a_module_that_is_made_without_memory_has_the_values_of_one_device():
+    cases = {"meta": {"training": SHORT, "meta": True, "dp_replicate": 2, "tp": 2}}
+    expected = {"meta": pytest.approx(single_device_losses(BlockNet(), **SHORT), rel=1e-6)}
+    for found in in_ranks(each, 4, function=losses, cases=cases):
+        assert found == expected
+
+
+# The mesh
+
+
+def test_groups_are_the_ranks_along_an_axis():
+    axes = Axes.of(8, pp=1, dp_replicate=2, dp_shard="auto", tp=2)
+    assert (axes.shape, axes.names) == ((1, 2, 2, 2), ("pp", "dp_replicate", "dp_shard", "tp"))
+    assert axes.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert axes.groups("dp_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert axes.groups("dp_replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        (3, {"tp": 2}, "tp=2 does not divide the 3 processes: 2 must divide their number, such as 2 or 4 devices"),
+        (
+            8,
+            {"tp": 2, "dp_shard": 2},
+            "dp_shard=2 * tp=2 is a mesh of 4 processes, and the job has 8: ask for 4 devices, or dp_shard=4",
+        ),
+        (5, {"dp_replicate": 2, "dp_shard": 2}, "is a mesh of 4 processes, and the job has 5: ask for 4 devices"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes_are_refused(ranks, sizes, message):
+    with pytest.raises(RequestError) as error:
+        MeshStrategy(**sizes).describe_layout(ranks, ranks)
+    assert str(error.value).endswith(message)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp_replicate": "auto"}, {"dp_shard": True}, {"dp_shard": 1.0}])
+def test_a_size_is_a_positive_number(sizes):
+    with pytest.raises(RequestError, match="is not a positive number"):
+        MeshStrategy(**sizes)
+
+
+def test_the_plan_shows_the_mesh_and_its_groups():
+    from dstrat.resolve import Request, make_plan
+
+    request = Request(strategy="mesh(tp=2, dp_replicate=2)", accelerator="cpu", devices=8)
+    rows = {row.subject.strip(): row.value for row in make_plan(request, environ={}, interactive=False).choices}
+    assert rows["mesh"] == "dp_replicate 2 x dp_shard 2 x tp 2"
+    assert rows["dp_replicate"] == "[0, 4] [1, 5] [2, 6] [3, 7]"
+
+
+def unsplit(cluster):
+    strategy = MeshStrategy(tp=2)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    strategy.connect(BlockNet())
+    try:
+        strategy.setup(Run(strategy.module))
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+
+
+def test_ranks_that_would_do_the_same_work_are_refused():
+    for message in in_ranks(unsplit):
+        assert message == (
+            "no layer of BlockNet is split over the 2 ranks of tp=2: call parallelize_module(..., "
+            'self.device_mesh["tp"], ...) in configure_model, or leave tp out'
+        )
