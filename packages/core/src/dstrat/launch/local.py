@@ -15,6 +15,7 @@ from dstrat.launch import command, external, processes, rank
 from dstrat.launch.fast_exit import leave_quickly_if_uncaught
 from dstrat.launch.job import JobSettings, LocalJob, describe_unpicklable, open_job, read_payload
 from dstrat.launch.recovery import Recovery, path_exists, wait_for_restart
+from dstrat.launch.run_record import record_failure
 from dstrat.launch.signals import Interrupts, Watchdog, stop_signals
 from dstrat.launch.supervisor import Supervisor
 
@@ -95,6 +96,7 @@ class LocalLauncher(Launcher):
                     try:
                         self._supervise(job, start, interrupts, watchdog)
                     except RankFailedError as error:
+                        record_failure(job.folder, error)
                         seconds = recovery.end_attempt(job.folder, error)
                     else:
                         recovery.end()

@@ -105,6 +105,12 @@ def has_ended(pid: int) -> bool:
     return False
 
 
+def start_of(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the machine was; None where the system does not tell."""
+    fields = _read_stat(str(pid))
+    return int(fields[19]) if fields else None
+
+
 def _read(path: str) -> bytes:
     """Return the content of a system file; empty where it is missing or this user may not read it."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 from collections.abc import Mapping
@@ -14,9 +15,10 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.optimizers import check_clipping
 from dstrat.plugins.catalog import get_catalog
 from dstrat.plugins.known import known_adapter, pip_command
+from dstrat.training.module.plain_values import to_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from dstrat.training.trainer import Trainer
 
@@ -170,6 +172,25 @@ def _check_bare(requested: Mapping[str, Any]) -> None:
 def _argument(name: str) -> str:
     """Return the Trainer's argument for an attribute of :class:`FeatureDefaults`."""
     return f"enable_{name}" if name in _ENABLED else name
+
+
+def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that differ from their defaults, as plain values and names of classes.
+
+    Args:
+        function: The called function, whose first parameter is ``self``.
+        values: The values of its parameters, by name.
+    """
+    _, *parameters = inspect.signature(function).parameters.values()
+    return {
+        parameter.name: to_plain(values[parameter.name], parameter.name, _class_name)
+        for parameter in parameters
+        if values[parameter.name] is not parameter.default
+    }
+
+
+def _class_name(_: str, value: Any) -> str:
+    return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
 
 
 def check_arguments(trainer: Trainer) -> None:

@@ -27,6 +27,7 @@ from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.results import FinalState, RunResult
+from dstrat.training.run_recorder import begin_record, record_results
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path
         _prepare(trainer, module, sources, ckpt_path)
         with states_gathered_by(trainer.strategy):
             result = work(trainer, module, sources)
+        record_results(trainer)
         # A rank that is done may print, into the progress bar of rank 0: all end together.
         trainer.strategy.barrier("end")
     except (Interrupted, Terminated) as exception:
@@ -160,6 +162,7 @@ def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_p
     join_attempt(trainer)
     trainer.context.log_dir = agree_on_folders(trainer.loggers, strategy)
     rewind_loggers(trainer)
+    begin_record(trainer)
     if trainer.profiler is not None:
         trainer.profiler.start(trainer.stage, trainer.log_dir, trainer.global_rank)
     for hook in _ordered_hooks(trainer, "setup"):
@@ -281,6 +284,7 @@ def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable
         partial(finish_write, trainer.strategy, exception, logs=kind_of(exception) == "error"),
         *notify,
         *_cleanup_steps(trainer, status),
+        *_record_end(trainer, status, exception),
         *last,
     ]
     for error in _run_all(steps):
@@ -313,6 +317,8 @@ def _stop(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | 
 
 def _finish(trainer: Trainer) -> None:
     errors = _run_all(_cleanup_steps(trainer, "success"))
+    status = "failed" if errors else "completed"
+    errors += _run_all(_record_end(trainer, status, errors[0] if errors else None))
     for error in errors[1:]:
         _log.error("another step of the cleanup after the run failed too", exc_info=error)
     if errors:
@@ -326,6 +332,11 @@ def _cleanup_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
         trainer.strategy.teardown,
         *([trainer.profiler.finish] if trainer.profiler else []),
     ]
+
+
+def _record_end(trainer: Trainer, status: str, exception: BaseException | None) -> list[Callable[[], None]]:
+    recorder = trainer.context.recorder
+    return [] if recorder is None else [partial(recorder.end, trainer, status, exception)]
 
 
 def _run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.run_recorder import RunRecorder
 
 
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -128,6 +129,8 @@ class RunContext:
         attempt: The attempt of a job with ``max_restarts``; None without.
         save_point: From where this attempt continues the fit; None where it is the first one.
         save_seconds: Time that the last checkpoint has taken; 0 before the first.
+        recorder: Writes the record of the run; None on other ranks than 0, and without a log folder.
+        host_memory: Largest memory of this process before the run, in bytes.
     """
 
     status: TrainerStatus = TrainerStatus.INITIALIZING
@@ -152,6 +155,8 @@ class RunContext:
     attempt: Attempt | None = None
     save_point: SavePoint | None = None
     save_seconds: float = 0.0
+    recorder: RunRecorder | None = None
+    host_memory: int = 0
 
     def reset_metrics(self, strategy: Strategy) -> None:
         """Discard all logged values."""

@@ -44,6 +44,7 @@ class RunState(NamedArguments):
     """The attributes of a Trainer that callbacks and modules read.
 
     Attributes:
+        arguments: The arguments that differ from their defaults, as plain values and names of classes.
         plan: The components of the run, each with the reason for its choice.
         strategy: The strategy.
         context: State of the current run, or of the last one.
@@ -57,6 +58,7 @@ class RunState(NamedArguments):
         fit_loop: The training loop.
     """
 
+    arguments: dict[str, Any]
     plan: Plan
     strategy: Strategy
     context: RunContext

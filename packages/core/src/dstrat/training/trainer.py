@@ -17,6 +17,7 @@ from dstrat.interfaces.optimizers import Optimization, read_optimizers
 from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import (
     RETIRED_ARGUMENTS,
+    changed_arguments,
     check_arguments,
     check_fast_dev_run,
     check_preemption,
@@ -190,6 +191,7 @@ class Trainer(RunState):
         max_restarts: int = 0,
         preemption_deadline: float | None = None,
     ) -> None:
+        self.arguments = changed_arguments(Trainer.__init__, locals())
         # Before all other arguments, as the lines below calculate with these two.
         check_fast_dev_run(fast_dev_run)
         check_count(max_steps, "max_steps", -1)
@@ -450,6 +452,8 @@ class Trainer(RunState):
                 record_checkpoint(self, target)  # before it is written: a restart checks whether it is complete
             self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), target)
             self.context.save_seconds = monotonic() - begin
+            if self.context.recorder is not None:
+                self.context.recorder.note_checkpoint(self, str(target))
             refuse_used(path, target)
         elif self.final_state is not None:
             self.final_state.save(self, path, weights_only=weights_only)

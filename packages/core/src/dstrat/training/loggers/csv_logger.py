@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from dstrat.checkpoint.paths import home_path
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.loggers.folder_logger import FolderLogger
 from dstrat.training.loggers.logger import as_numbers, writer_only
@@ -59,6 +60,11 @@ class CSVLogger(FolderLogger):
         self._table: CSVTable | None = None
         self._rows: list[dict[str, Any]] = []
         self._flushed_step = self._num_rows = 0
+
+    @property
+    @override
+    def metrics_file(self) -> Path | None:
+        return None if self.log_dir is None else home_path(self.log_dir) / _FILE  # a subclass's may be a str
 
     @writer_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -70,6 +70,11 @@ class Logger(NamedArguments, ABC):
         return None
 
     @property
+    def metrics_file(self) -> Path | None:
+        """The CSV file with the values of this run, for ``dstrat plot``; None for a logger without one."""
+        return None
+
+    @property
     def has_fixed_version(self) -> bool:
         """Whether the user chose the version, so that other versions are other trainings and not earlier runs."""
         return isinstance(self.version, str)

@@ -67,5 +67,9 @@ class Profiler(NamedArguments, ABC):
     def step(self) -> None:
         """Count a batch: a training batch in a fit, otherwise a batch of the evaluation."""
 
+    def totals(self) -> dict[str, float]:
+        """Return the seconds of each action since the start, without its nested actions; empty if it has no times."""
+        return {}
+
     def finish(self) -> None:
         """Stop the measurement, and print or write the results."""

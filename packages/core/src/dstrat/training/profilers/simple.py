@@ -89,6 +89,10 @@ class SimpleProfiler(Profiler):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.table(seconds) + "\n", encoding="utf-8")
 
+    @override
+    def totals(self) -> dict[str, float]:
+        return {name: record.self_seconds for name, record in self._records.items() if record.calls}
+
     def table(self, seconds: float) -> str:
         """Return a table with a line for each action, the longest first.
 

@@ -1,0 +1,1 @@
+"""Commands about runs that were recorded: list, plot, report."""
