@@ -1,7 +1,9 @@
 """Options of the strategy, and the division of the data."""
 
 import socket
+import threading
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dstrat.errors import LaunchError, MisuseError, RequestError
 from dstrat.interfaces.strategy import Parts
 from dstrat_torchft import TorchFTStrategy
 from dstrat_torchft.__main__ import main
+from dstrat_torchft.internals import TrainingEnd
 
 
 class Line(TrainModule):
@@ -45,6 +48,34 @@ def trainer(**options):
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
+
+
+class Status(BaseHTTPRequestHandler):
+    """The page of a lighthouse that has a mark."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ended-ab12-20-1: seen 3.5s ago" if self.path == "/status" else b"")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_page_of_the_lighthouse_is_read_past_a_proxy(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Status) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            found = TrainingEnd.find_newest(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found == TrainingEnd(digest="ab12", step=20, group=1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,53 @@ def test_a_forked_rank_does_not_free_the_garbage_of_its_parent(tmp_path):
     assert not (tmp_path / "freed").exists()
     LocalLauncher(num_processes=2, start_method="fork").launch(gc.collect)
     assert gc.isenabled()
+
+
+class RecordedInterrupts(Interrupts):
+    """Records the blocked signals at the end of each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def _unblock(self):
+        self.masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        super()._unblock()
+
+
+START_SERVER = """
+import multiprocessing, sys
+from pathlib import Path
+from packages.core.tests.launch.test_forking import RecordedInterrupts
+from dstrat.launch.processes import start_served
+from dstrat.launch.signals import STOP_SIGNALS
+
+class Folderless:
+    folder = Path("/nonexistent")
+    def rank_environment(self, local_rank):
+        return {}
+    def global_rank(self, local_rank):
+        return local_rank
+
+if __name__ == "__main__":
+    with RecordedInterrupts() as interrupts:
+        start_served(Folderless(), 0, interrupts)
+    assert set(STOP_SIGNALS) <= interrupts.masks[0], interrupts.masks
+"""
+
+
+def test_the_fork_server_starts_with_signals_blocked(tmp_path):
+    (tmp_path / "start.py").write_text(START_SERVER)
+    root = Path(__file__).parents[4]
+    done = subprocess.run(
+        [sys.executable, tmp_path / "start.py"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def take_signal(interrupts):

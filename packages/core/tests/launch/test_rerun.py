@@ -54,6 +54,25 @@ def test_script_that_has_changed_the_directory_starts_where_it_was_started(run, 
     program.wait_for("done")
 
 
+REMOVED = """
+import os
+if "DSTRAT_RANK_PID" not in os.environ:
+    os.mkdir("gone")
+    os.chdir("gone")
+    import multiprocessing.process
+    os.chdir("..")
+    os.rmdir("gone")
+"""
+
+
+def test_ranks_start_where_the_directory_of_the_start_was_removed(program):
+    code = REMOVED + HEADER + "launcher('popen').launch(write, 'done')\n"
+    (program.folder / "script.py").write_text(code)
+    outcome = program.run("script.py")
+    assert outcome.code == 0
+    program.wait_for("done")
+
+
 def test_module_is_run_as_a_module_again(program):
     package = program.folder / "package"
     package.mkdir()

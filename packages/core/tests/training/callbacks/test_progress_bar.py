@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from dstrat import Callback, ModelCheckpoint, RichProgressBar, RichProgressBarTheme, TQDMProgressBar, Trainer
 from dstrat.errors import RequestError
+from dstrat.loggers import CSVLogger, Logger
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.progress import Progress
 from dstrat.training.callbacks.progress_bar import ProgressBar
@@ -823,6 +824,32 @@ def test_the_best_value_is_marked_and_the_last_line_says_where_things_are(
     assert last.endswith(
         f", val 2; checkpoint {tmp_path / 'saved' / 'epoch=1.ckpt'}/; logs {tmp_path / 'dstrat_logs' / 'version_0'}"
     )
+
+
+def test_the_last_line_has_the_folder_of_the_first_logger_with_one(quiet_trainer, line, loader, capfd, tmp_path):
+    class Printing(Logger):
+        def log_metrics(self, metrics, step=None):
+            pass
+
+    loggers = [Printing(), CSVLogger(tmp_path, name="csv")]
+    quiet_trainer(enable_progress_bar=True, max_epochs=1, logger=loggers).fit(line, loader())
+    assert capfd.readouterr().err.splitlines()[-1].endswith(f"; logs {tmp_path / 'csv' / 'version_0'}")
+
+
+def test_the_last_line_is_printed_where_the_working_directory_was_removed(
+    quiet_trainer, line, loader, capfd, tmp_path, monkeypatch
+):
+    class Removing(Callback):
+        def on_train_start(self, trainer, module):
+            (tmp_path / "gone").rmdir()
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    trainer = quiet_trainer(
+        enable_progress_bar=True, max_epochs=1, callbacks=[Removing(), ModelCheckpoint(tmp_path / "saved", "one")]
+    )
+    trainer.fit(line, loader())
+    assert capfd.readouterr().err.splitlines()[-1].endswith(f"; checkpoint {tmp_path / 'saved' / 'one.ckpt'}/")
 
 
 def test_what_manual_optimization_returns_as_a_loss_need_be_no_number(shown, line_class):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from types import MappingProxyType
 
@@ -395,7 +396,7 @@ def test_a_limit_counts_batches_of_each_loader(quiet_trainer, make_line, loader)
 
 
 class Epochs(Dataset):
-    """Its samples are its epoch."""
+    """Its samples are its epoch and the process that reads it."""
 
     epoch = 0
 
@@ -406,17 +407,34 @@ class Epochs(Dataset):
         return 2
 
     def __getitem__(self, index):
-        return self.epoch
+        return self.epoch, os.getpid()
 
 
-def test_set_epoch_reaches_persistent_workers(quiet_trainer, line_class):
-    seen = []
+class SharedEpochs(Epochs):
+    """Its epoch is in shared memory, as that of a stream of Hugging Face."""
+
+    def __init__(self):
+        self.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.shared.fill_(epoch)
+
+    def __getitem__(self, index):
+        return int(self.shared), os.getpid()
+
+
+@pytest.mark.parametrize("dataset", [Epochs, SharedEpochs])
+def test_set_epoch_reaches_persistent_workers(quiet_trainer, line_class, dataset):
+    seen, workers = [], set()
 
     class Seeing(line_class):
         def training_step(self, batch, batch_idx):
-            seen.append(batch.item())
+            epoch, worker = batch
+            seen.append(epoch.item())
+            workers.add(worker.item())
             return self.layer.weight.sum()
 
-    loader = DataLoader(Epochs(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    loader = DataLoader(dataset(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     quiet_trainer(max_epochs=3).fit(Seeing(), loader)
     assert seen == [0, 0, 1, 1, 2, 2]
+    assert len(workers) == (3 if dataset is Epochs else 1)  # only where the epoch is not shared they start again

@@ -62,4 +62,4 @@ def test_all_ranks_have_the_learning_rate_by_the_value_of_rank_0():
 def test_a_value_that_rank_0_does_not_log_is_an_error_on_all_ranks():
     cases = {"missing": {"interval": "step", "max_epochs": 1, "logging_rank": 1}}
     for rank in in_ranks(each, function=rate, cases=cases):
-        assert "ReduceLROnPlateau monitors 'value', which was not logged" in rank["missing"]
+        assert "'value', which was not logged by rank 0, whose value all ranks take; logged were" in rank["missing"]
