@@ -106,7 +106,7 @@ class MeshStrategy(SharedBatchStrategy):
         )
         self._dp_replicate = checked_size("dp_replicate", dp_replicate)
         self._dp_shard = checked_size("dp_shard", dp_shard, or_auto=True)
-        self._tp = checked_size("tp", tp)
+        self._tp: int = checked_size("tp", tp)
         if not isinstance(reshard_after_forward, bool):
             raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True or False")
         self._cpu_offload = cpu_offload
