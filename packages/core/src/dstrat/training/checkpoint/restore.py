@@ -130,7 +130,8 @@ class CheckpointRestore:
         load_rank_buffers(trainer.strategy, rank_state.get("buffers", {}))  # absent in older checkpoints
         if takes_state:
             trainer.strategy.load_rank_state(rank_state["strategy"])
-        if dropped:
+        # A decision of all ranks: one may have no shard of any gradient, and another one has.
+        if trainer.strategy.reduce_boolean_decision(bool(dropped)):
             trainer.fit_loop.group_weight = 0
             if trainer.is_global_zero:
                 _log.warning("%s %s", self._path, dropped)
