@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dstrat.errors import LaunchError, PeerError, RankFailedError
 from dstrat.launch.progress import waits_for_peers
+from dstrat.launch.tracebacks import fold_frames, is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -119,8 +120,10 @@ def text_of(error: BaseException) -> str:
 
 def describe_failure(error: BaseException) -> Failure:
     """Return an exception that ends this rank now, as plain values."""
+    kind = kind_of(error)  # before frames are folded, by which it judges
+    fold_frames(error)
     return Failure(
-        kind=kind_of(error),
+        kind=kind,
         error=_class_name(type(error)),
         message=text_of(error),
         traceback="".join(
@@ -167,12 +170,14 @@ def _class_name(error: type[BaseException]) -> str:
 def _user_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the launcher's frames, which are the outermost."""
     link = trace
-    while link is not None and _is_ours(link.tb_frame):
+    while link is not None and _is_of_launcher(link.tb_frame):
         link = link.tb_next
+    if link is not None and link.tb_next is not None and is_ours(link.tb_frame) and not is_ours(link.tb_next.tb_frame):
+        link = link.tb_next  # the one of ours that folding in place had to leave
     return link or trace  # of an error of the launcher itself, all frames
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_of_launcher(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OUR_FOLDER) or frame.f_globals.get("__name__") in _STARTERS
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from dstrat.checkpoint.paths import as_path, local_folder
 from dstrat.data.limits import check_count
 from dstrat.data.random_state import RandomState
-from dstrat.errors import MisuseError
+from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.optimizers import Optimization, read_optimizers
+from dstrat.launch.tracebacks import fold_frames
 from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import (
     RETIRED_ARGUMENTS,
@@ -26,7 +27,7 @@ from dstrat.training.arguments import (
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.loops.stopping import Interruption, end_by, hide_library_frames, is_by_signal
+from dstrat.training.loops.stopping import Interruption, end_by, is_by_signal
 from dstrat.training.metrics.publisher import Metrics, Publisher
 from dstrat.training.profilers.defaults import make_profiler
 from dstrat.training.run_context import RunContext, TrainerStatus
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint.path import CheckpointRequest
@@ -262,11 +264,7 @@ class Trainer(RunState):
             max_restarts=max_restarts,
             preemption_deadline=preemption_deadline,
         )
-        try:
-            self.plan, self.strategy = resolve_request(self.request)  # imports the components
-        except KeyboardInterrupt as error:
-            hide_library_frames(error)
-            raise
+        self.plan, self.strategy = _resolve(self.request)
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             features.logger,
@@ -561,8 +559,7 @@ class Trainer(RunState):
             result = self._launch_stage(module, sources, ckpt_path)
         except BaseException as error:  # KeyboardInterrupt too
             self.context.status = TrainerStatus.INTERRUPTED
-            if isinstance(error, KeyboardInterrupt):
-                hide_library_frames(error)
+            fold_frames(error)
             raise
         self.context.status = TrainerStatus.FINISHED
         return result
@@ -596,6 +593,15 @@ class Trainer(RunState):
             self.context.interrupted, self.interruption.requested = True, outcome.stopped_by
             end_by(outcome.stopped_by)
         return outcome.result
+
+
+def _resolve(request: Request) -> tuple[Plan, Strategy]:
+    """Return the plan and the strategy, with a short traceback of what stops it."""
+    try:
+        return resolve_request(request)  # imports the components
+    except (KeyboardInterrupt, DstratError) as error:
+        fold_frames(error)
+        raise
 
 
 def _each(following: Callable[[], B]) -> Iterator[B]:

@@ -162,8 +162,21 @@ def test_a_trainer_writes_it_when_a_fit_starts_and_only_then(quiet_trainer, line
 
 def test_a_module_with_an_example_has_its_shapes_in_the_table(shown):
     lines = shown(torch.zeros(5, 8), precision="bf16-mixed")
-    assert lines[0].split() == ["layer", "type", "parameters", "trainable", "size", "input", "output"]
-    assert lines[2].endswith("36 B  [5, 8]  [5, 1]")
+    assert lines[0].split() == ["layer", "type", "parameters", "trainable", "size", "input", "output", "FLOPs"]
+    assert lines[2].endswith("36 B  [5, 8]  [5, 1]     80")  # 5 x 8 products and as many sums
+
+
+def test_operations_of_a_layer_are_those_of_its_first_call():
+    module = Branches()
+    shapes = record_shapes(module, {"x": torch.ones(3, 4)}, module.forward)
+    flops = {name: shape.flops for name, shape in shapes.items()}
+    assert flops == {"norm": 0, "head": 2 * 9 * 4 * 2, "": 2 * (9 + 3) * 4 * 2}
+
+
+def test_modes_are_shown_where_a_layer_is_in_evaluation_mode():
+    module = nn.Sequential(nn.Linear(1, 1), nn.Dropout().eval())
+    heads, _, *rows = [line.split() for line in lines_of(module)]
+    assert [row[2] for row in (heads, *rows[:2])] == ["mode", "train", "eval"]
 
 
 def test_an_example_that_does_not_fit_is_a_remark_and_training_goes_on(shown):
@@ -184,10 +197,10 @@ def test_on_a_terminal_it_is_a_table_of_lines(terminal, quiet_trainer, line, loa
     (rule,) = rows.pop(1)
     assert set(rule) == {"─"}
     assert rows == [
-        ["layer", "type", "parameters", "trainable", "size", "input", "output"],
-        ["layer", "Linear", "9", "9", "36", "B", "[5,", "8]", "[5,", "1]"],
+        ["layer", "type", "parameters", "trainable", "size", "input", "output", "FLOPs"],
+        ["layer", "Linear", "9", "9", "36", "B", "[5,", "8]", "[5,", "1]", "80"],
         [rule],
-        ["total", "Line", "9", "9", "36", "B", "[5,", "8]", "[5,", "1]"],
+        ["total", "Line", "9", "9", "36", "B", "[5,", "8]", "[5,", "1]", "80"],
     ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from dstrat.data.random_state import RandomState
@@ -29,8 +30,10 @@ class ModelSummary(Callback):
     """Print a module's layers with their parameters and sizes to stderr at the start of a fit, on rank 0.
 
     If the module has an ``example_input_array`` (a tensor, a tuple of positional or a dict of keyword arguments of
-    ``forward``), the table has each layer's input and output shapes too.  ``forward`` runs once for this, in evaluation
-    mode without gradients; modes and random state are restored.
+    ``forward``), the table has each layer's input and output shapes, and the operations of its ``forward`` that torch's
+    counter knows (matrix products, convolutions, attention).  ``forward`` runs once for this, in evaluation mode
+    without gradients; modes and random state are restored.  If a layer is in evaluation mode, such as a frozen one, a
+    column shows the mode of each.
 
     Args:
         max_depth: Number of levels: 1 is the module's direct layers, 0 the totals only, -1 all levels.
@@ -73,6 +76,7 @@ class Layer:
         trainable: Number of elements of its trainable parameters.
         num_bytes: Bytes of its parameters and buffers; those shared by several layers count in each.
         shapes: Shapes of its input and output; None if they are not known.
+        trains: Whether it is in training mode.
     """
 
     name: str
@@ -81,6 +85,7 @@ class Layer:
     trainable: int
     num_bytes: int
     shapes: Shapes | None = None
+    trains: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +149,7 @@ def _layer(
         trainable=sum(size for size, trains, _ in sizes if trains),
         num_bytes=sum(num_bytes for _, _, num_bytes in sizes) + sum(map(_bytes_of, _initialized(buffers))),
         shapes=shapes,
+        trains=module is None or module.training,
     )
 
 
@@ -218,10 +224,12 @@ class Shapes:
     Attributes:
         input: Of the arguments.
         output: Of the result.
+        flops: Floating-point operations of the call, as far as torch counts them.
     """
 
     input: str
     output: str
+    flops: int = 0
 
 
 def try_example(trainer: Trainer, module: TrainModule) -> tuple[dict[str, Shapes], str | None]:
@@ -255,13 +263,17 @@ def record_shapes(module: nn.Module, example: Any, run: Callable[..., Any]) -> d
     args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
     kwargs = example if isinstance(example, Mapping) else {}
     shapes: dict[str, Shapes] = {}
+    counter = FlopCounterMode(display=False)
     with ExitStack() as stack:
         _restore_on_exit(module, stack)
+        stack.enter_context(counter)
         for name, layer in module.named_modules():
             if name and not isinstance(layer, torch.jit.ScriptModule):  # torch supports no hooks there
-                hook = layer.register_forward_hook(_recorder(name, shapes), with_kwargs=True)
-                stack.callback(hook.remove)
-        shapes[""] = _shapes(args, kwargs, run(*args, **kwargs))
+                before, after = _recorders(name, shapes, counter)
+                stack.callback(layer.register_forward_pre_hook(before).remove)
+                stack.callback(layer.register_forward_hook(after, with_kwargs=True).remove)
+        output = run(*args, **kwargs)
+        shapes[""] = _shapes(args, kwargs, output, counter.get_total_flops())
     return shapes
 
 
@@ -286,17 +298,26 @@ def _restore_on_exit(module: nn.Module, stack: ExitStack) -> None:
     stack.enter_context(torch.no_grad())
 
 
-def _recorder(name: str, shapes: dict[str, Shapes]) -> Callable[..., None]:
-    def record(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+def _recorders(
+    name: str, shapes: dict[str, Shapes], counter: FlopCounterMode
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the hooks before and after a layer's forward pass."""
+    totals: list[int] = []  # at the begin of its calls, which may be nested
+
+    def before(layer: nn.Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
+        totals.append(counter.get_total_flops())
+
+    def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - as above
+        flops = counter.get_total_flops() - totals.pop()
         if name not in shapes:  # a layer may be called several times
-            shapes[name] = _shapes(args, kwargs, output)
+            shapes[name] = _shapes(args, kwargs, output, flops)
 
-    return record
+    return before, after
 
 
-def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Shapes:
+def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, flops: int) -> Shapes:
     inputs = [*map(shape_of, args), *(f"{name}={shape_of(value)}" for name, value in kwargs.items())]
-    return Shapes(input=_shortened(", ".join(inputs)), output=_shortened(shape_of(output)))
+    return Shapes(input=_shortened(", ".join(inputs)), output=_shortened(shape_of(output)), flops=flops)
 
 
 def shape_of(value: Any) -> str:
@@ -317,22 +338,31 @@ def _shortened(text: str) -> str:
 # Summary as a table of text
 
 
-TEXT_COLUMNS = ("layer", "type", "input", "output")
+TEXT_COLUMNS = ("layer", "type", "mode", "input", "output")
 """Columns of words; numbers are aligned to the right."""
 
 
 def header(summary: Summary) -> tuple[str, ...]:
-    """Return the names of the columns, with those of shapes if any is known."""
+    """Return the names of the columns; those of modes, shapes and operations only if they say something."""
+    modes = ("mode",) if _has_modes(summary) else ()
     shapes = ("input", "output") if _has_shapes(summary) else ()
-    return ("layer", "type", "parameters", "trainable", "size", *shapes)
+    flops = ("FLOPs",) if _has_flops(summary) else ()
+    return ("layer", "type", *modes, "parameters", "trainable", "size", *shapes, *flops)
 
 
 def cells(layer: Layer, summary: Summary) -> tuple[str, ...]:
     """Return a layer's row."""
-    row = (layer.name, layer.kind, f"{layer.parameters:,}", f"{layer.trainable:,}", format_bytes(layer.num_bytes))
-    if not _has_shapes(summary):
-        return row
-    return (*row, "", "") if layer.shapes is None else (*row, layer.shapes.input, layer.shapes.output)
+    shapes = layer.shapes or Shapes(input="", output="")
+    return (
+        layer.name,
+        layer.kind,
+        *(("train" if layer.trains else "eval",) if _has_modes(summary) else ()),
+        f"{layer.parameters:,}",
+        f"{layer.trainable:,}",
+        format_bytes(layer.num_bytes),
+        *((shapes.input, shapes.output) if _has_shapes(summary) else ()),
+        *((_format_flops(shapes.flops),) if _has_flops(summary) else ()),
+    )
 
 
 def as_text(summary: Summary) -> str:
@@ -359,6 +389,24 @@ def format_bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def _format_flops(flops: int) -> str:
+    """Return a number of operations with a unit, such as ``"1.5 G"``; empty for none."""
+    size = float(flops)
+    for unit in ("", " k", " M", " G"):
+        if size < 1000:
+            return f"{size:.3g}{unit}" if flops else ""
+        size /= 1000
+    return f"{size:.3g} T"
+
+
+def _has_modes(summary: Summary) -> bool:
+    return not all(layer.trains for layer in summary.layers)
+
+
+def _has_flops(summary: Summary) -> bool:
+    return summary.total.shapes is not None and summary.total.shapes.flops > 0
 
 
 def _has_shapes(summary: Summary) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -169,28 +167,6 @@ def end_by(number: int) -> NoReturn:
 def is_by_signal(error: KeyboardInterrupt | SystemExit) -> bool:
     """Return whether a signal ended a run, not ``sys.exit``: exit codes above 128 are signals, as in shells."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error.code, int) and error.code > 128)
-
-
-_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(os.__file__).parent), "<frozen ")  # dstrat, Python, its imports
-
-
-def hide_library_frames(error: KeyboardInterrupt) -> None:
-    """Keep only the caller's frame and those of the program in the traceback of an interrupt.
-
-    Ctrl-C often arrives in the start-up, in the middle of imports: a hundred lines of theirs would hide where the
-    program was.
-    """
-    link = error.__traceback__
-    while link is not None:
-        # In place, as a bare ``raise`` takes the original traceback in Python 3.10.
-        while link.tb_next is not None and _is_of_library(link.tb_next.tb_frame.f_code.co_filename):
-            link.tb_next = link.tb_next.tb_next
-        link = link.tb_next
-    error.__suppress_context__ = True  # such as an ImportError that an import was about to handle
-
-
-def _is_of_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or f"-packages{os.sep}" in file
 
 
 # Common decisions of all ranks, after the same step
