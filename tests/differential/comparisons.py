@@ -25,7 +25,8 @@ def compare(what: str, seed: int, folder: Path) -> list[str]:
     if what == "divisions":
         return division_differences(seed, folder)
     if what == "lightning_ddp":
-        spec = global_batch_program(seed)
+        # With another seed, or without shuffle, Lightning has another order.
+        spec = {**global_batch_program(seed), "shuffle": True, "seed_everything": True}
         theirs = _delivered("lightning", spec, folder / "lightning", strategy=_forked(what), devices=2)
         ours = _delivered("dstrat", spec, folder / "dstrat", strategy=_forked("ddp"), devices=2)
         return _delivered_differences(theirs, ours)
@@ -112,7 +113,7 @@ def _forked(alias: str) -> Any:
     if alias == "lightning_ddp":
         from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
-        return LightningDDPStrategy(start_method="fork", find_unused_parameters=True)
+        return LightningDDPStrategy(start_method="fork")
     from dstrat.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
     if alias.startswith("deepspeed_stage_"):
@@ -130,7 +131,7 @@ def _delivered(library: str, spec: dict[str, Any], folder: Path, **options: Any)
         def __init__(self) -> None:
             self.rates: list[Any] = []
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
             self.rates.append([trainer.current_epoch, trainer.global_step, *rates])
 
@@ -145,7 +146,7 @@ def _delivered(library: str, spec: dict[str, Any], folder: Path, **options: Any)
 
     program = Program(library, spec, folder)
     program.prepare("", Deliver(), **options)
-    program.fit()
+    program.fit(spec["seed"])
     path = folder / "end.ckpt"
     state = PortableCheckpointIO().load_checkpoint(path)["state_dict"] if path.is_dir() else torch.load(path)
     weights = {
