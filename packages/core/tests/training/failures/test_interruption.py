@@ -99,7 +99,7 @@ def training(tmp_path):
 
     def start(devices, start_method="fork", what="train"):
         script = tmp_path / "train.py"
-        script.write_text(SCRIPT.format(folder=os.path.dirname(__file__)))  # noqa: PTH120 - a string for a program
+        script.write_text(SCRIPT.format(folder=str(Path(__file__).parents[1])))
         process = WarmProgram(script, str(devices), start_method, what)
         started.append(process)
         return process

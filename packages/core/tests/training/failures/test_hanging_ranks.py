@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages.core.tests.training.conftest import Averaging, Line, numbers
 from tests.warm_program import WarmProgram
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
@@ -19,8 +20,6 @@ from torch.utils.data import DataLoader
 from dstrat import Callback, Trainer
 from dstrat.errors import MisuseError, RankFailedError
 from dstrat.launch.rank import stack_file, this_rank
-
-from .conftest import Averaging, Line, numbers
 
 
 class Misbehaves(Callback):
@@ -171,7 +170,7 @@ trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
 )
 def test_rank_that_runs_the_script_and_does_not_come_to_the_launch_ends_the_job(tmp_path, waiting, who):
     script = tmp_path / "serve.py"
-    folder = os.path.dirname(__file__)  # noqa: PTH120 - a string for a program
+    folder = str(Path(__file__).parents[1])
     script.write_text(RERUN.format(folder=folder, waiting=waiting))
     program = WarmProgram(script)
     _, errors = program.communicate(timeout=90)
@@ -231,7 +230,7 @@ def start_ranks(tmp_path):
 
     def start_ranks(deed, misbehaving=(1,)):
         script = tmp_path / "train.py"
-        folder = os.path.dirname(__file__)  # noqa: PTH120 - a string for a program
+        folder = str(Path(__file__).parents[1])
         script.write_text(SCRIPT.format(folder=folder, deed=deed, ranks=misbehaving))
         ranks[:] = [WarmProgram(script, str(rank), str(store.port)) for rank in range(2)]
         return ranks

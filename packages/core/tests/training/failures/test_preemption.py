@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.warm_program import WarmProgram
@@ -53,7 +54,7 @@ def training(tmp_path):
 
     def start(devices, *, deadline=60.0, step_seconds=0.0, save_seconds=0.0):
         script = tmp_path / "train.py"
-        folder = os.path.dirname(__file__)  # noqa: PTH120 - a string for a program
+        folder = str(Path(__file__).parents[1])
         script.write_text(SCRIPT.format(folder=folder, root=str(tmp_path / "root")))
         started.append(WarmProgram(script, *map(str, (devices, deadline, step_seconds, save_seconds))))
         return started[-1]
