@@ -182,17 +182,20 @@ class ModelPruning(Callback):
             self._run(trainer, module)
 
     def _run(self, trainer: Trainer, module: TrainModule) -> None:
-        epoch = trainer.current_epoch
+        epoch, strategy = trainer.current_epoch, trainer.strategy
         amount = self._amount(epoch) if callable(self._amount) else self._amount
-        if not amount or not _value(self._applies, epoch):
+        # Functions of the user may decide by a value that differs between ranks.
+        amount = strategy.broadcast(amount if amount and _value(self._applies, epoch) else 0)
+        if not amount:
             return
         before = self._count_pruned()
         self.apply_pruning(amount)
-        _broadcast_masks(trainer.strategy, self._parameters)
+        _broadcast_masks(strategy, self._parameters)
         if self._verbose and trainer.is_global_zero:
             self._log_pruned(module, before)
-        if _value(self._uses_lottery_ticket, epoch):
+        if strategy.broadcast(bool(_value(self._uses_lottery_ticket, epoch))):
             self.apply_lottery_ticket_hypothesis(module)
+            _broadcast_parameters(strategy, self._parameters)
 
     def apply_pruning(self, amount: float) -> None:
         """Prune an amount of the remaining elements."""
@@ -408,6 +411,16 @@ def _broadcast_masks(strategy: Strategy, parameters: Parameters) -> None:
     for mask, values in zip(masks, rank_zero_masks, strict=True):
         if mask is not None:
             mask.copy_(values)
+
+
+def _broadcast_parameters(strategy: Strategy, parameters: Parameters) -> None:
+    """Broadcast the values of rank 0, since ranks may have drawn other first values, or new ones; collective."""
+    if strategy.world_size == 1:
+        return
+    trained = [_trained(layer, name) for layer, name in parameters]
+    rank_zero_values = strategy.broadcast([parameter.detach().cpu() for parameter in trained])
+    for parameter, values in zip(trained, rank_zero_values, strict=True):
+        parameter.data.copy_(values)
 
 
 def _rename_in_optimizers(checkpoint: dict[str, Any], names: dict[str, str]) -> None:

@@ -175,7 +175,8 @@ class FitLoop(Position):
         self._look_up()
         self.logged.in_step = True
         completed = self._train_batches()
-        self.is_in_batch, self.logged.in_step, self.logged.batch = False, False, None
+        self.is_in_batch = False
+        self.logged.batch, self.logged.in_step = None, False  # in this order: values that wait get the batch's weight
         if completed:
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:

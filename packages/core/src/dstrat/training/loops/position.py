@@ -266,6 +266,7 @@ class ResumeState:
         strategy = trainer.strategy
         if trainer.fit_loop.group_weight:
             trainer.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
+            trainer.fit_loop.logged.expect_weights(bool(trainer.fit_loop.loss_weights.is_used))
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
         if state["logged"] is not None:
