@@ -108,3 +108,15 @@ def test_groups_of_fewer_batches_are_their_mean_with_every_strategy(tmp_path):
     for strategy, weights in found.items():
         expected = RIGHT if strategy != "ddp_sharded" else {**RIGHT, "resumed": left_out}
         assert weights == pytest.approx(expected, rel=1e-6), strategy
+
+
+def resumed_alone(cluster, folder):
+    return trained(cluster, "ddp", numbers(7), accumulate_grad_batches=2, ckpt_path=folder / "3")
+
+
+def test_a_batch_of_one_rank_counts_as_one_in_a_group_of_two_ranks(tmp_path):
+    quiet_trainer("single_device", callbacks=[Saves(tmp_path, {3})], accumulate_grad_batches=2).fit(Sum(), numbers(7))
+    weights, _ = in_ranks(resumed_alone, folder=tmp_path)
+    # The epoch has 7 batches for one rank and 4 for two: half the samples are not half the batches.  After 1 and 2, a
+    # group has 3, and again 3 with 4; then 5, 6 and 7, with 1 as padding.
+    assert weights == [pytest.approx(-(1.5 + 10 / 3 + 4.75), rel=1e-6)] * 2

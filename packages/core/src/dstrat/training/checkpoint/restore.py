@@ -140,7 +140,7 @@ class CheckpointRestore:
         """Restore the state that another number of ranks had, as far as it is independent of their number."""
         trainer, saved_by = self._trainer, checkpoint["world_size"]
         ranks = checkpoint.get("ranks") or self._saved_ranks(saved_by)
-        trainer.fit_loop.pending.scales_position = True
+        trainer.fit_loop.pending.saved_world_size = saved_by
         first = ranks[0] if ranks else None
         if ranks:
             trainer.fit_loop.load_rank_state(reshard_rank_states(ranks))

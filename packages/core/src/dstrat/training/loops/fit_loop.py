@@ -121,7 +121,7 @@ class FitLoop(Position):
         if validation is not None:
             validation.batches_seen.update(self.pending.validation_batches)
         self.data.open(self._sources)
-        if self.pending.scales_position:  # only now, as the length of this rank's loader is known
+        if self.pending.saved_world_size:  # only now, as the length of this rank's loader is known
             self._scale_position()
         self.data.check_position(self.batches_done)
         if isinstance(self._optimization, CompiledOptimization):
@@ -155,9 +155,13 @@ class FitLoop(Position):
         """Convert the counters of batches of another number of ranks, which had other shares of the data."""
         self.batches_done = self.data.scaled(self.batches_done, self.pending.saved_length)
         if self.pending.resume is not None and self.data.length and self.pending.saved_length:
-            self.pending.resume.batch_ratio = self.data.length / self.pending.saved_length
-            self.group_weight *= self.pending.resume.batch_ratio
-        self.pending.scales_position = False
+            ratio = self.pending.saved_world_size / self._trainer.world_size
+            # Lengths are rounded, so that their ratio is not exact; it counts where the batch size has changed too.
+            if abs(self.data.length - self.pending.saved_length * ratio) > 1 + ratio:
+                ratio = self.data.length / self.pending.saved_length
+            self.pending.resume.batch_ratio = ratio
+            self.group_weight *= ratio
+        self.pending.saved_world_size = 0
 
     def _run_epoch(self) -> None:
         trainer, hooks = self._trainer, self._trainer.context.hooks

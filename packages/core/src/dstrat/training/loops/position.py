@@ -111,7 +111,7 @@ class Pending:
         resume: State of a checkpoint to restore when the epoch begins or goes on.
         saved_length: Length of the training loader in that checkpoint.
         validation_batches: Batches of each validation loader that were seen before that checkpoint, by its index.
-        scales_position: Whether the counters are of another number of ranks, with other shares of the data.
+        saved_world_size: Number of ranks whose counters these are, if it is another one; 0 otherwise.
         random_state: Random state from which a checkpoint of now repeats the validation.
         logged: Logged values of the epoch that was broken off, for a resume within it.
     """
@@ -123,7 +123,7 @@ class Pending:
     resume: ResumeState | None = None
     saved_length: int | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
-    scales_position: bool = False
+    saved_world_size: int = 0
     random_state: RandomState | None = None
     logged: dict[str, Any] | None = None
 
