@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 
@@ -134,6 +135,15 @@ def test_a_table_of_a_plan_is_aligned(core_catalog):
     assert lines[-1].startswith("checkpoint io  portable       the default, folders ")
     assert lines[0].index("dstrat 0.") == lines[-1].index("dstrat 0.")
     assert not any(line.endswith(" ") for line in lines)
+
+
+def test_a_notebook_shows_a_plan_as_a_table_with_escaped_cells(core_catalog):
+    plan = make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ={}, interactive=False)
+    assert plan._repr_html_().startswith(
+        "<table><tr><th>strategy</th><td>single_device</td><td>the first choice for 1 "
+    )
+    row = dataclasses.replace(plan.choices[0], value="<b>")
+    assert "<td>&lt;b&gt;</td>" in dataclasses.replace(plan, choices=(row,))._repr_html_()
 
 
 def test_facts_for_whoever_runs_the_plan(catalog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,12 @@ class Plan:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        rows = [[html.escape(cell) for cell in dataclasses.astuple(row)] for row in self.choices]
+        lines = (f"<tr><th>{subject}</th><td>{'</td><td>'.join(cells)}</td></tr>" for subject, *cells in rows)
+        return f"<table>{''.join(lines)}</table>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, tuples, strings and numbers, for JSON."""
