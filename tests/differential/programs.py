@@ -281,13 +281,14 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
             spec["lrm"][name] = draw.happens(0.2) and spec["optimizer"] != "lbfgs"
     if draw.happens(0.08) and not spec["bn"]:
         spec["ema"] = {"decay": draw.one_of(0.5, 0.9), "update_every_n_steps": draw.between(1, 2)}
+    # A stop or the end of an epoch not before the first optimizer step, after which Lightning saves no checkpoint.
+    accumulates = spec.get("gas") or "accumulate_grad_batches" in options
     if draw.happens(0.06):
-        spec["stop"] = {"hook": draw.one_of("on_train_epoch_end", "on_validation_end"), "at": draw.between(0, 2)}
+        within = () if accumulates else ("on_validation_end",)
+        spec["stop"] = {"hook": draw.one_of("on_train_epoch_end", *within), "at": draw.between(0, 2)}
     if spec.get("stop") or spec.get("es"):  # a stop within an epoch, after these, is at once
         options.pop("min_steps", None)
         options.pop("min_epochs", None)
-    # Not before the first optimizer step, after which Lightning saves no checkpoint.
-    accumulates = spec.get("gas") or "accumulate_grad_batches" in options
     if draw.happens(0.05) and spec.get("sched", {}).get("interval") != "step" and not accumulates:
         spec["skip"] = [[draw.between(0, 1), draw.between(1, 3)]]
     spec["loggers"] = draw.one_of(1, 1, 1, 2)

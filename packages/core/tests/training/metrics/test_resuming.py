@@ -80,6 +80,19 @@ def test_the_progress_bar_shows_step_values_of_a_validation_before_the_resume(
     assert fit(4, ckpt_path=tmp_path / "saved.ckpt").progress_bar_metrics == {"shown": 1.0}
 
 
+def test_the_mean_of_an_epoch_has_all_sizes_after_a_resume_between_accumulated_batches(
+    quiet_trainer, make_line, loader, tmp_path
+):
+    path = tmp_path / "saved.ckpt"
+
+    def fit(*callbacks, **options):
+        trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=4, callbacks=callbacks)
+        trainer.fit(make_line(), loader(), **options)
+        return trainer.callback_metrics["loss_epoch"]
+
+    assert fit(SavesAt(path, 2)) == fit(ckpt_path=path)
+
+
 def test_metric_objects_go_on_too(quiet_trainer, make_line, loader):
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 

@@ -266,7 +266,8 @@ class ResumeState:
         strategy = trainer.strategy
         if trainer.fit_loop.group_weight:
             trainer.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
-            trainer.fit_loop.logged.expect_weights(bool(trainer.fit_loop.loss_weights.is_used))
+            if trainer.fit_loop.loss_weights.is_used is False:  # so logged values wait for none
+                trainer.fit_loop.logged.expect_weights(False)
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
         if state["logged"] is not None:
