@@ -274,7 +274,7 @@ def another_mesh(cluster):
 def test_shards_of_another_mesh_are_refused():
     for message in in_ranks(another_mesh):
         assert message.startswith(
-            "an earlier run has left BlockNet sharded over a mesh of (2,), which this run, over (2, 1)"
+            "BlockNet is sharded over a mesh of (2,) by an earlier run; this run uses a mesh of (2, 1): create a new"
         )
 
 

@@ -49,8 +49,7 @@ class RunState(NamedArguments):
         strategy: The strategy.
         context: State of the current run, or of the last one.
         settings: The settings, which the attributes by the names of the constructor's arguments read.
-        final_optimization: Optimizers and schedulers of the last fit, if it ran in this process.
-        optimization_ended_elsewhere: Whether the last fit ran in other processes.
+        final_optimization: Optimizers and schedulers of the last fit; None where it ran in other processes.
         interruption: Defers signals that arrive while batches are read.
         callbacks: The callbacks, in the order of their calls.
         loggers: The loggers.
@@ -68,8 +67,7 @@ class RunState(NamedArguments):
     loggers: list[Logger]
     fit_loop: FitLoop
     publisher: Publisher
-    final_optimization = Optimization()
-    optimization_ended_elsewhere = False
+    final_optimization: Optimization | None = Optimization()
 
     max_epochs: int = setting("limits", "max_epochs")
     max_steps: int = setting("limits", "max_steps")
@@ -427,13 +425,13 @@ class RunState(NamedArguments):
 
     @property
     def _after_fit(self) -> Optimization:
-        if self.optimization_ended_elsewhere and not self.is_running:
+        if self.final_optimization is None and not self.is_running:
             raise MisuseError(
                 f"the last fit ran in other processes (start_method={self.strategy.start_method!r}), which have ended "
                 "with their optimizers and schedulers: read them in a hook such as on_train_end, or choose "
                 "start_method='popen', with which each rank runs the whole script"
             )
-        return self.final_optimization
+        return self.final_optimization or Optimization()
 
     @property
     def model(self) -> Any:

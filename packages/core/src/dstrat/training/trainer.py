@@ -554,7 +554,7 @@ class Trainer(RunState):
             **settings,
         )
         if stage == "fit":
-            self.final_optimization, self.optimization_ended_elsewhere = Optimization(), False
+            self.final_optimization = Optimization()
         try:
             result = self._launch_stage(module, sources, ckpt_path)
         except BaseException as error:  # KeyboardInterrupt too
@@ -586,7 +586,8 @@ class Trainer(RunState):
             raise
         if outcome is None:  # on machines without global rank 0
             return None
-        self.optimization_ended_elsewhere |= self.is_fitting
+        if self.is_fitting:
+            self.final_optimization = None
         module.attach(self)  # the run has attached its copy of the module only
         outcome.restore(self, module)
         if outcome.stopped_by:

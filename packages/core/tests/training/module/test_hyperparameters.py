@@ -178,7 +178,7 @@ def test_a_name_that_is_no_argument_is_an_error_that_lists_them():
             super().__init__()
             self.save_hyperparameters("widht")
 
-    with pytest.raises(MisuseError, match=r"given 'widht', and Wrong\.__init__ has the arguments width, depth"):
+    with pytest.raises(MisuseError, match=r"got 'widht', and Wrong\.__init__ has the arguments width, depth"):
         Wrong(3)
 
 

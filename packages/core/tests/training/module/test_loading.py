@@ -210,7 +210,7 @@ def test_an_override_that_no_constructor_takes_is_an_error(write):
         def __init__(self, scale=1, **kwargs):
             super().__init__(**kwargs)
 
-    with pytest.raises(MisuseError, match=r"given 'dept', and Passing\.__init__ takes scale, width, depth"):
+    with pytest.raises(MisuseError, match=r"got 'dept', and Passing\.__init__ takes scale, width, depth"):
         Passing.load_from_checkpoint(write(Passing(width=3)), dept=2)
 
 
@@ -379,7 +379,7 @@ def test_fields_beside_a_new_argument_that_holds_all_settings_are_an_error(write
 
     path = write(Configured({"width": 4}))
     assert Configured.load_from_checkpoint(path, config={"width": 5}).hparams == {"width": 5}
-    with pytest.raises(MisuseError, match=r"given 'width', and Configured\.__init__ takes config"):
+    with pytest.raises(MisuseError, match=r"got 'width', and Configured\.__init__ takes config"):
         Configured.load_from_checkpoint(path, config={"width": 5}, width=6)
 
 
@@ -469,7 +469,7 @@ def test_a_map_location_that_says_nothing_of_the_cpu_is_told_of(write, caplog):
 
 
 def test_an_override_that_is_no_argument_is_an_error_that_lists_them(write):
-    with pytest.raises(MisuseError, match=r"given 'widht', and Net\.__init__ takes width, depth"):
+    with pytest.raises(MisuseError, match=r"got 'widht', and Net\.__init__ takes width, depth"):
         Net.load_from_checkpoint(write(Net(3)), widht=4)
 
 
