@@ -137,7 +137,8 @@ class MeshStrategy(SharedBatchStrategy):
     @property
     def tensor_parallel_size(self) -> int:
         """Number of ranks over which layers are split."""
-        return self._tp
+        size: int = self._tp
+        return size
 
     def setup_environment(self) -> None:
         if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
