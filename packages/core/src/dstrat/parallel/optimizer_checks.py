@@ -86,16 +86,17 @@ def check_layout(optimizer: Optimizer) -> None:
         MisuseError: Its ``state_dict`` has a layout of its own, or a state of all parameters.
     """
     state = optimizer.state_dict()
-    others = sorted(map(str, state.keys() - {"state", "param_groups"}))
+    extra_keys = sorted(map(str, state.keys() - {"state", "param_groups"}))
     if not {"state", "param_groups"} <= state.keys():
-        others = others or ["no state"]
+        extra_keys = extra_keys or ["no state"]
     elif type(optimizer) not in _ELEMENT_WISE:
-        others += sorted({f"state[{key!r}]" for key in _shared_keys(optimizer)})
-    if others:
+        extra_keys += sorted({f"state[{key!r}]" for key in _shared_keys(optimizer)})
+    if extra_keys:
         raise MisuseError(
-            f"the state_dict of {type(optimizer).__name__} has a layout of its own ({', '.join(others)}), which cannot "
-            "be saved and loaded while the state of parameters is sharded: keep its values in self.state[parameter] or "
-            "in param_groups, or train with strategy='ddp' and this optimizer itself, which shards nothing"
+            f"the state_dict of {type(optimizer).__name__} has a layout of its own ({', '.join(extra_keys)}), which "
+            "cannot be saved and loaded while the state of parameters is sharded: keep its values in "
+            "self.state[parameter] or in param_groups, or train with strategy='ddp' and this optimizer itself, which "
+            "shards nothing"
         )
 
 

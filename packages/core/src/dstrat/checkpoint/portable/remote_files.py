@@ -47,7 +47,7 @@ class UnfinishedUpload:
         try:
             self._claim.create(b"")
         except FileExistsError as error:
-            if not _is_own(self._claim):
+            if not _is_of_this_process(self._claim):
                 raise _occupied_error(target) from error
             self._claim.write_bytes(b"")  # a second writer of this process is refused
         try:
@@ -90,7 +90,7 @@ class UploadClaim:
     def take(self) -> bool:
         """Reserve the path; return False if another process has reserved it, or something is there."""
         try:
-            self._claim.create(_own_mark())
+            self._claim.create(_process_mark())
         except FileExistsError:
             return False
         except CheckpointError:  # the store fails: the save that follows raises a better error
@@ -103,7 +103,9 @@ class UploadClaim:
     def release(self) -> None:
         """Release the path, after the save has succeeded or failed."""
         with contextlib.suppress(CheckpointError):
-            if _is_own(self._claim):  # the end of the upload has removed it, and it may be another process's
+            if _is_of_this_process(
+                self._claim
+            ):  # the end of the upload has removed it, and it may be another process's
                 self._claim.unlink(missing_ok=True)
 
 
@@ -194,12 +196,12 @@ def remove_stale_uploads(parent: RemotePath) -> None:
 _MARK = secrets.token_hex(16)
 
 
-def _own_mark() -> bytes:
+def _process_mark() -> bytes:
     return f"{_MARK}-{os.getpid()}".encode()  # forked processes share the first part
 
 
-def _is_own(claim: RemotePath) -> bool:
-    mark = _own_mark()
+def _is_of_this_process(claim: RemotePath) -> bool:
+    mark = _process_mark()
     try:
         # By its size first: a store has no range of bytes in the empty claim of a running upload.
         return claim.size() == len(mark) and claim.read_bytes() == mark
