@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dstrat.testing.ranks.fits import Fit, numbers
-from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, dataset
+from dstrat.testing.ranks.fits import Fit, FitResult, fit, numbers
+from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, dataset, weight_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
+    from dstrat.testing.ranks.jobs import Subject
     from dstrat.testing.ranks.team import RankContext
 
 
@@ -177,3 +178,60 @@ def _batches(work: Fit, readers: int) -> list[list[list[Tensor]]]:
     size, tensors = GLOBAL_BATCH // readers, dataset(work.samples).tensors
     shares = [torch.arange(work.samples)[reader::readers].split(size) for reader in range(readers)]
     return [[[tensor[rows] for tensor in tensors] for rows in rank_rows] for rank_rows in zip(*shares, strict=True)]
+
+
+# Reference training in plain torch whose data divides unevenly
+
+
+class RightState(NamedTuple):
+    """The parameters after a training, as one list, and the number of its optimizer steps."""
+
+    values: list[float]
+    steps: int
+
+
+def divided_fits(rank_context: RankContext, subject: Subject, works: Mapping[str, Fit]) -> dict[str, FitResult]:
+    """Return the results of several trainings, one after the other, in each rank."""
+    return {name: fit(rank_context, subject, work) for name, work in works.items()}
+
+
+def right_states(
+    rank_context: RankContext,  # noqa: ARG001 - every job's function takes it
+    works: Mapping[str, Fit],
+    seen: Mapping[str, Sequence[Sequence[Sequence[int]]]],
+) -> dict[str, RightState]:
+    """Return the right parameters after several trainings.
+
+    Args:
+        rank_context: A rank.
+        works: The trainings, with SGD and a learning rate of 1.
+        seen: The samples of each batch of each rank, none in a batch without a loss, by the training's name.
+    """
+    return {name: _right_state(work, seen[name]) for name, work in works.items()}
+
+
+def _right_state(work: Fit, seen: Sequence[Sequence[Sequence[int]]]) -> RightState:
+    module = NETS[work.net](work, None).double()
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    inputs, targets = dataset(work.samples).tensors[:2]
+    per_epoch = len(seen[0]) // work.epochs
+    gradients: list[Tensor] = []
+    weights: list[float] = []
+    in_group = steps = 0
+    for number, batches in enumerate(zip(*seen, strict=True)):
+        in_group += 1
+        for batch in batches:
+            if batch:
+                loss = nn.functional.mse_loss(module(inputs[list(batch)].double()), targets[list(batch)].double())
+                flat = [gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]
+                weights.append(weight_of(batch) if work.net == "weighted" else 1.0)
+                gradients.append(torch.cat(flat) * weights[-1])
+        if in_group == work.accumulate or (number + 1) % per_epoch == 0:
+            if gradients:
+                vector = nn.utils.parameters_to_vector(parameters).detach() - torch.stack(gradients).sum(0) / sum(
+                    weights
+                )
+                nn.utils.vector_to_parameters(vector, parameters)
+                steps += 1
+            gradients, weights, in_group = [], [], 0
+    return RightState(numbers(nn.utils.parameters_to_vector(parameters)), steps)

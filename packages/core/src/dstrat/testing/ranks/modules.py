@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 GLOBAL_BATCH = 8
 _WIDTH = 6
@@ -282,6 +282,18 @@ class Skipping(Linear):
         return super().training_step(batch, batch_idx)
 
 
+class Weighted(Linear):
+    """Its losses have weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": weight_of(batch[2].tolist())}
+
+
+def weight_of(numbers: Sequence[int]) -> float:
+    """Return the weight of a batch with these samples, in which batches differ."""
+    return 1.0 + sum(numbers) % 5
+
+
 class Streamed(Linear):
     """Its data has no length, and ranks that read different data have different numbers of batches."""
 
@@ -311,6 +323,7 @@ NETS: dict[str, type[Net]] = {
     "linear": Linear,
     "skipping": Skipping,
     "streamed": Streamed,
+    "weighted": Weighted,
     "own": SeededByRank,
     "normed": Normed,
     "scheduled": Scheduled,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dstrat.testing.strategy.checkpoints import Checkpoints
 from dstrat.testing.strategy.collectives import Collectives
-from dstrat.testing.strategy.divisions import Divisions
 from dstrat.testing.strategy.evaluation import Evaluation
 from dstrat.testing.strategy.gradients import Gradients
 from dstrat.testing.strategy.life_cycle import LifeCycle
@@ -12,9 +11,7 @@ from dstrat.testing.strategy.records import Records
 from dstrat.testing.strategy.sessions import Devices, Scenarios, Sessions
 
 
-class StrategySuite(
-    Records, LifeCycle, Collectives, Gradients, Divisions, Scenarios, Evaluation, Checkpoints, Sessions, Devices
-):
+class StrategySuite(Records, LifeCycle, Collectives, Gradients, Scenarios, Evaluation, Checkpoints, Sessions, Devices):
     """Standard tests of a strategy.
 
     ::
