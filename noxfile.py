@@ -447,7 +447,6 @@ def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
     folders = [
         ROOT / "tests" / "neighbours",
-        ROOT / "tests" / "differential",
         *(ROOT / "packages" / name / "tests" for name in ADAPTERS),
     ]
     arguments = pytest_arguments(session, *folders, by_default=workers("loadgroup", more=1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,12 @@ ALIASES = (
 )
 IN_DOUBLE = ("single_device", "ddp", "fsdp", "model_parallel", "bagua")
 """Strategies that train in double precision; DeepSpeed and FairScale do so in single precision."""
+
+
+def missing_library(alias: str) -> str | None:
+    """Return the library that a strategy needs, and this environment does not have."""
+    library = {"ddp_sharded": "fairscale"}.get(alias, alias.partition("_stage")[0])
+    return library if library in ("deepspeed", "fairscale") and find_spec(library) is None else None
 
 
 def division_differences(seed: int, folder: Path) -> list[str]:
