@@ -26,6 +26,7 @@ __all__ = [
     "NCCLGroup",
     "StateTransport",
     "TrainingEnd",
+    "UnequalGroupsError",
     "servers_on",
     "silence_known_warnings",
 ]
@@ -50,6 +51,7 @@ with _only_warnings():
     from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
     from torchft.checkpointing import HTTPTransport
     from torchft.coordination import LighthouseClient, LighthouseServer, ManagerServer
+    from torchft.process_group import create_store_client
 
 
 @contextmanager
@@ -72,8 +74,14 @@ def servers_on(address: str | None) -> Iterator[None]:
         yield
 
 
+class UnequalGroupsError(RuntimeError):
+    """Replica groups that have different numbers of ranks."""
+
+
 class _NamedQuorum:
     """Mixin of a process group between replica groups, which remembers the address of its quorum.
+
+    It compares the sizes of the groups first.
 
     Attributes:
         quorum: Address in the store of a group of the quorum, with the quorum's number; groups of a quorum have the
@@ -81,10 +89,32 @@ class _NamedQuorum:
     """
 
     quorum = ""
+    _timeout: timedelta  # of torchft's class beside this one
 
-    def configure(self, store_addr: str, *args: Any, **options: Any) -> None:
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
         self.quorum = store_addr
-        super().configure(store_addr, *args, **options)  # type: ignore[misc]  # of torchft's class beside this one
+        if group_rank == 0:  # which every group has; other ranks would wait for peers that do not exist
+            store = create_store_client(f"{store_addr}/sizes", self._timeout)
+            store.set(str(rank), str(group_world_size))
+            sizes = [int(store.get(str(each))) for each in range(world_size)]
+            if len({*sizes}) > 1:
+                raise UnequalGroupsError(
+                    f"the replica groups have {' and '.join(map(str, sorted({*sizes})))} ranks, and each rank averages "
+                    "with those of the same number: start all with as many devices"
+                )
+        super().configure(  # type: ignore[misc]  # of torchft's class beside this one
+            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+        )
 
 
 class GlooGroup(_NamedQuorum, ProcessGroupGloo):  # type: ignore[misc]  # torchft has no types that mypy sees

@@ -22,6 +22,7 @@ from dstrat_torchft.internals import (
     NCCLGroup,
     StateTransport,
     TrainingEnd,
+    UnequalGroupsError,
     servers_on,
     silence_known_warnings,
 )
@@ -263,6 +264,8 @@ class Replicas:
     def _after_refusal(self, attempt: str) -> None:
         options, present = self.options, self.num_groups
         error = self._manager.errored() or "an error in another rank of the group"
+        if isinstance(cause := getattr(error, "original_exception", None), UnequalGroupsError):
+            raise PeerError(str(cause))
         limit = options.quorum_timeout.total_seconds()
         self._refused_since = min(self._refused_since, time.monotonic())
         is_too_long = time.monotonic() - self._refused_since > limit

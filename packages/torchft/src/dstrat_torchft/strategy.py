@@ -170,12 +170,6 @@ class TorchFTStrategy(ParallelStrategy):
         # The quorum is that of the first step, in which groups that train already wait for this one.
         state = self._replicas.join()
         if state is not None:
-            if state["world_size"] != self.world_size:
-                raise PeerError(
-                    f"replica group {self.options.group} has {self.world_size} ranks, and the group that it joins has "
-                    f"{state['world_size']}: each rank averages with those of the same number, so start all with as "
-                    "many devices"
-                )
             self._warn_of_seed(state["seed"])
             training.restore(state["training"])
             if self.is_global_zero and self._replicas.current_step:
@@ -265,7 +259,6 @@ class TorchFTStrategy(ParallelStrategy):
     def _capture(self) -> dict[str, Any]:
         """Return the state for a group that joins, or was left behind."""
         return {
-            "world_size": self.world_size,
             "seed": torch.initial_seed(),
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
