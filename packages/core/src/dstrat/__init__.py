@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO as CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment as ClusterEnvironment
     from dstrat.interfaces.launcher import Launcher as Launcher
+    from dstrat.interfaces.pipeline import Pipeline as Pipeline
     from dstrat.interfaces.precision import Precision as Precision
     from dstrat.interfaces.strategy import Strategy as Strategy
     from dstrat.launch.task import RankOutcome as RankOutcome
@@ -136,6 +137,7 @@ _HOMES = {
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "OwnLoop": "dstrat.own_loop.loop",
     "ParallelStrategy": "dstrat.parallel.strategy",
+    "Pipeline": "dstrat.interfaces.pipeline",
     "Precision": "dstrat.interfaces.precision",
     "PredictionWriter": "dstrat.training.callbacks.prediction_writer",
     "Profiler": "dstrat.training.profilers.profiler",

@@ -205,4 +205,9 @@ def test_a_strategy_that_compiles_whole_steps_is_refused():
             return CompiledSteps()
 
     loop = OwnLoop(dstrat.build(strategy=Whole(), accelerator="cpu", devices=1))
-    refuse(loop, ConflictError, "compiles each training step as a whole", lambda loop: loop.setup(nn.Linear(1, 1), sgd))
+    refuse(
+        loop,
+        ConflictError,
+        "runs forward and backward passes together here",
+        lambda loop: loop.setup(nn.Linear(1, 1), sgd),
+    )

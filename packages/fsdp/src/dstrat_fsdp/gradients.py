@@ -114,7 +114,7 @@ def _placement(described: int | str | None) -> Placement:
 
 
 @torch.no_grad()
-def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
+def clip_by_norm(parameters: Iterable[Tensor], largest: float, group: dist.ProcessGroup | None = None) -> Tensor:
     """Scale gradients in place so that their total norm is at most the largest; collective.
 
     The norm is that of the full gradients, over all meshes, and the same on every rank.
@@ -122,16 +122,22 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     Args:
         parameters: Parameters whose gradients are clipped; those without a gradient are skipped.
         largest: The largest 2-norm.
+        group: The ranks that have other parameters, such as the stages of a pipeline; None if there are none.
 
     Returns:
         The norm before clipping, a scalar.
     """
     gradients = _gradients(parameters)
-    if not gradients:
+    if not gradients and group is None:
         return torch.zeros(())
-    norm = total_norm(gradients)
+    norm = total_norm(gradients) if gradients else torch.zeros(())
+    if group is not None:
+        square = norm.square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # torch's own formula, so that losses are those of one device
-    internals.scale([_summed_shard(gradient) for gradient in gradients], factor)
+    if gradients:
+        internals.scale([_summed_shard(gradient) for gradient in gradients], factor)
     return norm
 
 

@@ -18,14 +18,21 @@ from dstrat_fsdp import internals
 from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
 
 
-def materialize(module: Module, device: torch.device, existing_shard: Callable[[Module, str], Tensor | None]) -> None:
+def materialize(
+    module: Module,
+    device: torch.device,
+    existing_shard: Callable[[Module, str], Tensor | None],
+    *,
+    full_module: Module | None = None,
+    foreign: Collection[Module] = (),
+) -> None:
     """Allocate the tensors that are on the meta device, each rank its shards, and compute their values.
 
     Layer by layer, ``reset_parameters`` computes full tensors.  All ranks compute the same values, and keep their
@@ -35,6 +42,9 @@ def materialize(module: Module, device: torch.device, existing_shard: Callable[[
         module: A sharded module.
         device: Device of the shards.
         existing_shard: Returns this rank's shard of a layer's parameter from an earlier run, or None.
+        full_module: The module that has further layers, which this rank does not compute; None if there are none.
+        foreign: Those of them that were made on the meta device.  They are computed too, one by one, and dropped: so
+            random numbers are those of one device.
 
     Raises:
         MisuseError: A layer has no ``reset_parameters``.
@@ -43,8 +53,16 @@ def materialize(module: Module, device: torch.device, existing_shard: Callable[[
     owned = _owned_names(names)
     if names:
         internals.allocate_meta_tensors(module, device)
-    for layer, meta_names in names.items():
-        _fill(layer, meta_names, owned[layer], existing_shard)
+    for layer in _inner_first(module if full_module is None else full_module):
+        if layer in names:
+            _fill(layer, names[layer], owned[layer], existing_shard)
+        elif layer in foreign:
+            _reset_layer(layer, _meta_names(layer), set(), device)
+
+
+def made_on_meta(modules: Iterable[Module]) -> set[Module]:
+    """Return the modules that have tensors of their own on the meta device."""
+    return {module for module in modules if _meta_names(module)}
 
 
 def _inner_first(module: Module) -> Iterator[Module]:
@@ -91,13 +109,13 @@ def _fill(
             local_tensor(getattr(layer, name)).copy_(shard)
 
 
-def _reset_layer(layer: Module, names: list[str], owned: set[str]) -> None:
+def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch.device | None = None) -> None:
     """Compute the full values of a layer, and keep this rank's shards of the owned tensors."""
     # Full tensors for a moment, of one layer at a time: the values are those of one device, on any number of ranks.
     reset = reset_method(layer, names)
     sharded = {name: getattr(layer, name) for name in names}
     for name, tensor in sharded.items():
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_tensor(tensor).device)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or local_tensor(tensor).device)
         setattr(layer, name, nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full)
     reset()
     for name, tensor in sharded.items():

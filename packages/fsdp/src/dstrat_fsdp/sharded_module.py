@@ -159,6 +159,10 @@ class ShardedModule:
         self._guard.check_not_changed()  # for the first time, which only records versions
         return outputs
 
+    def train_further(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a further forward pass of the same training step, as for microbatches, while units may be gathered."""
+        return self._run(step, *args, **kwargs)
+
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module without gradients, and free all units after it."""
         self.free()  # a training step without a backward pass has left values of before the optimizer's step

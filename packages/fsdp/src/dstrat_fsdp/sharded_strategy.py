@@ -79,6 +79,10 @@ class ShardedStrategy(ParallelStrategy):
     def _blocks(self) -> Sequence[Module]:
         """Return the layers of the module that become units, inner ones first."""
 
+    def _divide_layers(self) -> tuple[Module, set[Module]]:
+        """Return the module with the layers that this rank computes, and others that were made on the meta device."""
+        return self.module, set()
+
     @property
     def _is_reusable(self) -> bool:
         """Whether another run can use the shards that this one parks."""
@@ -124,9 +128,11 @@ class ShardedStrategy(ParallelStrategy):
             blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
         self._checkpointing.apply(module)
         self._take_first_values(module)
-        self._sharded = ShardedModule(module, sharding, blocks, gathers_root=gathers_root)
+        computed, foreign = self._divide_layers()
+        self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
-        materialize(self._sharded.root, shards_on, parked.shard if parked else lambda _layer, _name: None)
+        existing = parked.shard if parked else lambda _layer, _name: None
+        materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=foreign)
         self.model = self._sharded.root
 
     def _take_first_values(self, module: Module) -> None:

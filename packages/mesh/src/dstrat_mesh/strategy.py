@@ -1,37 +1,45 @@
-"""MeshStrategy: replicas, shards and split layers on a mesh of devices."""
+"""MeshStrategy: stages, replicas, shards and split layers on a mesh of devices."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from dstrat.errors import RequestError
+from dstrat.errors import ConflictError, RequestError
+from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
-from dstrat_mesh.axes import REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.axes import PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.pipeline import PipelineRun, check_pipeline
+from dstrat_mesh.schedule import bubble, checked_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
-    from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
+    from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.wrap_policy import LayerClasses, LayerPolicy, WrapPolicy
 
 
@@ -46,6 +54,11 @@ class MeshStrategy(SharedBatchStrategy):
             mesh = self.device_mesh["tp"]
             parallelize_module(self.mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
+    With ``pp`` a rank has the layers of one stage only, as the module's ``configure_pipeline`` returns them (see
+    :class:`~dstrat.Pipeline`).  A training step divides the batch into microbatches, and runs their forward and
+    backward passes in the order of the schedule; dropout draws other random numbers than on one device.  Evaluation
+    steps run on all stages, and call the pipeline's model, whose output is sent to each of them.
+
     Args:
         accelerator: The hardware.
         parallel_devices: The devices of this machine, one for each local rank.
@@ -59,6 +72,9 @@ class MeshStrategy(SharedBatchStrategy):
         dp_shard: Number of ranks over which a replica is sharded, which read different batches; "auto" is what the
             other axes leave of the processes.
         tp: Number of ranks over which layers are split, which read the same batch.
+        pp: Number of stages; the ranks of a pipeline read the same batch.
+        schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches.
+        microbatches: Number of microbatches of a batch; None for as many as stages.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         mixed_precision: Torch's policy of dtypes; None takes that of the precision plugin.
         auto_wrap_policy: The blocks that are gathered together: classes of layers, a function of a module, or the least
@@ -78,6 +94,9 @@ class MeshStrategy(SharedBatchStrategy):
         dp_replicate: int = 1,
         dp_shard: int | str = "auto",
         tp: int = 1,
+        pp: int = 1,
+        schedule: str = "1F1B",
+        microbatches: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -106,7 +125,21 @@ class MeshStrategy(SharedBatchStrategy):
         )
         self._dp_replicate = checked_size("dp_replicate", dp_replicate)
         self._dp_shard = checked_size("dp_shard", dp_shard, or_auto=True)
-        self._tp: int = checked_size("tp", tp)
+        self._tp = checked_size("tp", tp)
+        self._pp = checked_size("pp", pp)
+        self._schedule = checked_schedule(schedule)
+        self._microbatches = pp if microbatches is None else checked_size("microbatches", microbatches)
+        if pp == 1 and (microbatches is not None or schedule != "1F1B"):
+            raise ConflictError(
+                "schedule and microbatches are those of a pipeline: give pp=2 or more, or leave them out"
+            )
+        if pp > 1 and state_dict_type != "sharded":
+            raise ConflictError(
+                f"state_dict_type={state_dict_type!r} would leave all layers on each rank, and pp={pp} divides them: "
+                "leave it out, and load a checkpoint of the run"
+            )
+        self._pipeline: PipelineRun | None = None
+        self._accumulates = self._begins_step = False
         if not isinstance(reshard_after_forward, bool):
             raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True or False")
         self._cpu_offload = cpu_offload
@@ -119,10 +152,16 @@ class MeshStrategy(SharedBatchStrategy):
     # The mesh
 
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - all ranks are one mesh
-        return self._axes_of(world_size).rows()
+        rows = self._axes_of(world_size).rows()
+        if self._pp > 1:
+            count, idle = self._microbatches, bubble(self._pp, self._microbatches)
+            rows.append(
+                ("  schedule", f"{self._schedule}, {count} microbatches", f"idle {idle:.0%} of the time: the bubble")
+            )
+        return rows
 
     def _axes_of(self, world_size: int) -> Axes:
-        return Axes.of(world_size, pp=1, dp_replicate=self._dp_replicate, dp_shard=self._dp_shard, tp=self._tp)
+        return Axes.of(world_size, pp=self._pp, dp_replicate=self._dp_replicate, dp_shard=self._dp_shard, tp=self._tp)
 
     @property
     def axes(self) -> Axes:
@@ -132,7 +171,8 @@ class MeshStrategy(SharedBatchStrategy):
     @property
     def data_parallel_size(self) -> int:
         """Number of groups of ranks that read different batches."""
-        return self.axes.dp_replicate * self.axes.dp_shard
+        axes = self.axes
+        return axes.dp_replicate * axes.dp_shard
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -158,7 +198,7 @@ class MeshStrategy(SharedBatchStrategy):
         return [self.device_mesh.get_group(name) for name in (REPLICATE, SHARD)]
 
     def _value_groups(self) -> list[dist.ProcessGroup]:
-        return self._data_groups()
+        return [*self._data_groups(), self.device_mesh.get_group(PIPELINE)]
 
     # Sharding
 
@@ -179,10 +219,20 @@ class MeshStrategy(SharedBatchStrategy):
             f'tp={self._tp}: call parallelize_module(..., self.device_mesh["tp"], ...) in configure_model, or leave '
             "tp out"
         )
-        return blocks_of(self.module, self._auto_wrap_policy)
+        if self._pp == 1:
+            return blocks_of(self.module, self._auto_wrap_policy)
+        self._pipeline = PipelineRun(self.module, self.device_mesh, self.axes, self._schedule, self.root_device)
+        return blocks_of(self._pipeline.layers, self._auto_wrap_policy)
+
+    def _divide_layers(self) -> tuple[Module, set[Module]]:
+        if self._pipeline is None:
+            return super()._divide_layers()
+        return self._pipeline.layers, self._pipeline.free_other_stages()
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        """Return the memory of a rank if each matrix is split over the ranks of ``tp``."""
+        """Return the memory of a rank if each matrix is split over the ranks of ``tp``; None with a pipeline."""
+        if self._pp > 1:
+            return None
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         layout = sharded_layout(
@@ -198,3 +248,127 @@ class MeshStrategy(SharedBatchStrategy):
             return layout
         assumption = f"configure_model splits each weight matrix over {axes.tp} ranks; activations not split"
         return dataclasses.replace(layout, assumption=assumption)
+
+    # Pipeline
+
+    def compiled_steps(self) -> CompiledSteps | None:
+        return CompiledSteps(optimizer_steps=0) if self._pp > 1 else None
+
+    def wrap_model(self, trainer: TrainerLike) -> None:
+        if self._pp > 1:
+            check_pipeline(self.module, self.precision_plugin, trainer)
+        super().wrap_model(trainer)
+        if self._pipeline is not None:
+            self._pipeline.start(self._train_stage, self._sharded_module.evaluate, log=self.is_global_zero)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``, or the forward and backward passes of a pipeline."""
+        if self._pipeline is None:
+            return super().training_step(*args, **kwargs)
+        sharded = self._sharded_module
+        self._begins_step = True
+
+        def before_backward(is_last: bool) -> None:
+            sharded.set_gradient_sync(is_last and not self._accumulates)
+
+        loss = self._pipeline.train(args[0], self._microbatches, self.precision_plugin.scale_loss, before_backward)
+        sharded.set_gradient_sync(not self._accumulates)
+        return loss
+
+    def _train_stage(self, compute: Callable[..., Any], *args: Any) -> Any:
+        sharded = self._sharded_module
+        run = sharded.train if self._begins_step else sharded.train_further
+        self._begins_step = False
+        with self.precision_plugin.forward_context():
+            return run(compute, *args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients; the training step of a pipeline has done so."""
+        if self._pipeline is None:
+            super().backward(loss, *args, **kwargs)
+
+    @contextmanager
+    def no_backward_sync(self) -> Iterator[None]:
+        """Accumulate unsharded gradients without communication, until a backward pass outside of the context."""
+        self._accumulates = True
+        try:
+            with super().no_backward_sync():
+                yield
+        finally:
+            self._accumulates = False
+
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline is None or name == "training_step":
+            return super().run_step(name, step, *args, **kwargs)
+        # The step calls the pipeline's model, in which each stage gathers its own layers.
+        with self.precision_plugin.forward_context(), self._pipeline.evaluating():
+            return step(*args, **kwargs)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+        """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""
+        if self._pipeline is None or algorithm == "value":
+            super().clip_gradients(optimizer, clip_val, algorithm)
+            return
+        self.unscale_gradients(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        clip_by_norm(parameters, clip_val, self.device_mesh.get_group(PIPELINE))
+
+    def _end_sharding(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.end()
+            self._pipeline = None
+        super()._end_sharding()
+
+    # State of a stage: entries of its layers, under the names of the module
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        if self._pipeline is not None:
+            self._pipeline.share_buffers()
+        return _without_meta(super().sharded_module_state())
+
+    def local_weights(self) -> dict[str, Any]:
+        return _without_meta(super().local_weights())
+
+    def module_state_dict(self) -> dict[str, Any]:
+        if self._pipeline is None:
+            return super().module_state_dict()
+        return self._pipeline.gather_state(self.sharded_module_state(), self.module)
+
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._pipeline is None:
+            return super().optimizer_template(optimizer)
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        foreign = [names[id(p)] for group in groups for p in group if p.is_meta]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        try:
+            template = super().optimizer_template(optimizer)
+        finally:
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+        template["state"].update(dict.fromkeys(foreign))  # other ranks read them
+        return template
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self._refuse_full_state()
+        super().load_module_state_dict(state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._refuse_full_state()
+        return super().optimizer_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self._refuse_full_state()
+        super().load_optimizer_state(optimizer, state)
+
+    def _refuse_full_state(self) -> None:
+        if self._pipeline is not None:
+            raise ConflictError(
+                f"pp={self._pp} divides the layers over ranks, and {type(self.checkpoint_io).__name__} needs all of "
+                "them on one: use the portable format, which is the default"
+            )
+
+
+def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}

@@ -121,8 +121,9 @@ class CompiledSteps:
     Attributes:
         batches: Number of batches that the call consumes, at least 1; an item of the loader that
             ``process_dataloader`` returned has as many.  Epochs, limits and intervals count these batches.
-        optimizer_steps: Number of optimizer steps in the call, at least 1, each after as many batches as the Trainer's
-            ``accumulate_grad_batches``.
+        optimizer_steps: Number of optimizer steps in the call, each after as many batches as the Trainer's
+            ``accumulate_grad_batches``; 0 if the call runs the forward and backward passes of one batch only, which
+            alternate in a pipeline.
         clips_gradients: Whether the call clips gradients as the Trainer's ``gradient_clip_val`` says.
     """
 
@@ -511,7 +512,11 @@ class Strategy(ABC):
         return 1
 
     def compiled_steps(self) -> CompiledSteps | None:
-        """Return the contents of one call of :meth:`training_step` if that also steps the optimizer; otherwise None.
+        """Return the contents of one call of :meth:`training_step` if it is more than a forward pass, or None.
+
+        With ``optimizer_steps=0`` the call adds the gradients of its batch to those of the parameters, and returns the
+        loss; the caller does everything else as usual.  It does not divide the loss of accumulated batches, and scales
+        their gradients before the step.
 
         A backend that compiles full training steps overrides it; the result is known from the beginning of
         :meth:`setup` on.  The caller then calls :meth:`training_step` only: neither :meth:`backward` nor

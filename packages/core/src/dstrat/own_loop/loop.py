@@ -167,8 +167,8 @@ class OwnLoop:
         self._contexts.enter_context(states_gathered_by(strategy))
         if strategy.compiled_steps() is not None:
             raise ConflictError(
-                f"{type(strategy).__name__} compiles each training step as a whole, so that a loop of one's own cannot "
-                "call backward and step: use a Trainer, or choose another strategy"
+                f"{type(strategy).__name__} runs forward and backward passes together here (a compiled step, or a "
+                "pipeline), so that a loop of one's own cannot call backward: use a Trainer, or choose another strategy"
             )
         if settings.is_fitting:
             strategy.check_set_up()

@@ -176,14 +176,16 @@ def split_name(path: str) -> list[str]:
 
 
 def insert(tree: Any, keys: list[str], value: Any) -> None:
-    """Set a value in nested dicts, at the end of a path of keys.
+    """Set a value in nested dicts and lists, at the end of a path of keys.
 
     Raises:
-        ValueError: The path leads through a value that is not a dict, or its end is occupied.
+        ValueError: The path leads through another value, or its end is occupied.
     """
     for key in keys[:-1]:
         if isinstance(tree, dict):
             tree = tree.setdefault(key, {})
+        elif isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
+            tree = tree[int(key)]  # such as the states of optimizers
     if not isinstance(tree, dict) or keys[-1] in tree:
         raise ValueError(f"tensor {SEPARATOR.join(keys)[:200]!r} has no place among the values")
     tree[keys[-1]] = value

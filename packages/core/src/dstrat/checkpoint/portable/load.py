@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.checkpoint.portable.decode import decode, insert, name_of, split_name, without_tensors
+from dstrat.checkpoint.portable.decode import SEPARATOR, decode, insert, name_of, split_name, without_tensors
 from dstrat.checkpoint.portable.format import (
     BLOCK,
     BUCKET,
@@ -64,7 +64,7 @@ def load_into(reader: CheckpointReader, template: Mapping[str, Any], *, rank: in
     Args:
         reader: The checkpoint.
         template: Nested dicts and lists with tensors, of any placements, under the names of the checkpoint's.  Other
-            tensors of the checkpoint are returned in full, except those below a None of the template: these are
+            tensors of the checkpoint are returned in full, except those at or below a None of the template: these are
             neither read nor returned.
         rank: Of this process.
         world_size: Of this job.
@@ -79,7 +79,9 @@ def load_into(reader: CheckpointReader, template: Mapping[str, Any], *, rank: in
     _check_fits(reader, index, targets, converted=optional)
     stored = {name: index[index[name].same_as or name] for name in targets}
     read_into(reader, [(stored[name], local_boxes(tensor, name)) for name, tensor in targets.items()])
-    remaining = [name for name in _job_names(index) if name not in targets and not name.startswith(skipped)]
+    remaining = [
+        name for name in _job_names(index) if name not in targets and not f"{name}{SEPARATOR}".startswith(skipped)
+    ]
     tensors = {**read_tensors(reader, remaining), **targets}
     checkpoint = _decoded(reader, STATE, tensors, skips=bool(skipped))
     return _with_rank_values(checkpoint, reader, index, rank=rank, world_size=world_size)

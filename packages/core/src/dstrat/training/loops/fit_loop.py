@@ -102,7 +102,7 @@ class FitLoop(Position):
         self.loss_weights = LossWeights(self._trainer.strategy)
         compiled = self._trainer.strategy.compiled_steps()
         self.logged.expect_weights(compiled is None and module.automatic_optimization)
-        if compiled is not None:
+        if compiled is not None and compiled.optimizer_steps:
             self._optimization = CompiledOptimization(self._trainer, module, compiled)
         elif module.automatic_optimization:
             self._optimization = AutomaticOptimization(self._trainer, module)

@@ -127,6 +127,8 @@ class AutomaticOptimization:
         self._after_backward = hooks.of("on_after_backward")
         self._before_optimizer_step = hooks.of("on_before_optimizer_step")
         self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
+        # Gradients that training_step computes are not divided, and scaled before the step.
+        self._divides = strategy.compiled_steps() is None
         # State of the current batch, in attributes, so that one closure serves all batches.
         self._arguments: tuple[Any, ...] = ()
         self._divisor = 1
@@ -172,7 +174,7 @@ class AutomaticOptimization:
         """
         loop = self._loop
         self._arguments, self._applies = arguments, applies
-        self._divisor, self._weight = loop.group_divisor, loop.group_weight + 1
+        self._divisor, self._weight = loop.group_divisor if self._divides else 1, loop.group_weight + 1
         try:
             # A strategy that accumulates by itself counts the batches in its optimizer's step.
             if applies or self._strategy.accumulates_gradients:
@@ -202,12 +204,13 @@ class AutomaticOptimization:
             self._clears = True
             loop.group_weight = 0
             loop.global_step += 1
-        return outputs
+        return outputs if self._divides else with_divided_loss(outputs, loop.group_divisor)
 
     def skip_batch(self, *, applies: bool) -> None:
         """Skip a batch; if it is the last of its group, step with the gradients of the group's other batches."""
         if applies and not self._clears:
-            self._divisor, self._weight = self._loop.group_divisor, self._loop.group_weight
+            self._divisor = self._loop.group_divisor if self._divides else 1
+            self._weight = self._loop.group_weight
             self._optimizer_step(self._prepare_step)
             self._loop.group_weight = 0
             self._loop.global_step += 1

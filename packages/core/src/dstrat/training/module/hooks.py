@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import MisuseError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from dstrat.interfaces.pipeline import Pipeline
 
 
 class DataHooks:
@@ -64,6 +68,17 @@ class ModuleHooks:
 
     def configure_model(self) -> None:
         """Create layers, with devices and processes known; called in every process before the strategy's setup."""
+
+    def configure_pipeline(self) -> Pipeline:
+        """Return the layers in order and the loss, for a strategy that divides the module into stages.
+
+        Raises:
+            MisuseError: The module does not define it.
+        """
+        raise MisuseError(
+            f"{type(self).__name__} has no configure_pipeline, which a pipeline (pp) needs: define it to return "
+            "dstrat.Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))"
+        )
 
     def on_fit_start(self) -> None:
         """Called at the start of a fit."""

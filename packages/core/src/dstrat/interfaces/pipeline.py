@@ -1,0 +1,110 @@
+"""Pipeline of a module: its layers in order and its loss, which a strategy divides into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module, Sequential
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+def first_of_batch(batch: Any) -> Any:
+    """Return the first element of a batch that is a tuple or list, or else the batch."""
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """Result of ``configure_pipeline`` of a module: a chain of layers, and the loss of its output.
+
+    A strategy with a pipeline assigns consecutive layers to its stages, and computes with microbatches.
+    ``training_step`` serves where there is one stage only::
+
+        def configure_pipeline(self):
+            return Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))
+
+    Attributes:
+        model: The module whose ``forward`` is the chain of the layers; evaluation steps call it with its input.
+        loss: Function of the model's output and a microbatch that returns the mean loss of the microbatch.
+        layers: The layers in order: each is called with the result of the one before, a tensor; None for those of a
+            model that is an ``nn.Sequential``.
+        inputs: Function of a batch that returns the input of the model, a tensor.
+        weight: Function of a microbatch that returns the number that its loss is the mean of, such as the number of
+            labels without padding; None for its number of samples.
+    """
+
+    model: Module
+    loss: Callable[[Any, Any], Tensor]
+    layers: Sequence[Module] | None = None
+    inputs: Callable[[Any], Any] = first_of_batch
+    weight: Callable[[Any], Any] | None = None
+
+    @property
+    def chain(self) -> list[Module]:
+        """The layers in order.
+
+        Raises:
+            MisuseError: They are not known.
+        """
+        if self.layers is not None:
+            return list(self.layers)
+        if isinstance(self.model, Sequential):
+            return list(self.model)
+        raise MisuseError(
+            f"Pipeline(model={type(self.model).__name__}) does not say in which order its layers are called: pass "
+            "layers=[self.first, *self.blocks, self.last], or a model that is an nn.Sequential"
+        )
+
+
+def split_batch(batch: Any, count: int) -> list[Any]:
+    """Return a batch as microbatches, whose sizes differ by at most one sample.
+
+    Args:
+        batch: Nested data whose tensors have the samples along their first dimension; other values are in each.
+        count: The number of microbatches.
+
+    Raises:
+        MisuseError: Tensors have different numbers of samples, or there are fewer samples than microbatches.
+    """
+    size = batch_size(batch)
+    if size < count:
+        raise MisuseError(
+            f"a batch of {size} samples cannot be divided into {count} microbatches: give batches of {count} samples "
+            "or more (drop_last=True for the last one), or fewer microbatches"
+        )
+
+    def microbatch(index: int) -> Any:
+        return apply_to_tensors(batch, lambda tensor: tensor.tensor_split(count)[index] if tensor.dim() else tensor)
+
+    return [microbatch(index) for index in range(count)]
+
+
+def batch_size(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        MisuseError: Its tensors have different numbers.
+    """
+    shapes: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            shapes.append(tuple(tensor.shape))
+        return tensor
+
+    apply_to_tensors(batch, note)
+    sizes = {shape[0] for shape in shapes}
+    if len(sizes) != 1:
+        raise MisuseError(
+            f"a batch with tensors of the shapes {shapes} cannot be divided into microbatches: the first dimension of "
+            "each must be the samples"
+        )
+    return sizes.pop()

@@ -1,0 +1,226 @@
+"""Pipelines: losses of one device on each layout and with each schedule, evaluation, and layers of other stages."""
+
+import pytest
+import torch
+from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_device_losses
+from tests.ranks import each, in_ranks
+from tests.ways_of_training import SHORT
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dstrat import Pipeline
+from dstrat.errors import DstratError, RequestError
+from dstrat_mesh import MeshStrategy
+
+LAYOUTS = {  # by the number of ranks; schedule and microbatches too
+    (2, "stages"): [
+        {"pp": 2},
+        {"pp": 2, "microbatches": 4},
+        {"pp": 2, "microbatches": 1},
+        {"pp": 2, "microbatches": 8, "schedule": "GPipe"},
+    ],
+    (4, "stages and shards"): [
+        {"pp": 4, "microbatches": 6},
+        {"pp": 4, "microbatches": 6, "schedule": "GPipe"},
+        {"pp": 2, "dp_shard": 2, "microbatches": 4},
+        {"pp": 2, "dp_shard": 2, "microbatches": 4, "schedule": "GPipe"},
+        {"pp": 2, "dp_replicate": 2},
+    ],
+    # In processes of their own: torch caches the meshes of split layers, also those of an earlier layout.
+    (4, "stages and split layers"): [{"pp": 2, "tp": 2, "microbatches": 4}],
+    (8, "stages, shards and split layers"): [{"pp": 2, "dp_shard": 2, "tp": 2}],
+    (8, "stages, replicas and shards"): [{"pp": 2, "dp_replicate": 2, "dp_shard": 2}],
+}
+
+
+class PipeNet(BlockNet):
+    """A small network whose layers are a chain."""
+
+    def layers(self, x):
+        return self(x)
+
+    def forward(self, x):
+        return BlockNet.layers(self, x)
+
+    def configure_pipeline(self):
+        return Pipeline(
+            model=self,
+            layers=[self.first, *self.blocks, self.last],
+            loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        )
+
+
+def split(module, mesh):
+    for block in module.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def started(cluster, meta=False, module_class=PipeNet, **options):
+    strategy = MeshStrategy(**options)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    if meta:
+        with strategy.model_sharded_context():
+            module = module_class()
+    else:
+        module = module_class()
+    if strategy.tensor_parallel_size > 1:
+        split(module, strategy.device_mesh)
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    return strategy
+
+
+def train(strategy, steps=20, accumulate=1, clip=None, algorithm="norm"):
+    """Train as a Trainer does: gradients are scaled before the step."""
+    losses, optimizer = [], strategy.optimizers[0]
+    groups = zip(*[iter(batches(steps * accumulate))] * accumulate, strict=True)
+    for index, group in enumerate(groups):
+        optimizer.zero_grad()
+        with strategy.no_backward_sync():
+            found = [one_pass(strategy, batch, index, accumulate) for batch in group[:-1]]
+        found.append(one_pass(strategy, group[-1], index, accumulate))
+        if accumulate > 1:
+            strategy.scale_gradients(optimizer, 1 / accumulate)
+        if clip is not None:
+            strategy.clip_gradients(optimizer, clip, algorithm)
+        optimizer.step()
+        losses.append(float(strategy.reduce(sum(found))))
+    return losses
+
+
+def losses(cluster, training, **options):
+    strategy = started(cluster, **options)
+    found = train(strategy, **training)
+    strategy.teardown()
+    return found
+
+
+WAYS = {
+    "plain": {},
+    "accumulation and clipping": {"accumulate": 2, "clip": 0.05, **SHORT},
+    "clipping by value": {"clip": 0.03, "algorithm": "value", **SHORT},
+}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_losses_are_those_of_one_device(layouts):
+    cases = {
+        f"{layout} {way}": {"training": training, **layout}
+        for layout in LAYOUTS[layouts]
+        for way, training in WAYS.items()
+        if way != "clipping by value" or layout == LAYOUTS[layouts][-1]
+    }
+    expected = {
+        name: pytest.approx(single_device_losses(PipeNet(), **case["training"]), rel=1e-6, abs=0)
+        for name, case in cases.items()
+    }
+    for found in in_ranks(each, layouts[0], function=losses, cases=cases):
+        assert found == expected
+
+
+def test_layers_that_are_made_without_memory_have_the_values_of_one_device():
+    cases = {
+        "stages": {"training": SHORT, "meta": True, "pp": 2, "dp_shard": 2},
+        "split": {"training": SHORT, "meta": True, "pp": 2, "tp": 2},
+    }
+    expected = dict.fromkeys(cases, pytest.approx(single_device_losses(PipeNet(), **SHORT), rel=1e-6))
+    for found in in_ranks(each, 4, function=losses, cases=cases):
+        assert found == expected
+
+
+# What does not fit is refused
+
+
+class Tied(PipeNet):
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+class Normed(PipeNet):
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[0].norm = nn.BatchNorm1d(10)
+
+
+class Outside(PipeNet):
+    def make_layers(self):
+        super().make_layers()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Unordered(PipeNet):
+    def configure_pipeline(self):
+        return Pipeline(model=self, loss=lambda output, batch: output.mean())
+
+
+def refusal(cluster, module_class, batch_size=8, **options):
+    strategy = MeshStrategy(pp=2, **options)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    strategy.connect({"BlockNet": BlockNet, **globals()}[module_class]())
+    try:
+        strategy.setup(Run(strategy.module))
+        strategy.training_step(next(batches(1, batch_size)), 0)
+    except DstratError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+
+
+def test_what_a_pipeline_cannot_do_is_refused():
+    cases = {
+        "the parameter 'blocks.0.up.weight' is in stages 0 and 1 of the pipeline": {"module_class": "Tied"},
+        "Normed has a BatchNorm1d, which normalizes over a batch": {"module_class": "Normed"},
+        "the pipeline has no layer with the parameter 'scale' of Outside": {"module_class": "Outside"},
+        "BlockNet has no configure_pipeline, which a pipeline (pp) needs": {"module_class": "BlockNet"},
+        "Pipeline(model=Unordered) does not say in which order": {"module_class": "Unordered"},
+        "a batch of 3 samples cannot be divided into 4": {
+            "module_class": "PipeNet",
+            "batch_size": 3,
+            "microbatches": 4,
+        },
+    }
+    for found in in_ranks(each, function=refusal, cases=cases):
+        for expected, message in found.items():
+            assert message.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pp": 2, "schedule": "ZBVZeroBubble"}, "would not be averaged over the data-parallel ranks"),
+        ({"pp": 2, "schedule": "1f1b"}, "schedule='1f1b' is not known: choose '1F1B' or 'GPipe'"),
+        ({"microbatches": 4}, "give pp=2 or more"),
+        ({"pp": 2, "state_dict_type": "full"}, "would leave all layers on each rank"),
+        ({"pp": 0}, "pp=0 is not a positive number"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(RequestError) as error:
+        MeshStrategy(**options)
+    assert message in str(error.value)
+
+
+def test_the_plan_shows_stages_and_the_bubble():
+    rows = {subject.strip(): (value, reason) for subject, value, reason in MeshStrategy(pp=2).describe_layout(4, 4)}
+    assert rows["mesh"][0] == "pp 2 x dp_shard 2"
+    assert rows["pp"] == ("[0, 2] [1, 3]", "stages of the model")
+    assert rows["schedule"] == ("1F1B, 2 microbatches", "idle 33% of the time: the bubble")
+
+
+def held(cluster):
+    strategy = started(cluster, pp=2)
+    train(strategy, steps=1)
+    own = [name for name, parameter in strategy.module.named_parameters() if not parameter.is_meta]
+    state = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]
+    strategy.teardown()
+    return sorted(own), sorted(state)
+
+
+def test_a_rank_has_the_layers_of_its_stage_only():
+    first, last = in_ranks(held)
+    assert sorted([*first[0], *last[0]]) == sorted(name for name, _ in PipeNet().named_parameters())
+    assert min(len(first[0]), len(last[0])) > 0
+    assert (first[0], last[0]) == (first[1], last[1])
