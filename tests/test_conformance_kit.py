@@ -276,7 +276,7 @@ FAULTS = [
         target="good:Averaging",
         test="test_its_record_is_complete_and_true",
         facts={"options": {"start_methode": "popen"}, "precisions": ("8-true",)},
-        words="names the precision '8-true'.*presets 'start_methode'",
+        words="names the unknown precision '8-true'.*presets 'start_methode'",
     ),
     Fault(
         target="gradients:SumsAgainWhatWasSummed",

@@ -134,7 +134,7 @@ def test_constants_of_the_host_are_those_of_every_batch(devices, iterations):
     class Constant(Regression):
         def training_step(self, batch, batch_idx):
             self.log("weight", weight, on_step=False, on_epoch=True)
-            return {"loss": super().training_step(batch, batch_idx), "kept": kept, "weight": weight}
+            return {"loss": super().training_step(batch, batch_idx), "kept": kept, "of_host": weight}
 
         def on_train_batch_end(self, results, batch, batch_idx) -> None:
             outputs.append(results)
@@ -145,7 +145,7 @@ def test_constants_of_the_host_are_those_of_every_batch(devices, iterations):
     count = devices * iterations
     assert len(module.losses) == 8 // devices
     assert outputs[0]["kept"].tolist() == [0, 1, 2] * count
-    assert outputs[0]["weight"].reshape(-1).tolist() == [0.25] * count
+    assert outputs[0]["of_host"].reshape(-1).tolist() == [0.25] * count
     assert float(trainer.callback_metrics["weight"]) == 0.25
 
 

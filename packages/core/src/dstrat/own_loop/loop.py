@@ -19,9 +19,9 @@ from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
 from dstrat.own_loop.steps import FunctionSteps, Settings, Steps
 from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
+from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.resolve import Request, resolve_request
-from dstrat.training.metrics.metric_objects import states_gathered_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

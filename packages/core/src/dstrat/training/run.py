@@ -11,6 +11,7 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.keywords import explain_keyword
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.interfaces.strategy import log_out_of_memory
+from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.defaults import with_callbacks_of
@@ -22,7 +23,6 @@ from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspe
 from dstrat.training.loggers.defaults import agree_on_folders
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated
-from dstrat.training.metrics.metric_objects import states_gathered_by
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import log_hyperparameters
 from dstrat.training.module.train_module import TrainModule

@@ -67,27 +67,27 @@ class Gradients(StrategyTests):
                 details="" if nearest else _compared(possible["right"], state),
             )
 
-    @standard("processes", "divisions")
+    @standard("processes", "gradients")
     def test_uneven_groups_are_the_mean_of_their_batches(self, world_size: int) -> None:
         self._check_division("uneven groups", "the last group of an epoch has 2 of 3 batches", world_size)
 
-    @standard("processes", "divisions")
+    @standard("processes", "gradients")
     def test_ranks_with_uneven_samples_take_the_same_steps(self, world_size: int) -> None:
         self._check_division("uneven ranks", "the samples do not divide into equal batches", world_size)
 
-    @standard("processes", "divisions")
+    @standard("processes", "gradients")
     def test_groups_of_a_loader_without_a_length_are_the_mean_of_their_batches(self, world_size: int) -> None:
         self._check_division(
             "unknown length", "each rank has another number of batches, which is not known before", world_size
         )
 
-    @standard("processes", "divisions")
+    @standard("processes", "gradients")
     def test_a_batch_without_a_loss_is_left_out_of_its_step(self) -> None:
         if 1 not in self.world_sizes:
             not_declared(f"{type(self).__name__} declares world_sizes = {self.world_sizes}, without 1")
         self._check_division("skipped batches", "the second batch has no loss", 1)
 
-    @standard("processes", "divisions")
+    @standard("processes", "gradients")
     def test_batches_count_by_their_weights(self, world_size: int) -> None:
         self.need_processes(world_size)
         if not self.subject.make().weighs_losses:

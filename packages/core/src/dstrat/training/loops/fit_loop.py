@@ -155,10 +155,13 @@ class FitLoop(Position):
         """Convert the counters of batches of another number of ranks, which had other shares of the data."""
         self.batches_done = self.data.scaled(self.batches_done, self.pending.saved_length)
         if self.pending.resume is not None and self.data.length and self.pending.saved_length:
-            ratio = self.pending.saved_world_size / self._trainer.world_size
-            # Lengths are rounded, so that their ratio is not exact; it counts where the batch size has changed too.
-            if abs(self.data.length - self.pending.saved_length * ratio) > 1 + ratio:
-                ratio = self.data.length / self.pending.saved_length
+            ratio, saved = self.pending.saved_world_size / self._trainer.world_size, self.pending.saved_length
+            # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the
+            # numbers of ranks do not explain it, as the batch size has changed too, or no rank has a share.
+            is_rounded_up = (saved - 1) * ratio < self.data.length < saved * ratio + 1
+            is_rounded_down = saved * ratio - 1 < self.data.length < (saved + 1) * ratio
+            if not (is_rounded_up or is_rounded_down):
+                ratio = self.data.length / saved
             self.pending.resume.batch_ratio = ratio
             self.group_weight *= ratio
         self.pending.saved_world_size = 0
