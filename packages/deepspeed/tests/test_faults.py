@@ -67,7 +67,7 @@ def test_the_others_notice_that_one_raises_before_there_is_an_engine(ranks, poin
 
 
 def fail_and_fit(cluster):
-    return {point: (fail(cluster, point)[0], fit(Faulty(), DeepSpeedStrategy(stage=3), cluster)) for point in POINTS}
+    return {point: (fail(cluster, point), fit(Faulty(), DeepSpeedStrategy(stage=3), cluster)) for point in POINTS}
 
 
 def test_a_fit_after_one_that_failed_gives_the_losses_of_one_device(ranks):

@@ -177,7 +177,7 @@ def test_an_alias_of_another_installed_package_is_refused(dstrat, site):
     )
 
 
-PUBLIC = {"dstrat", "dstrat.errors", "dstrat.testing"}
+PUBLIC = {"dstrat", "dstrat.errors", "dstrat.launch", "dstrat.testing"}
 """The modules whose names stay as they are, see docs/compatibility.md."""
 
 
