@@ -166,7 +166,7 @@ def _monitored(trainer: Trainer) -> dict[str, str] | None:
 
 def _environment(trainer: Trainer) -> dict[str, Any]:
     strategy = trainer.strategy
-    module = torch.get_device_module(strategy.root_device)
+    module = getattr(torch, strategy.root_device.type, None)  # torch_xla registers none
     name = getattr(module, "get_device_name", None)  # of GPUs and their like
     return {
         "python": platform.python_version(),
