@@ -63,7 +63,7 @@ class LossWeights:
             raise ConflictError(
                 f"{caller} a weight with the loss of {batch}, and {type(strategy).__name__} cannot weigh losses as it "
                 "is set up, since it does not average the gradients of all processes in each step, or cannot scale "
-                "them: leave the weight out, or choose another strategy, such as 'ddp' or 'fsdp'"
+                "them: leave the weight out, or choose another strategy"
             )
         if has_weight is not self.is_used:
             received, expected = ("a", "none") if has_weight else ("no", "one")

@@ -166,7 +166,7 @@ def _monitored(trainer: Trainer) -> dict[str, str] | None:
 
 def _environment(trainer: Trainer) -> dict[str, Any]:
     strategy = trainer.strategy
-    module = getattr(torch, strategy.root_device.type, None)  # torch_xla registers none
+    module = getattr(torch, strategy.root_device.type, None)  # not every backend registers one
     name = getattr(module, "get_device_name", None)  # of GPUs and their like
     return {
         "python": platform.python_version(),
