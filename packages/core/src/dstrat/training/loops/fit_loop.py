@@ -81,11 +81,6 @@ class FitLoop(Position):
         return self._run.should_stop and enough
 
     @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers that ``TrainModule.optimizers`` returns: proxies in manual optimization."""
-        return self._run.strategy.optimizers if self._optimization is None else self._optimization.optimizers
-
-    @property
     def manual_optimization(self) -> ManualOptimization | None:
         """The manual optimization; None in automatic optimization."""
         return self._optimization if isinstance(self._optimization, ManualOptimization) else None

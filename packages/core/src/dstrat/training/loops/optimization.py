@@ -100,14 +100,12 @@ class AutomaticOptimization:
         run: Has the module, the strategy and the hooks.
 
     Attributes:
-        optimizers: The result of the module's ``optimizers`` method.
         is_in_backward: Whether a backward pass of the current batch has begun.
     """
 
     def __init__(self, run: Run) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self._run, self._module, self._strategy = run, module, strategy
-        self.optimizers = strategy.optimizers
         self._optimizer = _single(strategy.optimizers)
         self._training_step = run.profiled("training_step", bind_step(strategy, module, "training_step"))
         self._backward = run.profiled("backward", bind_backward(strategy))
