@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from dstrat.checkpoint.full_state import full_optimizer_state
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -246,7 +247,7 @@ def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[
 def full_state(strategy: Any) -> dict[str, Any]:
     """Return the state of a strategy's module and optimizer as plain values; of the first rank; collective."""
     module = strategy.module_state_dict()
-    optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+    optimizers = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
     return {"module": _plain(module), "optimizer": _plain(optimizers)}
 
 
