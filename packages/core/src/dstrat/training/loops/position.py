@@ -234,6 +234,8 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean_weights = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]} if weights else None
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
     of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
+    if of_all["beginning"] is not None:  # the numbers of batches in it are those of the saved ranks
+        of_all["beginning"] = {**of_all["beginning"], "restarts": []}
     return {**nothing, **of_all, "gradients": mean or None, "weights": mean_weights}
 
 
