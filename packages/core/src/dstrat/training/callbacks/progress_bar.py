@@ -186,7 +186,7 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_epoch(trainer)
         if self._display is not None:
-            self._summary = describe_training(trainer, *self._start, self._values)
+            self._summary = describe_training(trainer.run, *self._start, self._values)
         self._close()
 
     @override
@@ -246,9 +246,9 @@ class ProgressBar(Callback):
         summary, self._summary = self._summary, ""
         self._loss = None
         if stop is not None:
-            print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
+            print(describe_stop(trainer.run, stop), file=sys.stderr, flush=True)
         elif summary:
-            print(f"{summary}{describe_files(trainer)}", file=sys.stderr, flush=True)
+            print(f"{summary}{describe_files(trainer.run)}", file=sys.stderr, flush=True)
 
     # Methods to override
 
@@ -266,15 +266,17 @@ class ProgressBar(Callback):
         finished, self._training = self._training, None
         if self._display is not None and finished is not None:
             self._take_values(trainer)
-            self._display.finish(finished, mark_best(trainer, values_of_epoch(self._values)))
+            self._display.finish(finished, mark_best(trainer.run, values_of_epoch(self._values)))
 
     def _start_evaluation(self, trainer: Trainer, title: str) -> None:
         self._open(trainer)
         self._reach(trainer)
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
             self._take_values(trainer)  # displayed during the validation
+        loop = trainer.run.evaluation_loop
+        assert loop is not None  # noqa: S101 - this is a hook of it
         self._evaluation = EvaluationProgress(
-            title, trainer.context.evaluation_batches, trainer.strategy.evaluation_batches_per_item()
+            title, loop.current_batches, trainer.strategy.evaluation_batches_per_item()
         )
         self._evaluation_start = monotonic()
         self._update_when_due(trainer)
