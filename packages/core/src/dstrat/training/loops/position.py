@@ -250,6 +250,7 @@ class ResumeState:
         has_begun: Whether the state is of the first batch of an epoch, for which loaders had been made anew.
         batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
             that saved.
+        weights: The weights of the losses whose gradients are accumulated; None without any, or without gradients.
     """
 
     def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -259,17 +260,15 @@ class ResumeState:
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
         self.position = state.get("place")  # absent in older checkpoints
         self.has_begun: bool = state.get("begun", False)  # the same
+        self.weights: Mapping[str, float] | None = state.get("weights")  # the same
 
     def restore(self) -> None:
         """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
         trainer, state = self._trainer, self._state
         strategy = trainer.strategy
-        if trainer.fit_loop.group_weight:
-            trainer.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
-            if trainer.fit_loop.loss_weights.is_used is False:  # so logged values wait for none
-                trainer.fit_loop.logged.expect_weights(False)
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
+        self._restore_weights()
         if state["logged"] is not None:
             trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         loader = trainer.fit_loop.data.loader
@@ -297,9 +296,19 @@ class ResumeState:
                 if parameter.grad is not None and self.batch_ratio != 1:
                     parameter.grad *= self.batch_ratio  # a sum over batches
             return
-        self._trainer.fit_loop.group_weight = 0
+        self._trainer.fit_loop.group_weight, self.weights = 0, None
         if self._trainer.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
                 "the strategy shards gradients"
             )
+
+    def _restore_weights(self) -> None:
+        loop = self._trainer.fit_loop
+        if loop.manual_optimization is not None:
+            if self.weights:
+                loop.manual_optimization.load_weights_state(self.weights, self.batch_ratio)
+        elif loop.group_weight:
+            loop.loss_weights.load_state_dict(self.weights, self.batch_ratio)
+            if loop.loss_weights.is_used is False:  # so logged values wait for none
+                loop.logged.expect_weights(False)
