@@ -442,13 +442,18 @@ class FitLoop(Position):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
+        manual = self.manual_optimization
+        if manual is not None:
+            weights = manual.weights_state()
+        else:
+            weights = self.loss_weights.state_dict() if self.in_group > 0 else None
         return rank_state(
             self._run,
             self.data.beginning,
             random=self.pending.random_state or self._before_first_batch or RandomState.capture(),
             logged=self.pending.logged or self.logged.state_dict(),
-            has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
-            weights=self.loss_weights.state_dict() if self.in_group > 0 else None,
+            has_gradients=not self.is_in_backward and (manual is not None or self.in_group > 0),
+            weights=weights,
         )
 
     @property
@@ -461,6 +466,12 @@ class FitLoop(Position):
     def is_in_backward(self) -> bool:
         """Whether the accumulated gradients include those of the current batch, which a resume repeats."""
         return self._optimization is not None and self._optimization.is_in_backward
+
+    def drop_gradients(self) -> None:
+        """Resume without the accumulated gradients of the checkpoint, which the strategy cannot restore."""
+        self.group_weight = 0
+        if self.pending.resume is not None:
+            self.pending.resume.weights = None
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a rank in a checkpoint, when the next epoch begins."""

@@ -252,6 +252,7 @@ class ResumeState:
         has_begun: Whether the state is of the first batch of an epoch, for which loaders had been made anew.
         batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
             that saved.
+        weights: The weights of the losses whose gradients are accumulated; None without any, or without gradients.
     """
 
     def __init__(self, run: Run, state: Mapping[str, Any]) -> None:
@@ -261,17 +262,15 @@ class ResumeState:
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
         self.position = state.get("place")  # absent in older checkpoints
         self.has_begun: bool = state.get("begun", False)  # the same
+        self.weights: Mapping[str, float] | None = state.get("weights")  # the same
 
     def restore(self) -> None:
         """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
         run, state = self._run, self._state
         strategy = run.strategy
-        if run.fit_loop.group_weight:
-            run.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
-            if run.fit_loop.loss_weights.is_used is False:  # so logged values wait for none
-                run.fit_loop.logged.expect_weights(False)
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
+        self._restore_weights()
         if state["logged"] is not None:
             run.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         loader = run.fit_loop.data.loader
@@ -299,9 +298,19 @@ class ResumeState:
                 if parameter.grad is not None and self.batch_ratio != 1:
                     parameter.grad *= self.batch_ratio  # a sum over batches
             return
-        self._run.fit_loop.group_weight = 0
+        self._run.fit_loop.group_weight, self.weights = 0, None
         if self._run.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
                 "the strategy shards gradients"
             )
+
+    def _restore_weights(self) -> None:
+        loop = self._run.fit_loop
+        if loop.manual_optimization is not None:
+            if self.weights:
+                loop.manual_optimization.load_weights_state(self.weights, self.batch_ratio)
+        elif loop.group_weight:
+            loop.loss_weights.load_state_dict(self.weights, self.batch_ratio)
+            if loop.loss_weights.is_used is False:  # so logged values wait for none
+                loop.logged.expect_weights(False)
