@@ -330,7 +330,8 @@ def _read(file: IO[bytes]) -> Any:
     if is_archive:
         import torch
 
-        return torch.load(file, weights_only=False)
+        # On the CPU: each process has a device of its own, and the one that launched the job uses none.
+        return torch.load(file, map_location="cpu", weights_only=False)
     return pickle.load(file)  # noqa: S301 - our own process wrote it into a folder that only we can read
 
 
