@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -157,6 +158,18 @@ def test_tensors_of_a_device_travel_by_value_without_its_index():
     assert (values.tolist(), device_type, requires_grad) == ([0.0, 1.0, 2.0], "cuda", False)
     assert received["host"].tolist() == [1.0, 1.0]
     assert b"cuda:1" not in message
+
+
+def test_an_interface_is_selected_for_any_backend(monkeypatch):
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+
+    selected = []
+    monkeypatch.setattr("dstrat.parallel.process_group.select_interface", lambda *peer: selected.append(peer))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        open_process_group(LoopbackCluster(0, 1, port, listener), backend="fake", timeout=TIMEOUT)
+        close_process_group()
+    assert selected == [("127.0.0.1", port)]
 
 
 def test_a_process_group_can_be_opened_again_in_the_same_job():
