@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import (
     Beginning,
     generator_states,
@@ -124,7 +124,7 @@ class Pending:
     saved_length: int | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
     saved_world_size: int = 0
-    random_state: RandomState | None = None
+    random_state: RankRandomState | None = None
     logged: dict[str, Any] | None = None
 
 
@@ -138,7 +138,7 @@ def rank_state(
     run: Run,
     beginning: Beginning | None,
     *,
-    random: RandomState,
+    random: RankRandomState,
     logged: dict[str, Any],
     has_gradients: bool,
     weights: dict[str, float] | None,
@@ -153,12 +153,12 @@ def rank_state(
         has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
         weights: The weights of the batches of which the accumulated gradients are; None if they have none.
     """
-    strategy, loop = run.strategy, run.fit_loop
+    loop = run.fit_loop
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
     in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
     return {
-        "random": random.state_dict(),
-        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "random": random.host.state_dict(),
+        "device_random": random.device,
         "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in run.fit_loop.validation_loaders],
