@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.keywords import explain_keyword
 from dstrat.interfaces.optimizers import Optimization
@@ -73,7 +73,7 @@ def launch(run: Run, ckpt_path: CheckpointRequest) -> Any:
 
 def _execute_elsewhere(random_state: RandomState, run: Run, ckpt_path: CheckpointRequest) -> RunResult:
     """Execute a run in another process, with the random state of the process that launched it."""
-    random_state.restore()
+    random_state.restore_in_new_process()
     return execute(run, ckpt_path)
 
 
@@ -239,14 +239,14 @@ def _fit(run: Run) -> None:
 
 def _sanity_check(run: Run, validation: EvaluationLoop, at_most: int | None) -> None:
     """Run a few validation batches before the training."""
-    random_state = RandomState.capture()  # training draws the same random numbers with and without the check
+    random_state = RankRandomState.capture(run.strategy)  # training draws the same numbers with and without the check
     run.sanity_checking = True
     with run.interruption:
         validation.run(at_most)
-    random_state.restore()  # for a checkpoint that the hook saves; again below, as the hook may draw numbers
+    random_state.restore(run.strategy)  # for a checkpoint that the hook saves; again below, as the hook may draw
     run.hooks.call_callbacks("on_sanity_check_end")
     run.sanity_checking = False
-    random_state.restore()
+    random_state.restore(run.strategy)
     run.reset_metrics()  # values of a few batches are not results
 
 

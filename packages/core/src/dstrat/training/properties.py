@@ -11,6 +11,7 @@ from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from dstrat.training.notebook import MetricValues
 from dstrat.training.run import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from dstrat.training.settings import setting
 
@@ -450,17 +451,17 @@ class TrainerProperties(NamedArguments):
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Latest value of each logged name."""
-        return dict(self.metrics.callback_values)
+        return MetricValues(self.metrics.callback_values)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Latest values that loggers write, by name."""
-        return self.metrics.written_values
+        return MetricValues(self.metrics.written_values)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Latest values that the progress bar shows, by name; reads them from the device."""
-        return self.metrics.shown_values
+        return MetricValues(self.metrics.shown_values)
 
     @property
     def called_callbacks(self) -> list[Callback]:

@@ -351,7 +351,7 @@ class Trainer(TrainerProperties):
             weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
-        return self._show("validate", results) if verbose else results
+        return self._show("validate", results, verbose=verbose)
 
     def test(
         self,
@@ -374,7 +374,7 @@ class Trainer(TrainerProperties):
             weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
-        return self._show("test", results) if verbose else results
+        return self._show("test", results, verbose=verbose)
 
     def predict(
         self,
@@ -468,12 +468,13 @@ class Trainer(TrainerProperties):
         requested = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
         return self._launch(stage, sources, requested, **settings)
 
-    def _show(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Print the results of an evaluation, and return them."""
-        from dstrat.training.results import show_results
+    def _show(self, stage: str, values: list[dict[str, float]] | None, *, verbose: bool) -> list[dict[str, float]]:
+        """Return the results of an evaluation, and show them once for the job."""
+        from dstrat.training.evaluation_results import EvaluationResults
 
-        if self.is_global_zero and not self.barebones and results:  # empty on a machine without global rank 0
-            show_results(stage, results)
+        results = EvaluationResults(stage, values or ())  # None on a machine without global rank 0
+        if verbose and self.is_global_zero and not self.barebones and results:
+            results.show()
         return results
 
     def _launch(self, stage: Stage, sources: DataSources, ckpt_path: CheckpointRequest, **settings: Any) -> Any:

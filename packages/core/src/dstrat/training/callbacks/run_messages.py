@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from dstrat.training.run import Run
 
 
+BEST = " (best)"
+"""Mark of a value that was the best one of its name when it was displayed."""
+
+
 def read_loss(loss: Any) -> float | None:
     """Return the loss of a batch, read from its device; None for what is no number, as in manual optimization."""
     if isinstance(loss, int | float) or (hasattr(loss, "numel") and loss.numel() == 1 and not loss.is_complex()):
@@ -45,7 +49,7 @@ def mark_best(run: Run, values: Mapping[str, float | str]) -> dict[str, float | 
         if score is not None:
             best[getattr(callback, "monitor", None)] = float(score)
     return {
-        name: f"{format_value(value)} (best)" if name in best and best[name] == value else value
+        name: f"{format_value(value)}{BEST}" if name in best and best[name] == value else value
         for name, value in values.items()
     }
 

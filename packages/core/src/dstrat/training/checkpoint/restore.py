@@ -132,7 +132,7 @@ class CheckpointRestore:
             run.strategy.load_rank_state(rank_state["strategy"])
         # A decision of all ranks: one may have no shard of any gradient, and another one has.
         if run.strategy.reduce_boolean_decision(bool(dropped)):
-            run.fit_loop.group_weight = 0
+            run.fit_loop.drop_gradients()
             if run.is_global_zero:
                 _log.warning("%s %s", self._path, dropped)
 
@@ -147,7 +147,7 @@ class CheckpointRestore:
         how = f"{saved_by} processes and is continued by {run.world_size}"
         dropped = _describe_dropped(checkpoint, first)
         if dropped:
-            run.fit_loop.group_weight = 0
+            run.fit_loop.drop_gradients()
         self._log_summary(how, first, dropped)
 
     def _log_summary(self, how: str, rank_state: Mapping[str, Any] | None, dropped: str) -> None:

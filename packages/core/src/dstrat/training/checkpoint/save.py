@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.portable.format import SAVED_WITH
 from dstrat.checkpoint.strategy_state import (
+    gather_on_host,
     module_entries,
     optimization_entries,
     rank_buffers,
@@ -137,7 +138,7 @@ def _of_each_rank(run: Run, rank_state: dict[str, Any]) -> dict[str, Any]:
     """Return the entry with the states of all ranks, or of this rank only if every rank saves; collective."""
     if run.strategy.checkpoint_io.is_collective:
         return {"per_rank": rank_state}
-    return {"ranks": _gather(run.strategy, rank_state)}
+    return {"ranks": gather_on_host(run.strategy, rank_state)}
 
 
 def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
@@ -151,12 +152,9 @@ def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers
     if "per_rank" in checkpoint:
         checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, buffers)
     elif "ranks" in checkpoint:
-        for state, of_rank in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, buffers)), strict=True):
+        of_ranks = gather_on_host(strategy, rank_buffers(strategy, buffers))
+        for state, of_rank in zip(checkpoint["ranks"], of_ranks, strict=True):
             state["buffers"] = of_rank
-
-
-def _gather(strategy: Strategy, value: Any) -> list[Any]:
-    return [strategy.broadcast(value, src=rank) for rank in range(strategy.world_size)]
 
 
 # Final state of a fit, on the CPU, for a checkpoint after the fit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -375,12 +375,12 @@ class FitLoop(Position):
         ):
             # A checkpoint that is saved during the validation repeats it when it is resumed, with its random state.
             self.phase = "batch_end"
-            random_state = self.pending.random_state = RandomState.capture()
+            random_state = self.pending.random_state = RankRandomState.capture(self._run.strategy)
             try:
                 self._validate(validation, frees_gradients=self.in_group == 0 and self.manual_optimization is None)
             except BaseException:  # a signal too, after which a checkpoint is saved
                 self.phase = "batch_end"
-                random_state.restore()
+                random_state.restore(self._run.strategy)
                 raise
             finally:
                 self.pending.random_state = None
@@ -437,13 +437,18 @@ class FitLoop(Position):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
+        manual = self.manual_optimization
+        if manual is not None:
+            weights = manual.weights_state()
+        else:
+            weights = self.loss_weights.state_dict() if self.in_group > 0 else None
         return rank_state(
             self._run,
             self.data.beginning,
-            random=self.pending.random_state or self._before_first_batch or RandomState.capture(),
+            random=self.pending.random_state or RankRandomState.capture(self._run.strategy, self._before_first_batch),
             logged=self.pending.logged or self.logged.state_dict(),
-            has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
-            weights=self.loss_weights.state_dict() if self.in_group > 0 else None,
+            has_gradients=not self.is_in_backward and (manual is not None or self.in_group > 0),
+            weights=weights,
         )
 
     @property
@@ -456,6 +461,12 @@ class FitLoop(Position):
     def is_in_backward(self) -> bool:
         """Whether the accumulated gradients include those of the current batch, which a resume repeats."""
         return self._optimization is not None and self._optimization.is_in_backward
+
+    def drop_gradients(self) -> None:
+        """Resume without the accumulated gradients of the checkpoint, which the strategy cannot restore."""
+        self.group_weight = 0
+        if self.pending.resume is not None:
+            self.pending.resume.weights = None
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a rank in a checkpoint, when the next epoch begins."""

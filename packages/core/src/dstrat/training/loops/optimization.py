@@ -126,6 +126,7 @@ class AutomaticOptimization:
         self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
         # Gradients that training_step computes are not divided, and scaled before the step.
         self._divides = strategy.compiled_steps() is None
+        strategy.weigh_batch = None if self._divides else self._weigh_early
         # State of the current batch, in attributes, so that one closure serves all batches.
         self._arguments: tuple[Any, ...] = ()
         self._divisor = 1
@@ -246,7 +247,8 @@ class AutomaticOptimization:
         if isinstance(outputs, Mapping):
             loss, weight = outputs.get("loss"), outputs.get("weight")
         if isinstance(loss, Tensor):
-            if weight is None and self._weights.is_used is False:
+            is_weighed = weight is not None and not self._divides  # by _weigh_early
+            if is_weighed or (weight is None and self._weights.is_used is False):
                 return loss
             return self._weigh(loss, weight)
         if outputs is not None:
@@ -268,6 +270,10 @@ class AutomaticOptimization:
         weighted = loss if weight is None else self._weights.scale(loss, weight, is_first=self._clears)
         self._loop.logged.weigh_batch(weight)
         return weighted
+
+    def _weigh_early(self, weight: Tensor) -> Tensor:
+        """Return the factor of a loss whose gradients the strategy computes within ``training_step``."""
+        return self._weigh(torch.ones_like(weight), weight)
 
     def _warn_of_no_loss(self) -> None:
         if not self._has_warned:

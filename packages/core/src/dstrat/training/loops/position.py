@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import (
     Beginning,
     generator_states,
@@ -124,7 +124,7 @@ class Pending:
     saved_length: int | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
     saved_world_size: int = 0
-    random_state: RandomState | None = None
+    random_state: RankRandomState | None = None
     logged: dict[str, Any] | None = None
 
 
@@ -138,7 +138,7 @@ def rank_state(
     run: Run,
     beginning: Beginning | None,
     *,
-    random: RandomState,
+    random: RankRandomState,
     logged: dict[str, Any],
     has_gradients: bool,
     weights: dict[str, float] | None,
@@ -153,12 +153,12 @@ def rank_state(
         has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
         weights: The weights of the batches of which the accumulated gradients are; None if they have none.
     """
-    strategy, loop = run.strategy, run.fit_loop
+    loop = run.fit_loop
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
     in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
     return {
-        "random": random.state_dict(),
-        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "random": random.host.state_dict(),
+        "device_random": random.device,
         "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in run.fit_loop.validation_loaders],
@@ -234,6 +234,8 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean_weights = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]} if weights else None
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
     of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
+    if of_all["beginning"] is not None:  # the numbers of batches in it are those of the saved ranks
+        of_all["beginning"] = {**of_all["beginning"], "restarts": []}
     return {**nothing, **of_all, "gradients": mean or None, "weights": mean_weights}
 
 
@@ -250,6 +252,7 @@ class ResumeState:
         has_begun: Whether the state is of the first batch of an epoch, for which loaders had been made anew.
         batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
             that saved.
+        weights: The weights of the losses whose gradients are accumulated; None without any, or without gradients.
     """
 
     def __init__(self, run: Run, state: Mapping[str, Any]) -> None:
@@ -259,17 +262,15 @@ class ResumeState:
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
         self.position = state.get("place")  # absent in older checkpoints
         self.has_begun: bool = state.get("begun", False)  # the same
+        self.weights: Mapping[str, float] | None = state.get("weights")  # the same
 
     def restore(self) -> None:
         """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
         run, state = self._run, self._state
         strategy = run.strategy
-        if run.fit_loop.group_weight:
-            run.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
-            if run.fit_loop.loss_weights.is_used is False:  # so logged values wait for none
-                run.fit_loop.logged.expect_weights(False)
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
+        self._restore_weights()
         if state["logged"] is not None:
             run.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
         loader = run.fit_loop.data.loader
@@ -297,9 +298,19 @@ class ResumeState:
                 if parameter.grad is not None and self.batch_ratio != 1:
                     parameter.grad *= self.batch_ratio  # a sum over batches
             return
-        self._run.fit_loop.group_weight = 0
+        self._run.fit_loop.group_weight, self.weights = 0, None
         if self._run.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
                 "the strategy shards gradients"
             )
+
+    def _restore_weights(self) -> None:
+        loop = self._run.fit_loop
+        if loop.manual_optimization is not None:
+            if self.weights:
+                loop.manual_optimization.load_weights_state(self.weights, self.batch_ratio)
+        elif loop.group_weight:
+            loop.loss_weights.load_state_dict(self.weights, self.batch_ratio)
+            if loop.loss_weights.is_used is False:  # so logged values wait for none
+                loop.logged.expect_weights(False)
