@@ -203,10 +203,10 @@ def _slices(box: LocalBox) -> tuple[slice, ...]:
 
 
 def full_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the full state of an optimizer, on global rank 0 if ranks have parts of it; collective.
+    """Return the full state of an optimizer, on global rank 0 only if ranks have parts of it; collective.
 
-    A strategy need not define it: from ``sharded_optimizer_state``, whose entries may be sharded, or be of different
-    parameters on each rank, it is gathered here.
+    It is gathered from ``sharded_optimizer_state``, unless the strategy defines ``optimizer_state``.  Entries of
+    parameters may be sharded, or exist on one rank each.
     """
     if strategy.replicates_state or type(strategy).optimizer_state is not Strategy.optimizer_state:
         return strategy.optimizer_state(optimizer)
@@ -215,13 +215,14 @@ def full_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, 
     common = set(names[0]).intersection(*names)
     entries = gather_state({name: named["state"][name] for name in sorted(common)}, strategy)
     for rank, names_of_rank in enumerate(names):  # the entries of one rank at a time
-        foreign = [name for name in names_of_rank if name not in common]
-        if foreign:
-            own = {
-                name: apply_to_tensors(named["state"][name], Tensor.cpu) for name in foreign if name in named["state"]
-            }
-            received = strategy.broadcast(own, src=rank)
-            entries |= received if strategy.is_global_zero else {}
+        local = {}
+        if rank == strategy.global_rank:
+            local = {name: named["state"][name] for name in names_of_rank if name not in common}
+        if common.issuperset(names_of_rank):
+            continue
+        received = strategy.broadcast(apply_to_tensors(local, Tensor.cpu), src=rank)
+        if strategy.is_global_zero:
+            entries |= received
     return number_parameters({**named, "state": entries}) if strategy.is_global_zero else {}
 
 
@@ -235,11 +236,9 @@ def load_full_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: M
         strategy.load_optimizer_state(optimizer, state)
         return
     received = strategy.broadcast(dict(state))
-    groups = named_state(optimizer, strategy.module)["param_groups"]
-    names = [group["params"] for group in groups]
-    if (
-        mismatch := groups_misfit(optimizer, names, [group["params"] for group in received["param_groups"]])
-    ) is not None:
+    current = named_state(optimizer, strategy.module)["param_groups"]
+    names, saved = ([group["params"] for group in groups] for groups in (current, received["param_groups"]))
+    if (mismatch := groups_misfit(optimizer, names, saved)) is not None:
         raise CheckpointError(mismatch)
     strategy.load_sharded_optimizer_state(optimizer, name_parameters(received, names))
 
