@@ -789,7 +789,11 @@ class Strategy(ABC):
         check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer; collective."""
+        """Return the full state of an optimizer; collective.
+
+        A strategy with ``replicates_state=False`` need not override it and :meth:`load_optimizer_state`: checkpoints
+        gather the entries of :meth:`sharded_optimizer_state`, and :meth:`load_sharded_optimizer_state` loads full ones.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -847,7 +851,8 @@ class Strategy(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters, with this process's shards; collective.
 
-        Of sharded parameters it has zeros before the first step, as a template.
+        A process that has the state of some parameters only returns their entries.  Of sharded parameters it has zeros
+        before the first step, as a template.
         """
         return named_state(optimizer, self.module)
 
