@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrat.launch.nccl_status import CollectivesNotes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import timedelta
@@ -233,7 +235,9 @@ def watched_for_hangs(
     if limit is None or size == 1:
         yield None
         return
-    from dstrat.launch.rank import this_rank  # only runs of several processes need it
+    import torch.distributed  # only runs of several processes need it, and the supervisor imports this module
+
+    from dstrat.launch.rank import this_rank
 
     started = this_rank()
     # A rank that sees no peers waits for as long as they may be in a collective, and never less than the limit.
@@ -245,9 +249,14 @@ def watched_for_hangs(
         from dstrat.launch.peer_watch import PeerWatch  # which needs this module
 
         watch = PeerWatch(*limits, rank=rank, local_rank=local_rank, size=size)
+    notes = None
+    if started is not None and torch.distributed.is_nccl_available():
+        notes = CollectivesNotes(started.folder, os.getpid())
     try:
         yield watch.beat
     finally:
+        if notes is not None:
+            notes.close()
         watch.close()
 
 
@@ -367,7 +376,12 @@ def _prefixes_of_waits() -> tuple[str, ...]:
     assert torch.origin is not None  # noqa: S101 - likewise
     ours, theirs = Path(__file__).parents[1], Path(torch.origin).parent
     folders = [theirs / "distributed", theirs / "autograd", ours / "parallel"]
-    # On a GPU a collective returns at once, and the code that reads its result waits.  In the file of the votes that is
-    # one function: another one there yields batches, and is on the stack while a program's loader computes.
-    readers = [str(ours / "interfaces" / "strategy.py"), f"{ours / 'training' / 'loops' / 'stopping.py'} in take"]
-    return *(os.path.join(folder, "") for folder in folders), *readers  # noqa: PTH118 - the end of a folder's name
+    # On a GPU a collective returns at once, and the code that reads its result waits: single functions, as others of
+    # these files are on the stack while a step or a program's loader computes.
+    readers = {
+        ours / "interfaces" / "strategy.py": ("read_values", "reduce_boolean_decision"),
+        ours / "training" / "loops" / "stopping.py": ("take",),
+        ours / "training" / "metrics" / "reduction.py": ("exchange_", "_reduce_all"),
+    }
+    functions = [f"{file} in {name}" for file, names in readers.items() for name in names]
+    return *(os.path.join(folder, "") for folder in folders), *functions  # noqa: PTH118 - the end of a folder's name
