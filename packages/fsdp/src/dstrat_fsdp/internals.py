@@ -169,6 +169,12 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def clamp(tensors: list[Tensor], largest: float) -> None:
+    """Limit the values of tensors in place, in two calls."""
+    torch._foreach_clamp_min_(tensors, -largest)
+    torch._foreach_clamp_max_(tensors, largest)
+
+
 # Process groups and meshes
 
 

@@ -153,7 +153,7 @@ def rank_state(
         has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
         weights: The weights of the batches of which the accumulated gradients are; None if they have none.
     """
-    strategy, loop = trainer.strategy, trainer.fit_loop
+    loop = trainer.fit_loop
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
     in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
     return {
