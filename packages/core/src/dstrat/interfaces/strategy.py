@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -66,10 +66,23 @@ class Components:
     precision_plugin: Precision | None = None
     launcher: Launcher | None = None
 
+    def __post_init__(self) -> None:
+        if self.parallel_devices is not None:
+            object.__setattr__(self, "parallel_devices", tuple(map(_indexed, self.parallel_devices)))
+
     def without_names(self) -> Components:
         """Return the components that are objects, without those that the user passed as an alias or a class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return a device with its index, as tensors on it have one; ``"cuda"`` is the first one of this type."""
+    import torch
+
+    device = torch.device(device)
+    has_index = device.index is not None or device.type in ("cpu", "meta")
+    return device if has_index else torch.device(device.type, 0)
 
 
 Parts = Components  # its first name
@@ -485,13 +498,13 @@ class Strategy(ABC):
 
         It is called at the end of every run, also after an error in any of the methods before it.
         """
-        if self._module is not None:
-            # As cpu() does; after an error a layer may be on the meta device, without memory.
-            self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
         self.optimizers, self.lr_schedulers = [], []
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        with ExitStack() as stack:  # each of them, also where nothing can be copied from a device after its error
+            for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
+                stack.callback(component.teardown)
+            if self._module is not None:
+                # As cpu() does; after an error a layer may be on the meta device, without memory.
+                self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
 
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""
@@ -738,19 +751,21 @@ class Strategy(ABC):
 
         accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
         if accelerator is None or accelerator.supports_dtype(torch.float64):
-            return torch.stack([tensor.reshape(()).to(torch.float64) for tensor in tensors]).tolist() if tensors else []
+            # A process with several devices may have values on each.
+            values = [tensor.reshape(()).to(tensors[0].device, torch.float64) for tensor in tensors]
+            return torch.stack(values).tolist() if tensors else []
         # One copy for each dtype: no other dtype holds all values of float32 and of the integers.
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, {})[index] = tensor.reshape(())
-        values = [0.0] * len(tensors)
+        numbers = [0.0] * len(tensors)
         for same in by_dtype.values():
             # A single one is copied as it is: stacked, it would be one more graph of a lazy device.
             tensors_of_dtype = [*same.values()]
             read = torch.stack(tensors_of_dtype).tolist() if len(same) > 1 else [tensors_of_dtype[0].item()]
             for index, value in zip(same, read, strict=True):
-                values[index] = float(value)
-        return values
+                numbers[index] = float(value)
+        return numbers
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
         """Return whether all processes (or any of them) decided for it; collective."""
