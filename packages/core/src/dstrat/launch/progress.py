@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
 _IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redrawn writes a thousand
 _IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, which other jobs use too
+_NETWORK_SHARE = 0.002  # of one processor, which a process uses at least while it receives at that rate
 MARGIN = 1.0  # seconds; a peer's collective that ends by the same timeout reports more
 _PATIENCE = 5.0  # seconds that a rank in a collective waits longer than the hung one, so that the hung one is named
 PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
@@ -56,12 +57,12 @@ class Activity:
     def is_idle_since(self, before: Activity) -> bool:
         """Return whether the process was idle between two readings."""
         duration = self.time - before.time
-        # Both shrink when a descendant ends; that is activity too.
-        return (
-            abs(self.seconds - before.seconds) < _IDLE_SHARE * duration
-            and abs(self.num_bytes - before.num_bytes) < _IDLE_RATE * duration
-            and abs(self.num_network_bytes - before.num_network_bytes) < _IDLE_NETWORK_RATE * duration
-        )
+        # They shrink when a descendant ends; that is activity too.
+        seconds, num_bytes = abs(self.seconds - before.seconds), abs(self.num_bytes - before.num_bytes)
+        num_network_bytes = abs(self.num_network_bytes - before.num_network_bytes)
+        # On a machine with other jobs the network is always busy, also for a process that sleeps.
+        uses_network = num_network_bytes >= _IDLE_NETWORK_RATE * duration and seconds >= _NETWORK_SHARE * duration
+        return seconds < _IDLE_SHARE * duration and num_bytes < _IDLE_RATE * duration and not uses_network
 
 
 def read_activities(pids: Iterable[int]) -> dict[int, Activity]:
