@@ -369,7 +369,7 @@ class EvaluationLoop:
         if items is not None and self._longest is not None and self._are_known[dataloader_idx]:
             longest = (_smaller(self._longest[dataloader_idx], self._at_most) or 0) // self._per_item
         padded = pad_to_longest(host_batches, loader, run.strategy, longest)
-        ahead = None if longest is None else device_to_copy_ahead_to(run, self._module)  # votes keep their order
+        ahead = None if longest is None else device_to_copy_ahead_to(run)  # votes keep their order
         copied = device_batches(padded, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
         for index, (batch, counts) in enumerate(copied):
             if counts:
