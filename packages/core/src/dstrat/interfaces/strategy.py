@@ -81,7 +81,7 @@ def _indexed(device: torch.device | str) -> torch.device:
     import torch
 
     device = torch.device(device)
-    has_index = device.index is not None or device.type in ("cpu", "meta")
+    has_index = device.type in ("cpu", "meta") or device.index is not None
     return device if has_index else torch.device(device.type, 0)
 
 
