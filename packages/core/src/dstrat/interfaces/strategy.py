@@ -193,6 +193,8 @@ class Strategy(ABC):
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         timeout: How long a process waits for the others; None if there are none.
         hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
+        reaches_other_jobs: Whether its processes communicate with those of other jobs, also on other machines.
+            Otherwise a job of one machine communicates on the loopback only.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: Function of the module that computes gradients of a (scaled) loss; None if it has none.
@@ -210,6 +212,7 @@ class Strategy(ABC):
     allows_inference_mode: bool = True
     timeout: timedelta | None = None
     hang_timeout: timedelta | None = None
+    reaches_other_jobs: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.keywords import explain_keyword
 from dstrat.interfaces.optimizers import Optimization
@@ -115,7 +115,7 @@ def _final_optimization(trainer: Trainer) -> Optimization:
 
 def execute_elsewhere(random_state: RandomState, *args: Any) -> RunResult:
     """Run :func:`execute` in another process, with the random state of the process that launched it."""
-    random_state.restore()
+    random_state.restore_in_new_process()
     return execute(*args)
 
 
@@ -211,14 +211,15 @@ def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
 
 def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
     """Run a few validation batches before the training."""
-    random_state = RandomState.capture()  # training draws the same random numbers with and without the check
+    # Training draws the same random numbers with and without the check.
+    random_state = RankRandomState.capture(trainer.strategy)
     trainer.context.sanity_checking = True
     with trainer.interruption:
         validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
-    random_state.restore()  # for a checkpoint that the hook saves; again below, as the hook may draw numbers
+    random_state.restore(trainer.strategy)  # for a checkpoint that the hook saves; again below, as the hook may draw
     trainer.context.hooks.call_callbacks("on_sanity_check_end")
     trainer.context.sanity_checking = False
-    random_state.restore()
+    random_state.restore(trainer.strategy)
     trainer.context.reset_metrics(trainer.strategy)  # values of a few batches are not results
 
 

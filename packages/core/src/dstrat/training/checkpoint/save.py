@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.portable.format import SAVED_WITH
-from dstrat.checkpoint.strategy_state import module_entries, optimization_entries, rank_buffers
+from dstrat.checkpoint.strategy_state import gather_on_host, module_entries, optimization_entries, rank_buffers
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
 
@@ -99,7 +99,7 @@ def _of_each_rank(trainer: Trainer, rank_state: dict[str, Any]) -> dict[str, Any
     """Return the entry with the states of all ranks, or of this rank only if every rank saves; collective."""
     if trainer.strategy.checkpoint_io.is_collective:
         return {"per_rank": rank_state}
-    return {"ranks": _gather(trainer.strategy, rank_state)}
+    return {"ranks": gather_on_host(trainer.strategy, rank_state)}
 
 
 def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
@@ -113,9 +113,6 @@ def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers
     if "per_rank" in checkpoint:
         checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, buffers)
     elif "ranks" in checkpoint:
-        for state, of_rank in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, buffers)), strict=True):
+        of_ranks = gather_on_host(strategy, rank_buffers(strategy, buffers))
+        for state, of_rank in zip(checkpoint["ranks"], of_ranks, strict=True):
             state["buffers"] = of_rank
-
-
-def _gather(strategy: Strategy, value: Any) -> list[Any]:
-    return [strategy.broadcast(value, src=rank) for rank in range(strategy.world_size)]

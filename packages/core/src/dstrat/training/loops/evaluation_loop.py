@@ -272,8 +272,8 @@ class EvaluationLoop:
             outputs = step(batch, batch_idx, *index_for_step) if takes_index else step(batch)
             for hook, index in batch_end:
                 hook(outputs, batch, batch_idx, *index)
-            if keeps:
-                outputs_of_loader.append(outputs)
+            if keeps:  # on the host, as all predictions together may be larger than the device
+                outputs_of_loader.append(apply_to_tensors(outputs, self._trainer.strategy.to_host))
             if logged.writes_steps and publishes:
                 count_seen = self.batches_seen[dataloader_idx] + batch_idx + self._per_item
                 self._trainer.publisher.publish_evaluation_step(logged, count_seen)

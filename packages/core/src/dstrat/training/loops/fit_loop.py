@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -387,12 +387,12 @@ class FitLoop(Position):
         ):
             # A checkpoint that is saved during the validation repeats it when it is resumed, with its random state.
             self.phase = "batch_end"
-            random_state = self.pending.random_state = RandomState.capture()
+            random_state = self.pending.random_state = RankRandomState.capture(self._trainer.strategy)
             try:
                 self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
             except BaseException:  # a signal too, after which a checkpoint is saved
                 self.phase = "batch_end"
-                random_state.restore()
+                random_state.restore(self._trainer.strategy)
                 raise
             finally:
                 self.pending.random_state = None
@@ -451,7 +451,8 @@ class FitLoop(Position):
         return rank_state(
             self._trainer,
             self.data.beginning,
-            random=self.pending.random_state or self._before_first_batch or RandomState.capture(),
+            random=self.pending.random_state
+            or RankRandomState.capture(self._trainer.strategy, self._before_first_batch),
             logged=self.pending.logged or self.logged.state_dict(),
             has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
             weights=self.loss_weights.state_dict() if self.in_group > 0 else None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import (
     Beginning,
     generator_states,
@@ -124,7 +124,7 @@ class Pending:
     saved_length: int | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
     saved_world_size: int = 0
-    random_state: RandomState | None = None
+    random_state: RankRandomState | None = None
     logged: dict[str, Any] | None = None
 
 
@@ -138,7 +138,7 @@ def rank_state(
     trainer: Trainer,
     beginning: Beginning | None,
     *,
-    random: RandomState,
+    random: RankRandomState,
     logged: dict[str, Any],
     has_gradients: bool,
     weights: dict[str, float] | None,
@@ -157,8 +157,8 @@ def rank_state(
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
     in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
     return {
-        "random": random.state_dict(),
-        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "random": random.host.state_dict(),
+        "device_random": random.device,
         "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
         "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
