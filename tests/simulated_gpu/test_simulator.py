@@ -45,7 +45,7 @@ def test_an_event_ends_the_copies_before_it_alone():
 
 
 def test_a_copy_without_pinned_memory_is_there_at_once():
-    assert torch.ones(3, device=DEVICE).to("cpu", non_blocking=True).tolist() == [1, 1, 1]
+    assert torch.zeros(3).copy_(torch.ones(3, device=DEVICE), non_blocking=True).tolist() == [1, 1, 1]
 
 
 # Streams
