@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -54,6 +55,12 @@ class Accelerator(ABC):
 
     averages_in_collectives: bool = True
     """Whether the backend of its collectives has a mean; strategies sum and divide where it has none."""
+
+    has_streams: bool = False
+    """Whether ``torch.Stream`` and ``torch.Event`` serve it, and copies from pinned memory run beside computation.
+
+    Batches are copied ahead then, and copies from the host are queued without waiting for the device.
+    """
 
     @abstractmethod
     def is_available(self) -> bool:
@@ -118,11 +125,15 @@ class Accelerator(ABC):
                 ``"backward"``.
         """
 
-    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
-        """Return statistics of the hardware, such as bytes of memory in use, by name.
+    def get_device_name(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware has models
+        """Return the name of the device's model, such as ``"NVIDIA H100 80GB HBM3"``; empty where it has none.
 
-        This method and the next three get the device by its name in the process, see :meth:`device_in_process`.
+        This method and the next four get the device by its name in the process, see :meth:`device_in_process`.
         """
+        return ""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
+        """Return statistics of the hardware, such as bytes of memory in use, by name."""
         return {}
 
     def memory_summary(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware counts
@@ -138,3 +149,18 @@ class Accelerator(ABC):
 
     def teardown(self) -> None:
         """Release the resources of :meth:`setup`; a later run in the same process calls that again."""
+
+
+def initialized_device_type() -> str | None:
+    """Return the type of device that this process has initialized; None if there is none, or torch is not imported.
+
+    Most drivers do not survive a fork: copies of this process could not use the device.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    current = torch.accelerator.current_accelerator()  # the one that torch is built for, or a plugin adds
+    if current is None:
+        return None
+    is_initialized = getattr(torch.get_device_module(current), "is_initialized", None)  # MPS has none
+    return current.type if is_initialized is not None and is_initialized() else None

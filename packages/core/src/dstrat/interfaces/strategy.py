@@ -561,7 +561,10 @@ class Strategy(ABC):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
-        return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
+        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        non_blocking = accelerator is not None and accelerator.has_streams
+        moved = move_to_device(batch, device or self.root_device, non_blocking=non_blocking)
+        return self.precision_plugin.convert_input(moved)
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
         """Run a step of the module in the precision; the four methods of steps call it, each for its step.
@@ -747,29 +750,27 @@ class Strategy(ABC):
         return 0
 
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Return the values of tensors with one element each, on any device, by one copy from the device.
+        """Return the values of tensors with one element each, on any devices, by one copy from each.
 
         A backend overrides it if computing on the values before the copy is expensive, as compiling a graph is.
         """
         import torch
 
         accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
-        if accelerator is None or accelerator.supports_dtype(torch.float64):
-            # A process with several devices may have values on each.
-            values = [tensor.reshape(()).to(tensors[0].device, torch.float64) for tensor in tensors]
-            return torch.stack(values).tolist() if tensors else []
-        # One copy for each dtype: no other dtype holds all values of float32 and of the integers.
-        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+        has_float64 = accelerator is None or accelerator.supports_dtype(torch.float64)
+        # Without float64 one copy for each dtype: no other dtype holds all values of float32 and of the integers.
+        groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for index, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, {})[index] = tensor.reshape(())
-        numbers = [0.0] * len(tensors)
-        for same in by_dtype.values():
+            dtype = torch.float64 if has_float64 else tensor.dtype
+            groups.setdefault((tensor.device, dtype), {})[index] = tensor.reshape(())
+        values = [0.0] * len(tensors)
+        for (_, dtype), same in groups.items():
             # A single one is copied as it is: stacked, it would be one more graph of a lazy device.
-            tensors_of_dtype = [*same.values()]
-            read = torch.stack(tensors_of_dtype).tolist() if len(same) > 1 else [tensors_of_dtype[0].item()]
+            alike = [*same.values()]
+            read = torch.stack([tensor.to(dtype) for tensor in alike]).tolist() if len(alike) > 1 else [alike[0].item()]
             for index, value in zip(same, read, strict=True):
-                numbers[index] = float(value)
-        return numbers
+                values[index] = float(value)
+        return values
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
         """Return whether all processes (or any of them) decided for it; collective."""
@@ -784,6 +785,12 @@ class Strategy(ABC):
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this process on the CPU; backends that shard it over several devices override it."""
         return tensor.cpu()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """Return a small tensor of the CPU on :attr:`root_device`; the host does not wait where that has streams."""
+        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        # Up to 64 KiB of memory that is not pinned are copied by the driver before this returns.
+        return tensor.to(self.root_device, non_blocking=accelerator is not None and accelerator.has_streams)
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the full state of the module under its own (unwrapped) names; collective."""
