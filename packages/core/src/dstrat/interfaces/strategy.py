@@ -776,7 +776,7 @@ class Strategy(ABC):
         """Return whether all processes (or any of them) decided for it; collective."""
         import torch
 
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = self.from_host(torch.tensor(int(decision)))
         total = int(self.reduce(votes, reduce_op="sum"))
         return total == self.world_size if all else total > 0
 

@@ -238,7 +238,7 @@ class EvaluationLoop:
         if self._longest is None:  # kept until the loaders change: one collective, not one per validation
             lengths = [-1 if count is None else count for count in self.num_batches]
             unknown = [int(count is None) for count in self.num_batches]
-            most = strategy.reduce(torch.tensor([*lengths, *unknown], device=strategy.root_device), reduce_op="max")
+            most = strategy.reduce(strategy.from_host(torch.tensor([*lengths, *unknown])), reduce_op="max")
             longest, any_unknown = most.reshape(2, -1).tolist()
             self._longest, self._are_known = longest, [not number for number in any_unknown]
         if strategy.evaluates_together:  # these pad in any case
