@@ -19,6 +19,7 @@ from dstrat.interfaces.state_dict import (
     named_state,
     named_weights,
 )
+from dstrat.interfaces.tied_parameters import keep_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -487,7 +488,8 @@ class Strategy(ABC):
         """
         if self._module is not None:
             # As cpu() does; after an error a layer may be on the meta device, without memory.
-            self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
+            with keep_ties(self._module):
+                self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
         self.optimizers, self.lr_schedulers = [], []
         self.precision_plugin.teardown()
         self.accelerator.teardown()
