@@ -19,6 +19,7 @@ from dstrat.interfaces.state_dict import (
     named_state,
     named_weights,
 )
+from dstrat.interfaces.tied_parameters import keep_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -507,7 +508,8 @@ class Strategy(ABC):
                 stack.callback(component.teardown)
             if self._module is not None:
                 # As cpu() does; after an error a layer may be on the meta device, without memory.
-                self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
+                with keep_ties(self._module):
+                    self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
 
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""
