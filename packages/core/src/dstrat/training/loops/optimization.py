@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.trainer import Trainer
 
@@ -73,6 +74,22 @@ class OptimizerProxy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+class NewOptimizers:
+    """Settings of a fit whose optimizers are there already, as ``setup_optimizers`` of a strategy reads them.
+
+    Args:
+        trainer: Has the other settings.
+        optimization: The optimizers, and the schedulers.
+    """
+
+    def __init__(self, trainer: Trainer, optimization: Optimization) -> None:
+        self.is_fitting = True
+        self.accumulate_grad_batches: int = trainer.accumulate_grad_batches
+        self.gradient_clip_val = trainer.gradient_clip_val
+        self.gradient_clip_algorithm = trainer.gradient_clip_algorithm
+        self.configure_optimizers = lambda: optimization
 
 
 def _nothing() -> None:
