@@ -418,9 +418,7 @@ def test_a_logger_can_be_set_and_loops_say_what_to_do(library, make, tmp_path):
     view, logger = TrainerView(trainer()), library.loggers.CSVLogger(tmp_path)
     view.logger = logger
     assert view.logger is logger
-    with pytest.raises(
-        AttributeError, match=r"fit_loop.epoch_loop of .* has no attribute 'manual_optimization'"
-    ):
+    with pytest.raises(AttributeError, match=r"fit_loop.epoch_loop of .* has no attribute 'manual_optimization'"):
         _ = view.fit_loop.epoch_loop.manual_optimization
 
 
