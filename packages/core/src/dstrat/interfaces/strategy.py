@@ -203,6 +203,8 @@ class Strategy(ABC):
             write it without the others.
         saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
             value of ``"gradients"``, which is empty if there are none.
+        allows_new_optimizers: Whether :attr:`optimizers` may be set during a training.  Then :meth:`setup_optimizers`
+            is called again, with these.
         evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         timeout: How long a process waits for the others; None if there are none.
@@ -224,6 +226,7 @@ class Strategy(ABC):
     accumulates_gradients: bool = False
     replicates_state: bool = True
     saves_gradients: bool = False
+    allows_new_optimizers: bool = True
     evaluates_together: bool = False
     allows_inference_mode: bool = True
     timeout: timedelta | None = None
