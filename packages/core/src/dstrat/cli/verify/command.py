@@ -12,7 +12,6 @@ import click
 
 from dstrat.cli.components import loaded_catalog
 from dstrat.cli.output import json_option, print_json, print_table
-from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
     from dstrat.cli.verify.compare import Comparison
@@ -37,12 +36,11 @@ def verify(training: str, alias: str, devices: int, steps: int, tolerance: float
     gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, as
     random numbers depend on the layout.  Exits with 1 if something differs.
     """
-    if not alias.strip():
-        raise RequestError("--strategy '' names none: see dstrat strategies")
-    offer = loaded_catalog().find("strategy", alias)
     from dstrat.cli.verify.training import read
 
-    comparisons = _compare(read(training, steps), offer, devices, tolerance)
+    catalog = loaded_catalog()
+    read_training = read(training, steps)  # first, as it may register the strategy
+    comparisons = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
     differs = any(one.differing for one in comparisons)
     if as_json:
         values = [asdict(one) for one in comparisons]

@@ -75,7 +75,7 @@ def read(source: str, steps: int) -> Training:
 
 
 def _of_factory(source: str, steps: int) -> Training:
-    returned = load_factory(source)()
+    returned = load_factory(source, "TRAINING")()
     setup = read_training(returned, repr(source))
     if setup.is_example or not isinstance(setup.module, TrainModule):
         raise MisuseError(
