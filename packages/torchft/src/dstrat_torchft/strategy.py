@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import LBFGS
 
 from dstrat.errors import MisuseError, PeerError, RequestError
-from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT, select_interface
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_torchft.history import History
 from dstrat_torchft.replicas import GROUP, LIGHTHOUSE, NUM_GROUPS, ReplicaOptions, Replicas
@@ -135,6 +135,11 @@ class TorchFTStrategy(ParallelStrategy):
         groups, rank = self.options.num_groups, self.options.group * self.world_size + self.global_rank
         return {"num_replicas": groups * self.world_size, "rank": rank}
 
+    @property
+    def reaches_other_jobs(self) -> bool:  # type: ignore[override]  # it depends on the lighthouse
+        """Whether groups may be on other machines, as the lighthouse is not on the loopback."""
+        return bool(self.options.lighthouse) and self.options.bind_address is None
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         return dataclasses.replace(training.replicated, buffers=training.trainable_parameters)  # gradients, joined
 
@@ -154,6 +159,9 @@ class TorchFTStrategy(ParallelStrategy):
                 "replica groups: use another optimizer"
             )
         self._training = None
+        if self.reaches_other_jobs:  # the group's own address is the loopback, and chooses no interface
+            lighthouse = urlsplit(self.options.lighthouse)
+            select_interface(lighthouse.hostname or "", lighthouse.port or 80)
         self._replicas = Replicas(
             self.options,
             rank=self.global_rank,

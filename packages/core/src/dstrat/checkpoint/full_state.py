@@ -133,11 +133,17 @@ def scatter_optimizer_entries(
     Args:
         strategy: Has the rank and the device.
         entries: Full state of each parameter, by name or number; ignored on all ranks but rank 0.
-        shard: Returns this rank's shard for a parameter and a full tensor on the device.
+        shard: Returns this rank's shard for a parameter and a full tensor on the device, or a scalar on the CPU.
     """
-    outline = strategy.broadcast(apply_to_tensors(dict(entries), _TensorOutline.of))
+    # Scalars are sent at once, and stay on the CPU, such as counts of steps: optimizers read these in each step, and
+    # move the others to their parameter when they load them.
+    outline = strategy.broadcast(
+        apply_to_tensors(dict(entries), lambda value: _TensorOutline.of(value) if value.dim() else value.cpu())
+    )
 
     def receive(parameter: Key, key: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return shard(parameter, value)
         if not isinstance(value, _TensorOutline):
             return value
         source = entries.get(parameter, {}).get(key)

@@ -13,6 +13,7 @@ from dstrat.checkpoint.formats import unused_beside
 from dstrat.checkpoint.portable.format import checksum
 from dstrat.checkpoint.portable.shards import is_sharded, local_tensor
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import check_names, is_extra_state
 
@@ -61,6 +62,12 @@ def refuse_used(requested: str | Path, written: str | Path) -> None:
             f"{str(written)!r}: rename it, and choose another path for the next one, or pass Trainer(plugins='torch'), "
             "whose single files are replaced"
         )
+
+
+def gather_on_host(strategy: Strategy, value: Any) -> list[Any]:
+    """Return a value of each rank, with its tensors on the CPU; collective."""
+    on_host = apply_to_tensors(value, strategy.to_host)  # those of all ranks may be larger than the device
+    return [strategy.broadcast(on_host, src=rank) for rank in range(strategy.world_size)]
 
 
 def module_entries(strategy: Strategy) -> dict[str, Any]:
@@ -203,7 +210,8 @@ def load_module(
         return dict(values)
     state = strategy.sharded_module_state()
     # Parameters on the meta device are those of other ranks, which read them.
-    foreign = {name for name, parameter in strategy.module.named_parameters() if parameter.is_meta} - state.keys()
+    names = strategy.module.named_parameters(remove_duplicate=False)
+    foreign = {name for name, parameter in names if parameter.is_meta} - state.keys()
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     tensors.update(dict.fromkeys(foreign))
     # None for all other values, which read_values has read already.

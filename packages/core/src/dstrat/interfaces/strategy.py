@@ -193,9 +193,13 @@ class Strategy(ABC):
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         timeout: How long a process waits for the others; None if there are none.
         hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
+        reaches_other_jobs: Whether its processes communicate with those of other jobs, also on other machines.
+            Otherwise a job of one machine communicates on the loopback only.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: Function of the module that computes gradients of a (scaled) loss; None if it has none.
+        weigh_batch: Function of the weight of a batch, a scalar, that returns the factor of its loss; set by the caller
+            where :meth:`compiled_steps` has ``optimizer_steps=0``.
         step_methods: Object whose methods are the steps, instead of the module's; None for those of the module.  In a
             hand-written loop, whose steps are functions, each of its methods calls its first argument.
     """
@@ -210,6 +214,7 @@ class Strategy(ABC):
     allows_inference_mode: bool = True
     timeout: timedelta | None = None
     hang_timeout: timedelta | None = None
+    reaches_other_jobs: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -234,6 +239,7 @@ class Strategy(ABC):
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
+        self.weigh_batch: Callable[[Tensor], Tensor] | None = None
         self.step_methods: Any = None
         self._is_set_up = False
         self._module: Module | None = None
@@ -391,7 +397,7 @@ class Strategy(ABC):
         """Set the user's module, which is not yet moved or wrapped; called before processes are launched."""
         self._module = module
         self.model = module
-        self.step_methods = None  # and below: of an earlier run
+        self.step_methods = self.weigh_batch = None  # and below: of an earlier run
         self._is_set_up = False
 
     @property
@@ -516,7 +522,8 @@ class Strategy(ABC):
 
         With ``optimizer_steps=0`` the call adds the gradients of its batch to those of the parameters, and returns the
         loss; the caller does everything else as usual.  It does not divide the loss of accumulated batches, and scales
-        their gradients before the step.
+        their gradients before the step.  If the loss has a weight, the call multiplies it by the factor that
+        :attr:`weigh_batch` returns for that, and returns ``{"loss": loss, "weight": weight}``.
 
         A backend that compiles full training steps overrides it; the result is known from the beginning of
         :meth:`setup` on.  The caller then calls :meth:`training_step` only: neither :meth:`backward` nor

@@ -89,6 +89,7 @@ class LocalLauncher(Launcher):
                     num_nodes=settings.num_nodes,
                     environ=settings.environ,
                     restart_count=len(recovery.failed),
+                    reaches_other_jobs=settings.reaches_other_jobs,
                 )
                 with job_context as job, Watchdog(job.folder) as watchdog:
                     recovery.begin_attempt(job.folder)

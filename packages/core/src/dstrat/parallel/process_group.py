@@ -75,12 +75,12 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
     job = _next_job(cluster, timeout)
+    # For each backend: a checkpoint opens a Gloo group beside one of NCCL.
+    select_interface(cluster.main_address, cluster.main_port)
     if dist.is_initialized():
         _check_existing(cluster)
     else:
         job.wait_for_opening()
-        if "gloo" in backend:  # also in "cpu:gloo,cuda:nccl"
-            _select_interface(cluster)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", job),  # torch's keys apart from ours
@@ -194,25 +194,29 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _select_interface(cluster: ClusterEnvironment) -> None:
-    """Let Gloo use the interface by which this machine reaches rank 0, where it would choose the loopback by itself.
+def select_interface(address: str, port: int) -> None:
+    """Let Gloo use the interface by which this machine reaches its peers, where it would choose the loopback by itself.
 
     Gloo listens on the address of the host's name.  Many systems give it the loopback address in /etc/hosts, or none,
     and no other machine reaches that.
+
+    Args:
+        address: Address of a peer, such as that of rank 0.
+        port: A port there.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
-    main = _ipv4_address(cluster.main_address)
+    main = _ipv4_address(address)
     name = _ipv4_address(socket.gethostname())
     if main is None or main.is_loopback or not (name is None or name.is_loopback):
         return
-    # Without a route to rank 0, opening the group tells so.
+    # Without a route to the peer, opening the group tells so.
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((str(main), cluster.main_port))  # sends nothing
+        probe.connect((str(main), port))  # sends nothing
         used = probe.getsockname()[0]
         for _, interface in socket.if_nameindex():
             if _interface_address(probe, interface) == used:
-                _log.info("Gloo uses the interface %s, by which this machine reaches rank 0 at %s", interface, main)
+                _log.info("Gloo uses the interface %s, by which this machine reaches %s", interface, main)
                 os.environ["GLOO_SOCKET_IFNAME"] = interface  # stays, for groups that are opened later
                 return
 

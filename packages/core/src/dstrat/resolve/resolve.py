@@ -317,6 +317,7 @@ def _launcher(
             recovers_checkpoint=partial(recover_checkpoint, io=checkpoint_io),
             hang_timeout=strategy.hang_timeout,
             preemption_deadline=plan.preemption_deadline,
+            reaches_other_jobs=strategy.reaches_other_jobs,
         )
         return LocalLauncher(settings)
     if plan.started_by == "cluster":

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+    from dstrat.training.settings import StepSettings
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +28,7 @@ class ManualOptimization:
     """Manual optimization: ``training_step`` calls ``manual_backward`` and steps each :class:`ManualOptimizer`.
 
     Args:
-        trainer: Has the strategy and the hooks.
-        module: Whose ``automatic_optimization`` is False.
+        run: Has the module, whose ``automatic_optimization`` is False, the strategy and the hooks.
 
     Attributes:
         module: The module.
@@ -40,18 +40,18 @@ class ManualOptimization:
         ConflictError: The Trainer has arguments for clipping or accumulation.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        _check_arguments(trainer, module)
-        self.module = module
-        self._loop, self._weights = trainer.fit_loop, trainer.fit_loop.loss_weights
-        self._training_step = trainer.profiled("training_step", bind_step(trainer.strategy, module, "training_step"))
-        self._backward = bind_backward(trainer.strategy)
-        self._before_backward = trainer.context.hooks.of("on_before_backward")
-        self._after_backward = trainer.context.hooks.of("on_after_backward")
-        self.optimizers = [ManualOptimizer(optimizer, trainer, self) for optimizer in trainer.strategy.optimizers]
+    def __init__(self, run: Run) -> None:
+        module = self.module = run.module
+        _check_arguments(run.settings.steps, module)
+        self._loop, self._weights = run.fit_loop, run.fit_loop.loss_weights
+        self._training_step = run.profiled("training_step", bind_step(run.strategy, module, "training_step"))
+        self._backward = bind_backward(run.strategy)
+        self._before_backward = run.hooks.of("on_before_backward")
+        self._after_backward = run.hooks.of("on_after_backward")
+        self.optimizers = [ManualOptimizer(optimizer, run, self) for optimizer in run.strategy.optimizers]
         self.has_gradients = self.is_in_backward = False
-        if trainer.is_global_zero:
-            _warn_of_intervals(trainer.strategy.lr_schedulers, module)
+        if run.is_global_zero:
+            _warn_of_intervals(run.strategy.lr_schedulers, module)
 
     def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
         """Train on a batch; return the result of ``training_step``.
@@ -130,7 +130,7 @@ class ManualOptimizer(OptimizerProxy):
 
     Args:
         optimizer: An optimizer of ``configure_optimizers``.
-        trainer: Has the strategy, which steps the optimizer.
+        run: Has the strategy, which steps the optimizer.
         manual: The manual optimization of the module with the optimizer's parameters.
 
     Attributes:
@@ -140,12 +140,12 @@ class ManualOptimizer(OptimizerProxy):
 
     _module: TrainModule
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer, manual: ManualOptimization) -> None:
-        super().__init__(optimizer, trainer.strategy, manual.module)
-        self._loop, self._manual = trainer.fit_loop, manual
-        self._before_step = trainer.context.hooks.of("on_before_optimizer_step")
-        self._step = end_graph_after("optimizer_step", super().step, trainer.strategy)
-        self._weights = trainer.fit_loop.loss_weights
+    def __init__(self, optimizer: Optimizer, run: Run, manual: ManualOptimization) -> None:
+        super().__init__(optimizer, run.strategy, manual.module)
+        self._loop, self._manual = run.fit_loop, manual
+        self._before_step = run.hooks.of("on_before_optimizer_step")
+        self._step = end_graph_after("optimizer_step", super().step, run.strategy)
+        self._weights = run.fit_loop.loss_weights
         self._factor_is_one = True
         self.total_weight: Tensor | None = None
         self.has_old_weights = False
@@ -239,10 +239,10 @@ def _warn_of_intervals(configs: Iterable[SchedulerConfig], module: TrainModule) 
             )
 
 
-def _check_arguments(trainer: Trainer, module: TrainModule) -> None:
+def _check_arguments(settings: StepSettings, module: TrainModule) -> None:
     arguments = {
-        "gradient_clip_val": (trainer.gradient_clip_val, None, "self.clip_gradients(optimizer, value)"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "stepping only in every n-th batch"),
+        "gradient_clip_val": (settings.gradient_clip_val, None, "self.clip_gradients(optimizer, value)"),
+        "accumulate_grad_batches": (settings.accumulate_grad_batches, 1, "stepping only in every n-th batch"),
     }
     for name, (value, default, instead) in arguments.items():
         if value != default:
