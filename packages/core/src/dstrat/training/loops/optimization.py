@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.run import Run
+    from dstrat.training.settings import StepSettings
 
 
 class OptimizerProxy:
@@ -73,6 +75,22 @@ class OptimizerProxy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+class NewOptimizers:
+    """Settings of a fit whose optimizers are there already, as ``setup_optimizers`` of a strategy reads them.
+
+    Args:
+        steps: The other settings.
+        optimization: The optimizers, and the schedulers.
+    """
+
+    def __init__(self, steps: StepSettings, optimization: Optimization) -> None:
+        self.is_fitting = True
+        self.accumulate_grad_batches = steps.accumulate_grad_batches
+        self.gradient_clip_val = steps.gradient_clip_val
+        self.gradient_clip_algorithm = steps.gradient_clip_algorithm
+        self.configure_optimizers = lambda: optimization
 
 
 def _nothing() -> None:
