@@ -11,6 +11,7 @@ from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
+from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.collectives import broadcast_object, broadcast_tensors, gather_tensors, reduce_tensor
 from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.job import current_job
@@ -204,7 +205,8 @@ class ParallelStrategy(Strategy):
             close_process_group()
 
     def model_to_device(self) -> None:
-        self.module.to(self.root_device)
+        with keep_ties(self.module):
+            self.module.to(self.root_device)
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
         """Overwrite the parameters and buffers of all processes by those of global rank 0."""
