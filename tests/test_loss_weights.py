@@ -162,3 +162,58 @@ def test_a_loop_of_ones_own_passes_the_number_of_tokens_to_backward(kind):
     weights, *_ = on_one_device(size=8, epochs=1, clip_val=0.05, samples_used=16)
     for strategy, trained in found.items():
         torch.testing.assert_close(trained, weights, rtol=1e-6, atol=1e-6, msg=lambda text, of=strategy: f"{of} {text}")
+
+
+# Manual optimization
+
+
+class ByHand(Tokens):
+    """Computes what :class:`Tokens` does, by itself."""
+
+    def __init__(self, accumulate, clip_val):
+        super().__init__()
+        self.automatic_optimization = False
+        self.accumulate, self.clip_val = accumulate, clip_val
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch
+        with self.no_backward_sync(enabled=not is_last):
+            loss, count = mean_over_tokens(self.net, *batch)
+            self.manual_backward(loss, weight=count if self.current_epoch else int(count))
+        if is_last:
+            self.clip_gradients(optimizer, self.clip_val)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand(cluster, strategy):
+    """Return the weights after two epochs on rank 0, with and without accumulation and clipping."""
+    results = {}
+    for accumulate, clip_val in SETTINGS:
+        module = ByHand(accumulate, clip_val)
+        data = DataLoader(TensorDataset(*samples()), batch_size=2)
+        quiet_trainer(make(strategy), cluster, max_epochs=2).fit(module, data)
+        results[accumulate, clip_val] = module.weights
+    return results
+
+
+BY_HAND = {
+    kind: [name for name in names if name != "ddp_sharded" and not name.endswith("offload")]
+    for kind, names in STRATEGIES.items()
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_manual_backward_takes_the_number_of_tokens(kind):
+    found, _ = in_ranks(each, function=by_hand, cases={name: {"strategy": name} for name in BY_HAND[kind]})
+    for (accumulate, clip_val), (weights, *_) in ON_ONE_DEVICE.items():
+        for strategy, results in found.items():
+            case = (strategy, accumulate, clip_val)
+            torch.testing.assert_close(
+                results[accumulate, clip_val],
+                weights,
+                rtol=1e-6,
+                atol=1e-6,
+                msg=lambda text, case=case: f"{case} {text}",
+            )

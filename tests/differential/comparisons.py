@@ -47,8 +47,6 @@ def resume_differences(seed: int, folder: Path) -> list[str]:
     spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_start"]
     if draw.random() < 0.25 and not spec["manual"] and spec["optimizer"] != "lbfgs" and not spec.get("ema"):
         spec["swa"] = {"swa_lrs": 0.01, "swa_epoch_start": draw.choice([1, 0.5]), "annealing_epochs": 2}
-    if spec.get("combined") == "max_size_cycle":  # a loader that starts again draws its order after random numbers
-        spec["dropout"] = 0.0  # of the training, which a resume does not have
     path = folder / "saved.ckpt"
     # Both have their checkpoints in one folder, which is at first as it was when the checkpoint was saved.
     checkpoints, snapshot = folder / "checkpoints", folder / "snapshot"

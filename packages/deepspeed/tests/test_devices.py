@@ -14,7 +14,7 @@ from dstrat_deepspeed.engine import Engine, StepModule
 from dstrat_deepspeed.zero3 import shard, sharded_creation
 
 
-class Stop(Exception):
+class StoppedError(Exception):
     """Raised by the library, as nothing after that is needed."""
 
 
@@ -29,11 +29,11 @@ class Library:
 
     def init(self, **options):
         self.index = int(os.environ["LOCAL_RANK"])
-        raise Stop
+        raise StoppedError
 
     def initialize(self, args=None, **options):
         self.index = getattr(args, "device_rank", int(os.environ["LOCAL_RANK"]))
-        raise Stop
+        raise StoppedError
 
 
 def create(library):
@@ -54,7 +54,7 @@ USES = {
 def test_deepspeed_gets_the_index_of_the_device_not_the_local_rank(use, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     library = Library()
-    with pytest.raises(Stop):
+    with pytest.raises(StoppedError):
         USES[use](library)
     assert (library.index, os.environ["LOCAL_RANK"]) == (3, "1")
 

@@ -491,6 +491,24 @@ def test_lightnings_trainer_pickles_a_strategy_for_spawn(library):
     assert isinstance(copy, library.strategies.DDPStrategy)
 
 
+def test_lightnings_trainer_gets_whole_weights_from_forked_ranks_with_shards():
+    from dstrat_lightning.strategy import strategy_class
+
+    library = importlib.import_module("lightning.pytorch")
+    net, data, _ = nets.classes(library)
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    states = []
+    for strategy in ("ddp_fork", strategy_class(library.__name__)("fsdp", start_method="fork")):
+        library.seed_everything(3, verbose=False)
+        module = net(dropout=0.0)
+        before = module.layers[0].weight.clone()
+        made = library.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **off)
+        made.fit(module, datamodule=data())
+        assert not torch.equal(before, module.layers[0].weight)
+        states.append(module.state_dict())
+    torch.testing.assert_close(*states)
+
+
 def test_in_lightnings_trainer_ddp_alone_is_its_ddp(library):
     from dstrat_lightning.strategy import strategy_class
 

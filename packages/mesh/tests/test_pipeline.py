@@ -25,11 +25,14 @@ LAYOUTS = {  # by the number of ranks; schedule and microbatches too
         {"pp": 2, "dp_shard": 2, "microbatches": 4},
         {"pp": 2, "dp_shard": 2, "microbatches": 4, "schedule": "GPipe"},
         {"pp": 2, "dp_replicate": 2},
+        {"pp": 2, "tp": 2, "microbatches": 4},
     ],
-    # In processes of their own: torch caches the meshes of split layers, also those of an earlier layout.
-    (4, "stages and split layers"): [{"pp": 2, "tp": 2, "microbatches": 4}],
-    (8, "stages, shards and split layers"): [{"pp": 2, "dp_shard": 2, "tp": 2}],
-    (8, "stages, replicas and shards"): [{"pp": 2, "dp_replicate": 2, "dp_shard": 2}],
+    # Of the first two, the meshes of split layers are equal, and their groups have other names.
+    (8, "all axes"): [
+        {"pp": 2, "dp_shard": 2, "tp": 2},
+        {"pp": 4, "tp": 2},
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
+    ],
 }
 
 

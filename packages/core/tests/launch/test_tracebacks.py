@@ -36,7 +36,7 @@ class LogsTwice(Line):
 
 class WrongState(Line):
     def on_train_start(self):
-        self.trainer.context.hooks = None
+        self.trainer.run.hooks = None
 
 
 class Broken(Dataset):

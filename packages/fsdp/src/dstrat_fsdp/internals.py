@@ -12,6 +12,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -186,6 +187,12 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def clamp(tensors: list[Tensor], largest: float) -> None:
+    """Limit the values of tensors in place, in two calls."""
+    torch._foreach_clamp_min_(tensors, -largest)
+    torch._foreach_clamp_max_(tensors, largest)
+
+
 # Process groups and meshes
 
 
@@ -199,3 +206,9 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 def release_mesh(mesh: DeviceMesh) -> None:
     """Drop a mesh's references to process groups, which close with their last reference; DTensors keep the mesh."""
     getattr(mesh, "_pg_registry", {}).clear()  # torch 2.9 has no such registry
+    # Results of DTensor operations are cached with the mesh of the first call, also for a later mesh that is equal: its
+    # groups may have other names, and those of the first one are closed.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.9 has none
+    if clear_fast_path is not None:
+        clear_fast_path()

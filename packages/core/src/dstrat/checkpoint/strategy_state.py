@@ -210,7 +210,8 @@ def load_module(
         return dict(values)
     state = strategy.sharded_module_state()
     # Parameters on the meta device are those of other ranks, which read them.
-    foreign = {name for name, parameter in strategy.module.named_parameters() if parameter.is_meta} - state.keys()
+    names = strategy.module.named_parameters(remove_duplicate=False)
+    foreign = {name for name, parameter in names if parameter.is_meta} - state.keys()
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     tensors.update(dict.fromkeys(foreign))
     # None for all other values, which read_values has read already.

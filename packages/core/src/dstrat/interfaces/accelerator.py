@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -162,5 +164,25 @@ def initialized_device_type() -> str | None:
     current = torch.accelerator.current_accelerator()  # the one that torch is built for, or a plugin adds
     if current is None:
         return None
-    is_initialized = getattr(torch.get_device_module(current), "is_initialized", None)  # MPS has none
-    return current.type if is_initialized is not None and is_initialized() else None
+    module = torch.get_device_module(current)
+    is_initialized = getattr(module, "is_initialized", None)  # MPS has none
+    is_used = (is_initialized is not None and is_initialized()) or _is_unusable_after_fork(module)
+    return current.type if is_used else None
+
+
+def _is_unusable_after_fork(module: Any) -> bool:
+    """Return whether torch would refuse a device in a copy of this process, by a copy that does nothing else.
+
+    Args:
+        module: Torch's module of the type of device.
+    """
+    # torch.cuda.is_available() uses the driver too, and does not initialize the device.
+    is_in_bad_fork = getattr(module, "_is_in_bad_fork", None)
+    if is_in_bad_fork is None:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 about threads, of which the copy has none
+        pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0

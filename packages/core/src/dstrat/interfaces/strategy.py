@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -67,10 +67,23 @@ class Components:
     precision_plugin: Precision | None = None
     launcher: Launcher | None = None
 
+    def __post_init__(self) -> None:
+        if self.parallel_devices is not None:
+            object.__setattr__(self, "parallel_devices", tuple(map(_indexed, self.parallel_devices)))
+
     def without_names(self) -> Components:
         """Return the components that are objects, without those that the user passed as an alias or a class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return a device with its index, as tensors on it have one; ``"cuda"`` is the first one of this type."""
+    import torch
+
+    device = torch.device(device)
+    has_index = device.type in ("cpu", "meta") or device.index is not None
+    return device if has_index else torch.device(device.type, 0)
 
 
 Parts = Components  # its first name
@@ -199,6 +212,8 @@ class Strategy(ABC):
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: Function of the module that computes gradients of a (scaled) loss; None if it has none.
+        weigh_batch: Function of the weight of a batch, a scalar, that returns the factor of its loss; set by the caller
+            where :meth:`compiled_steps` has ``optimizer_steps=0``.
         step_methods: Object whose methods are the steps, instead of the module's; None for those of the module.  In a
             hand-written loop, whose steps are functions, each of its methods calls its first argument.
     """
@@ -238,6 +253,7 @@ class Strategy(ABC):
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
+        self.weigh_batch: Callable[[Tensor], Tensor] | None = None
         self.step_methods: Any = None
         self._is_set_up = False
         self._module: Module | None = None
@@ -395,7 +411,7 @@ class Strategy(ABC):
         """Set the user's module, which is not yet moved or wrapped; called before processes are launched."""
         self._module = module
         self.model = module
-        self.step_methods = None  # and below: of an earlier run
+        self.step_methods = self.weigh_batch = None  # and below: of an earlier run
         self._is_set_up = False
 
     @property
@@ -486,14 +502,14 @@ class Strategy(ABC):
 
         It is called at the end of every run, also after an error in any of the methods before it.
         """
-        if self._module is not None:
-            # As cpu() does; after an error a layer may be on the meta device, without memory.
-            with keep_ties(self._module):
-                self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
         self.optimizers, self.lr_schedulers = [], []
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        with ExitStack() as stack:  # each of them, also where nothing can be copied from a device after its error
+            for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
+                stack.callback(component.teardown)
+            if self._module is not None:
+                stack.enter_context(keep_ties(self._module))
+                # As cpu() does; after an error a layer may be on the meta device, without memory.
+                self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
 
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""
@@ -521,7 +537,8 @@ class Strategy(ABC):
 
         With ``optimizer_steps=0`` the call adds the gradients of its batch to those of the parameters, and returns the
         loss; the caller does everything else as usual.  It does not divide the loss of accumulated batches, and scales
-        their gradients before the step.
+        their gradients before the step.  If the loss has a weight, the call multiplies it by the factor that
+        :attr:`weigh_batch` returns for that, and returns ``{"loss": loss, "weight": weight}``.
 
         A backend that compiles full training steps overrides it; the result is known from the beginning of
         :meth:`setup` on.  The caller then calls :meth:`training_step` only: neither :meth:`backward` nor
@@ -761,7 +778,7 @@ class Strategy(ABC):
         """Return whether all processes (or any of them) decided for it; collective."""
         import torch
 
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = self.from_host(torch.tensor(int(decision)))
         total = int(self.reduce(votes, reduce_op="sum"))
         return total == self.world_size if all else total > 0
 

@@ -144,6 +144,8 @@ class TrainingLoader:
             restore_end_position(self._loader, self._position)
         set_generator_states(self._loader, state["generators"])
         if beginning is not None:
+            if not is_exact:
+                beginning.restarts.clear()  # the numbers of batches in it are those of the saved ranks
             # Between epochs the saved state is of the beginning of the last one.
             beginning.derive_seed(self._loader, self.epoch if self.batches_done else self.epoch - 1)
             beginning.share_order(self._loader)

@@ -189,7 +189,9 @@ class ParallelStrategy(Strategy):
         and calls :func:`~dstrat.parallel.process_group.join_job` in it.
         """
         backend = self.process_group_backend or self.accelerator.process_group_backend
-        return open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
+        return open_process_group(
+            self.cluster_environment, backend=backend, timeout=self.timeout, device=self.root_device
+        )
 
     def close_communication(self, *, aborts: bool) -> None:
         """Close communication, if it is open.
@@ -228,9 +230,11 @@ class ParallelStrategy(Strategy):
         if self._synchronized_norm is not None:
             self._synchronized_norm.undo()
             self._synchronized_norm = None
-        super().teardown()
-        self.job = None
-        self.close_communication(aborts=False)
+        try:
+            super().teardown()
+        finally:
+            self.job = None
+            self.close_communication(aborts=False)
 
     # Steps
 
@@ -293,8 +297,11 @@ class SynchronizedNorm:
             for name, layer in parent.named_children()  # a layer that is the module itself has no parent to change
             if isinstance(layer, BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
+        synchronized: dict[int, Module] = {}  # of a layer that several parents share, there is one
         for parent, name, layer in self._replaced:
-            parent.add_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
+            if id(layer) not in synchronized:
+                synchronized[id(layer)] = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+            parent.add_module(name, synchronized[id(layer)])
 
     def undo(self) -> None:
         """Restore the layers, with the trained weights, statistics and mode."""

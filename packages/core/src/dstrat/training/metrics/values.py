@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.training.metrics.reduction import Options
 
+
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded by torch.compile(mode="reduce-overhead")
 
 DATALOADER_SUFFIX = "/dataloader_idx_"
 """The separator between a name and the index of one of several loaders."""
@@ -251,6 +254,8 @@ class NumberEntry(LoggedValue):
         value = value.detach()
         if value.dim():
             value = value.reshape(())
+        if _CUDA_GRAPHS in sys.modules:
+            value = value.clone()  # the next replay of a graph overwrites its outputs
         self._version = version_of(value)  # the tensor is not copied, but must not change until it is read
         self.latest, self._last_weight = value, weight or 0.0
         if self.on_epoch and weight:
