@@ -120,6 +120,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             self.alias = alias
             self.num_nodes = 1  # the Trainer sets it
             self._evaluation = ExitStack()
+            self._has_failed = False
             self._inner: Strategy | None = None
 
         def __reduce__(self) -> tuple[Any, ...]:  # for spawn: a class of a function cannot be found by its name
@@ -271,15 +272,24 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
 
         def on_exception(self, exception: BaseException) -> None:
             super().on_exception(exception)
+            self._has_failed = True
             if self._inner is not None:
                 self._inner.on_exception(exception)
 
         def teardown(self) -> None:
             self._evaluation.close()  # of an evaluation that an exception has ended
             if self._inner is not None:
+                self._keep_state()
                 self._inner.teardown()
             self.model = self.lightning_module
             super().teardown()
+
+        def _keep_state(self) -> None:
+            # Lightning's launchers of multiprocessing send the module's state dict to the process that has called fit,
+            # after the teardown, when no rank can gather shards any more.
+            if self._start_method != "popen" and not self.inner.replicates_state and not self._has_failed:
+                state = self.inner.module_state_dict()
+                self.lightning_module.state_dict = lambda *_, **__: state
 
     class DstratDDPStrategy(DstratStrategy):
         """The same for dstrat's ddp, which libraries that ask for Lightning's ``DDPStrategy`` find."""

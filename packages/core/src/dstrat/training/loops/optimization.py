@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+    from dstrat.training.settings import StepSettings
 
 
 class OptimizerProxy:
@@ -75,6 +77,22 @@ class OptimizerProxy:
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+class NewOptimizers:
+    """Settings of a fit whose optimizers are there already, as ``setup_optimizers`` of a strategy reads them.
+
+    Args:
+        steps: The other settings.
+        optimization: The optimizers, and the schedulers.
+    """
+
+    def __init__(self, steps: StepSettings, optimization: Optimization) -> None:
+        self.is_fitting = True
+        self.accumulate_grad_batches = steps.accumulate_grad_batches
+        self.gradient_clip_val = steps.gradient_clip_val
+        self.gradient_clip_algorithm = steps.gradient_clip_algorithm
+        self.configure_optimizers = lambda: optimization
+
+
 def _nothing() -> None:
     """Do nothing: the gradients have been computed."""
 
@@ -97,28 +115,25 @@ class AutomaticOptimization:
     gradients and new activations are never in memory together.
 
     Args:
-        trainer: Has the strategy and the hooks.
-        module: The user's module.
+        run: Has the module, the strategy and the hooks.
 
     Attributes:
-        optimizers: The result of the module's ``optimizers`` method.
         is_in_backward: Whether a backward pass of the current batch has begun.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        strategy, hooks = trainer.strategy, trainer.context.hooks
-        self._trainer, self._module, self._strategy = trainer, module, strategy
-        self.optimizers = strategy.optimizers
+    def __init__(self, run: Run) -> None:
+        module, strategy, hooks = run.module, run.strategy, run.hooks
+        self._run, self._module, self._strategy = run, module, strategy
         self._optimizer = _single(strategy.optimizers)
-        self._training_step = trainer.profiled("training_step", bind_step(strategy, module, "training_step"))
-        self._backward = trainer.profiled("backward", bind_backward(strategy))
+        self._training_step = run.profiled("training_step", bind_step(strategy, module, "training_step"))
+        self._backward = run.profiled("backward", bind_backward(strategy))
         self._unscale = bind_unscaling(strategy)
-        self._optimizer_step = trainer.profiled(
+        self._optimizer_step = run.profiled(
             "optimizer_step", end_graph_after("optimizer_step", self._find_step(), strategy)
         )
-        self._loop, self._weights = trainer.fit_loop, trainer.fit_loop.loss_weights
+        self._loop, self._weights = run.fit_loop, run.fit_loop.loss_weights
         self._zero_grad = self._find_zero_grad()
-        self._clips = trainer.gradient_clip_val is not None or overrides(
+        self._clips = run.settings.steps.gradient_clip_val is not None or overrides(
             module, "configure_gradient_clipping", TrainModule
         )
         self._configure_clipping = hook_of(module, "configure_gradient_clipping", TrainModule)
@@ -141,7 +156,7 @@ class AutomaticOptimization:
         self.is_in_backward = False
 
     def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
-        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        module, run, optimizer = self._module, self._run, self._optimizer
         if not overrides(module, "optimizer_step", TrainModule):
             return bind_optimizer_step(self._strategy, module, optimizer)
         # The user's method calls its step, which has to be the strategy's if that is not the optimizer's own.
@@ -149,14 +164,14 @@ class AutomaticOptimization:
             optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
         )
         return lambda closure: module.optimizer_step(
-            trainer.current_epoch, trainer.fit_loop.batch_idx, step_optimizer, closure
+            run.fit_loop.epoch, run.fit_loop.batch_idx, step_optimizer, closure
         )
 
     def _find_zero_grad(self) -> Callable[[], None]:
-        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        module, run, optimizer = self._module, self._run, self._optimizer
         if not overrides(module, "optimizer_zero_grad", TrainModule):
             return optimizer.zero_grad
-        return lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
+        return lambda: module.optimizer_zero_grad(run.fit_loop.epoch, run.fit_loop.batch_idx, optimizer)
 
     def start_group(self) -> None:
         """Clear the gradients before the next batch, also accumulated ones."""
@@ -288,7 +303,7 @@ class AutomaticOptimization:
             )
 
     def _prepare_step(self) -> None:
-        trainer = self._trainer
+        run = self._run
         factor: float | Tensor = self._divisor / self._weight  # the step is the mean of the batches that are in it
         if self._weights.is_used:
             factor = self._divisor * self._weights.correction()
@@ -301,8 +316,8 @@ class AutomaticOptimization:
         if self._clips:
             self._configure_clipping(
                 self._optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                gradient_clip_val=run.settings.steps.gradient_clip_val,
+                gradient_clip_algorithm=run.settings.steps.gradient_clip_algorithm,
             )
 
 
