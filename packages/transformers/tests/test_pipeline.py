@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -108,3 +109,21 @@ def test_a_model_with_other_layers_is_refused(message):
     with pytest.raises(MisuseError) as error:
         HFModule(others()[message]).configure_pipeline()
     assert str(error.value).startswith(message)
+
+
+def training():
+    rows = small.rows(8)
+    return HFModule(models()["llama"]), {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.slow
+def test_verify_compares_the_layers_of_each_stage():
+    from click.testing import CliRunner
+
+    from dstrat.cli.main import commands
+
+    shown = CliRunner().invoke(commands, ["verify", f"{__name__}:training", "--strategy", "mesh(pp=2)", "--json"])
+    assert shown.exit_code == 0, shown.output
+    compared = {one["subject"]: one["compared"] for one in json.loads(shown.stdout)["comparisons"]}
+    assert compared["gradients"] > 20
+    assert compared["outputs of layers"] > 20

@@ -233,7 +233,8 @@ class Recorder(Callback):
         self._values["before"] = _on_cpu(trainer.strategy.module_state_dict())
         self._values["share"] = share_of(trainer.strategy)
         for name, layer in module.named_modules():
-            if name:
+            # A layer with parameters on meta belongs to another rank, and passes its input through, if it is called.
+            if name and not any(parameter.is_meta for parameter in layer.parameters()):
                 self._hooks.append(layer.register_forward_hook(self._recording(name)))
 
     def _recording(self, name: str) -> Callable[..., None]:
