@@ -24,10 +24,11 @@ RELATIVE = re.compile(r"\b(what|whatever|whose|of which)\b", re.IGNORECASE)
 NOQA = re.compile(r"#\s*noqa\b")
 # Units of training/, top to bottom: an import from a later to an earlier one is upward.
 TRAINING = (
-    *("trainer", "run", "results", "state", "callbacks", "checkpoint", "loops", "loggers", "profilers", "metrics"),
-    *("module", "run_context", "settings", "hooks", "anomaly", "contexts", "arguments"),
+    *("trainer", "execution", "results", "evaluation_results", "properties", "callbacks", "run_recorder", "checkpoint"),
+    *("contexts", "anomaly", "run", "profilers", "loops", "hooks", "metrics", "loggers", "arguments", "settings"),
+    *("module", "notebook"),
 )
-HOLDERS = ("Trainer", "RunState", "RunContext", "Run", "FitLoop", "Position", "AutomaticOptimization")
+HOLDERS = ("Trainer", "TrainerProperties", "Run", "FitLoop", "Position", "AutomaticOptimization")
 JOB_MODULES = ("parallel/process_group.py", "parallel/job.py", "launch/external.py", "launch/progress.py")
 STATE_METHODS = {
     *("module_state_dict", "load_module_state_dict", "optimizer_state", "load_optimizer_state"),

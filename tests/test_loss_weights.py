@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -11,7 +12,8 @@ from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import OwnLoop, TrainModule, build
+from dstrat import OwnLoop, Pipeline, TrainModule, build
+from dstrat.plugins.io import PortableCheckpointIO
 
 STRATEGIES = {"replicas": ["ddp", "bagua"], "shards": ["fsdp", "model_parallel"]}
 if find_spec("deepspeed"):
@@ -138,6 +140,70 @@ def test_tokens_count_alike_in_batches_and_ranks_of_uneven_numbers(kind):
             assert logged["samples"] == 2
 
 
+# A mesh: replicas, shards, split layers and stages of a pipeline
+
+
+class OnMesh(Tokens):
+    """Splits its layers over ``tp``, and may be a pipeline."""
+
+    def configure_model(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.device_mesh is not None and "tp" in self.device_mesh.mesh_dim_names:
+            parallelize_module(self.net, self.device_mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def configure_pipeline(self):
+        return Pipeline(
+            model=self.net,
+            loss=lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), labels(*batch).flatten()),
+            weight=lambda batch: batch[1].sum(),
+        )
+
+    def on_train_end(self):
+        self.trainer.save_checkpoint(self.folder / "end", weights_only=True)
+
+
+def on_mesh(cluster, folder, accumulate, clip_val, **layout):
+    from dstrat_mesh import MeshStrategy
+
+    # torch's, about in-place operations on the output of a stage, which nobody changes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    module = OnMesh()
+    module.folder = folder
+    replicas = cluster.world_size // (layout.get("tp", 1) * layout.get("pp", 1))
+    trainer = quiet_trainer(
+        MeshStrategy(**layout), cluster, max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip_val
+    )
+    trainer.fit(module, DataLoader(TensorDataset(*samples()), batch_size=4 // replicas))
+
+
+LAYOUTS = {
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"pp": 2}],
+    4: [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}],
+}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_tokens_count_alike_in_each_layout_of_a_mesh(ranks, tmp_path):
+    cases = {
+        (str(layout), *settings): {
+            **layout,
+            "folder": tmp_path / f"{index}-{settings}",
+            "accumulate": settings[0],
+            "clip_val": settings[1],
+        }
+        for index, layout in enumerate(LAYOUTS[ranks])
+        for settings in SETTINGS
+    }
+    in_ranks(each, ranks, function=on_mesh, cases=cases)
+    for case, arguments in cases.items():
+        trained = PortableCheckpointIO().load_checkpoint(arguments["folder"] / "end")["state_dict"]
+        right = ON_ONE_DEVICE[case[1:]][0]
+        torch.testing.assert_close(
+            dict(trained), right, rtol=1e-6, atol=1e-6, msg=lambda text, case=case: f"{case} {text}"
+        )
+
+
 # A loop of one's own
 
 
@@ -162,3 +228,58 @@ def test_a_loop_of_ones_own_passes_the_number_of_tokens_to_backward(kind):
     weights, *_ = on_one_device(size=8, epochs=1, clip_val=0.05, samples_used=16)
     for strategy, trained in found.items():
         torch.testing.assert_close(trained, weights, rtol=1e-6, atol=1e-6, msg=lambda text, of=strategy: f"{of} {text}")
+
+
+# Manual optimization
+
+
+class ByHand(Tokens):
+    """Computes what :class:`Tokens` does, by itself."""
+
+    def __init__(self, accumulate, clip_val):
+        super().__init__()
+        self.automatic_optimization = False
+        self.accumulate, self.clip_val = accumulate, clip_val
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch
+        with self.no_backward_sync(enabled=not is_last):
+            loss, count = mean_over_tokens(self.net, *batch)
+            self.manual_backward(loss, weight=count if self.current_epoch else int(count))
+        if is_last:
+            self.clip_gradients(optimizer, self.clip_val)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand(cluster, strategy):
+    """Return the weights after two epochs on rank 0, with and without accumulation and clipping."""
+    results = {}
+    for accumulate, clip_val in SETTINGS:
+        module = ByHand(accumulate, clip_val)
+        data = DataLoader(TensorDataset(*samples()), batch_size=2)
+        quiet_trainer(make(strategy), cluster, max_epochs=2).fit(module, data)
+        results[accumulate, clip_val] = module.weights
+    return results
+
+
+BY_HAND = {
+    kind: [name for name in names if name != "ddp_sharded" and not name.endswith("offload")]
+    for kind, names in STRATEGIES.items()
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_manual_backward_takes_the_number_of_tokens(kind):
+    found, _ = in_ranks(each, function=by_hand, cases={name: {"strategy": name} for name in BY_HAND[kind]})
+    for (accumulate, clip_val), (weights, *_) in ON_ONE_DEVICE.items():
+        for strategy, results in found.items():
+            case = (strategy, accumulate, clip_val)
+            torch.testing.assert_close(
+                results[accumulate, clip_val],
+                weights,
+                rtol=1e-6,
+                atol=1e-6,
+                msg=lambda text, case=case: f"{case} {text}",
+            )

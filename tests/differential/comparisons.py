@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.differential.differences import close, differences, first_difference
-from tests.differential.divisions import division_differences
+from tests.differential.divisions import compare_division
 from tests.differential.programs import global_batch_program, random_program
 from tests.differential.running import DEFAULTS, Program, library_of, train
 
@@ -23,7 +23,8 @@ def compare(what: str, seed: int, folder: Path) -> list[str]:
         spec = random_program(seed)
         return differences(spec, *(train(library, spec, folder / library) for library in ("lightning", "dstrat")))
     if what == "divisions":
-        return division_differences(seed, folder)
+        comparison = compare_division(seed, folder)
+        return [str(comparison.spec), *comparison.differences] if comparison.differences else []
     if what == "lightning_ddp":
         # With another seed, or without shuffle, Lightning has another order.
         spec = {**global_batch_program(seed), "shuffle": True, "seed_everything": True}
@@ -47,8 +48,6 @@ def resume_differences(seed: int, folder: Path) -> list[str]:
     spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_start"]
     if draw.random() < 0.25 and not spec["manual"] and spec["optimizer"] != "lbfgs" and not spec.get("ema"):
         spec["swa"] = {"swa_lrs": 0.01, "swa_epoch_start": draw.choice([1, 0.5]), "annealing_epochs": 2}
-    if spec.get("combined") == "max_size_cycle":  # a loader that starts again draws its order after random numbers
-        spec["dropout"] = 0.0  # of the training, which a resume does not have
     path = folder / "saved.ckpt"
     # Both have their checkpoints in one folder, which is at first as it was when the checkpoint was saved.
     checkpoints, snapshot = folder / "checkpoints", folder / "snapshot"

@@ -1,13 +1,19 @@
 """The values that sharded parameters begin with, and how much a rank holds while it makes them."""
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.testing._internal.distributed.fake_pg
 from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.testing.ranks.team import LoopbackCluster
 from dstrat_fsdp import FSDPStrategy
 
 STEPS = 6
@@ -113,3 +119,22 @@ def test_a_layer_that_cannot_compute_its_values_is_named():
         "Raw was made without memory, and nothing computes the first values of its 'scale': "
         "give it a method reset_parameters(self)"
     )
+
+
+class OnMeta(FSDPStrategy):
+    """The first rank, on a device from which nothing can be read."""
+
+    root_device = torch.device("meta")
+    is_global_zero = True
+
+
+def test_first_values_leave_the_parameters_on_the_host():
+    net = nn.Linear(2, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        open_process_group(LoopbackCluster(0, 1, port, listener), backend="fake", timeout=timedelta(seconds=20))
+        try:
+            OnMeta()._take_first_values(net)
+        finally:
+            close_process_group()
+    assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}

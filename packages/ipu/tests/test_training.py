@@ -300,7 +300,7 @@ def test_validation_within_training_counts_batches(simulator):
 
     class Noting(Callback):
         def on_validation_start(self, trainer, module) -> None:
-            batches.append((trainer.fit_loop.batches_seen, trainer.context.evaluation_batches))
+            batches.append((trainer.fit_loop.batches_seen, trainer.run.evaluation_loop.current_batches))
 
     strategy = IPUStrategy(device_iterations=2, inference_opts=simulator.Options().deviceIterations(2))
     loaders = data(64), data(64)

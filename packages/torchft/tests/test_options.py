@@ -159,3 +159,8 @@ def test_numbers_of_the_command_that_cannot_be_are_refused(options, message, cap
     with pytest.raises(SystemExit):
         main([*options, "train.py"])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("host", "reaches"), [("127.0.0.1", False), ("192.0.2.1", True)])
+def test_groups_reach_other_machines_unless_the_lighthouse_is_here(host, reaches):
+    assert TorchFTStrategy(lighthouse=f"http://{host}:29510").reaches_other_jobs is reaches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,8 @@ class Losses(Callback):
 
 
 def readers(strategy: Any, devices: int) -> int:
-    return devices // getattr(strategy, "_requested_sizes", (1, 1))[1]
+    sizes = [getattr(strategy, name, 1) for name in ("_tp", "_pp")]
+    return devices // math.prod([*sizes, getattr(strategy, "_requested_sizes", (1, 1))[1]])
 
 
 def train(

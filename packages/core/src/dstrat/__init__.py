@@ -94,8 +94,8 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
-    from dstrat.training.run_context import TrainerFn as TrainerFn
-    from dstrat.training.run_context import TrainerStatus as TrainerStatus
+    from dstrat.training.run import TrainerFn as TrainerFn
+    from dstrat.training.run import TrainerStatus as TrainerStatus
     from dstrat.training.trainer import Trainer as Trainer
 
     __version__: str
@@ -163,8 +163,8 @@ _HOMES = {
     "TorchProfiler": "dstrat.training.profilers.torch_profiler",
     "TrainModule": "dstrat.training.module.train_module",
     "Trainer": "dstrat.training.trainer",
-    "TrainerFn": "dstrat.training.run_context",
-    "TrainerStatus": "dstrat.training.run_context",
+    "TrainerFn": "dstrat.training.run",
+    "TrainerStatus": "dstrat.training.run",
     "Tuner": "dstrat.training.callbacks.tuner",
     "WandbLogger": "dstrat.training.loggers.wandb_logger",
     "WeightAveraging": "dstrat.training.callbacks.weight_averaging",

@@ -78,6 +78,22 @@ def scatter_optimizer(strategy):
     return found == {"weight": {"step": 3, "mean": ("weight", WHOLE[rows].tolist())}}
 
 
+class Alone(ParallelStrategy):
+    """One rank on a device from which nothing can be read."""
+
+    root_device = torch.device("meta")
+    is_global_zero = True
+
+    def broadcast(self, obj, src=0):
+        return obj
+
+
+def test_counts_of_steps_do_not_pass_through_the_device():
+    entries = {"weight": {"step": torch.tensor(3.0)}}
+    found = scatter_optimizer_entries(Alone(), entries, lambda name, value: value)
+    assert (float(found["weight"]["step"]), found["weight"]["step"].device.type) == (3.0, "cpu")
+
+
 def disagree(strategy):
     with pytest.raises(CheckpointError, match="found by rank 0"):
         agree_on(strategy, lambda: f"found by rank {strategy.global_rank}")

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dstrat import CombinedLoader
+from dstrat.data.resume import Beginning, ResumedLoader
 from dstrat.errors import MisuseError, RequestError
 
 
@@ -81,6 +82,25 @@ def test_a_shuffled_loader_is_shuffled_anew_when_it_is_read_again():
     batches = [short.tolist() for short, _ in CombinedLoader([shuffled, numbers(1, 2)], "max_size_cycle")]
     assert sorted(batches[0]) == sorted(batches[1]) == list(range(50))
     assert batches[0] != batches[1]
+
+
+@pytest.mark.parametrize("batches_read", range(2, 7))
+@pytest.mark.parametrize("batches_ahead", [0, 1])
+def test_the_order_of_a_restart_is_kept_for_a_resume(batches_read, batches_ahead):
+    short = DataLoader(list(range(6)), batch_size=3, shuffle=True)
+    loader = CombinedLoader([short, numbers(*range(8))], "max_size_cycle")
+    torch.manual_seed(1)
+    beginning, iterator, batches = Beginning.of(loader), iter(loader), []
+    for _ in range(batches_read + batches_ahead):
+        batches.append(next(iterator))
+        torch.rand(3)  # of the training
+    saved, now = beginning.state_dict(), torch.get_rng_state()
+    batches.extend(iterator)
+
+    torch.set_rng_state(now)
+    loader.restarts = {}
+    resumed = list(ResumedLoader(loader, Beginning.from_state_dict(saved), batches_read))
+    assert [one.tolist() for one, _ in resumed] == [one.tolist() for one, _ in batches[batches_read:]]
 
 
 def test_no_loader_is_started_again_once_all_have_ended():

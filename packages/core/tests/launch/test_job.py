@@ -33,6 +33,12 @@ def test_ranks_have_the_variables_that_torch_and_others_read():
     assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+def test_a_job_that_reaches_others_is_not_kept_on_the_loopback():
+    with open_job(num_processes=2, num_nodes=1, environ={}, reaches_other_jobs=True) as job:
+        found = job.rank_environment(0)
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & found.keys()
+
+
 def test_what_the_user_has_set_is_kept():
     found = variables(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth0")
     assert found["OMP_NUM_THREADS"] == "3"

@@ -36,7 +36,7 @@ class LogsTwice(Line):
 
 class WrongState(Line):
     def on_train_start(self):
-        self.trainer.context.hooks = None
+        self.trainer.run.hooks = None
 
 
 class Broken(Dataset):
@@ -63,6 +63,22 @@ def test_a_traceback_goes_from_the_call_of_fit_to_the_line_of_the_program():
     assert isinstance(error.__cause__, RuntimeError)
     causes = [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)]
     assert (causes[0], causes[-1]) == ("training_step", "forward")  # of torch, which the program has called
+
+
+def hidden(error):
+    """Return the frames that notebooks and pytest leave out."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return [frame.f_code.co_name for frame in frames if frame.f_locals.get("__tracebackhide__")]
+
+
+def test_frames_that_cannot_be_removed_are_marked_for_notebooks(monkeypatch):
+    error, _ = frames_after_fit(Failing())
+    assert hidden(error) == ["fit", "_launch"]
+    error, _ = frames_after_fit(WrongState())  # which may be a fault of ours
+    assert hidden(error) == []
+    monkeypatch.setenv("DSTRAT_FULL_TRACEBACK", "1")
+    error, _ = frames_after_fit(Failing())
+    assert hidden(error) == []
 
 
 def test_our_own_errors_end_at_the_line_of_the_program_that_calls_us():

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
+import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +22,7 @@ from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel.collectives import broadcast_object, gather_tensors, reduce_tensor
+from dstrat.parallel.collectives import broadcast_object, gather_tensors, pack_object, reduce_tensor
 from dstrat.parallel.internals import uses_nccl
 from dstrat.parallel.job import Job, current_job, rank_and_size
 from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
@@ -129,6 +132,66 @@ def test_gradients_flow_back_through_gathering_where_that_is_asked_for():
 
 def test_an_object_comes_from_the_source_rank():
     assert in_ranks(lambda store: broadcast_object({"rank": dist.get_rank()}, src=1)) == {"rank": 1}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on the second GPU."""
+
+    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]  # read-only in torch too
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+class Rebuilding(pickle.Unpickler):
+    """Notes on which device tensors would be put, of which this machine has none."""
+
+    def find_class(self, module, name):
+        return (lambda *arguments: arguments) if name == "_to_current_device" else super().find_class(module, name)
+
+
+def test_tensors_of_a_device_travel_by_value_without_its_index():
+    tensor = torch.arange(3.0).as_subclass(OnDevice)
+    message = pack_object({"nested": [SimpleNamespace(inner=tensor)], "host": torch.ones(2)})
+    received = Rebuilding(io.BytesIO(message)).load()
+    values, device_type, requires_grad = received["nested"][0].inner
+    assert (values.tolist(), device_type, requires_grad) == ([0.0, 1.0, 2.0], "cuda", False)
+    assert received["host"].tolist() == [1.0, 1.0]
+    assert b"cuda:1" not in message
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "passed"),
+    [
+        ("nccl", torch.device("cuda", 1), torch.device("cuda", 1)),
+        ("cpu:gloo,cuda:nccl", torch.device("cuda", 1), None),
+        ("gloo", torch.device("cpu"), None),
+    ],
+)
+def test_nccl_is_told_its_device_when_the_group_opens(backend, device, passed, monkeypatch):
+    options = {}
+
+    def init_process_group(backend, **given):
+        options.update(given)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cluster = LoopbackCluster(0, 1, listener.getsockname()[1], listener)
+        open_process_group(cluster, backend=backend, timeout=TIMEOUT, device=device)
+        close_process_group()
+    assert options["device_id"] == passed
+
+
+def test_an_interface_is_selected_for_any_backend(monkeypatch):
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+
+    selected = []
+    monkeypatch.setattr("dstrat.parallel.process_group.select_interface", lambda *peer: selected.append(peer))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        open_process_group(LoopbackCluster(0, 1, port, listener), backend="fake", timeout=TIMEOUT)
+        close_process_group()
+    assert selected == [("127.0.0.1", port)]
 
 
 def test_a_process_group_can_be_opened_again_in_the_same_job():

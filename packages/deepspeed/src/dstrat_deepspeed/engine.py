@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from argparse import Namespace
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class Engine:
         optimizer: The user's; None is that of the configuration, or an engine for evaluation if that has none.
         config: DeepSpeed's configuration.
         is_manual: Whether the module uses manual optimization: it computes gradients within its steps.
+        device_rank: Index of the device in this process.
 
     Attributes:
         optimizer: The optimizer that DeepSpeed wraps; None in an evaluation.
@@ -52,6 +54,7 @@ class Engine:
         config: dict[str, Any],
         *,
         is_manual: bool,
+        device_rank: int,
     ) -> None:
         self.skipped_steps = 0
         self._steps = steps
@@ -66,7 +69,12 @@ class Engine:
             config = without_boundaries(config)
         with internals.without_first_step():
             self.engine, *_ = deepspeed.initialize(
-                model=steps, optimizer=optimizer, config=config, dist_init_required=False
+                # Otherwise the local rank would be the index of the device, also of devices=[2, 3].
+                args=Namespace(device_rank=device_rank),
+                model=steps,
+                optimizer=optimizer,
+                config=config,
+                dist_init_required=False,
             )
         self._in_files = parameters_in_files(steps)
         self._unused = UnusedGradients(None)

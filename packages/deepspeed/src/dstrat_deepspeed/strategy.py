@@ -146,6 +146,12 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             raise MisuseError(f"{type(self).__name__} has no engine: it is there from setup to teardown of a training")
         return self._engine
 
+    @property
+    def _device_rank(self) -> int:
+        """Index of the device in this process; that of the rank for devices without one, such as the CPU."""
+        index = self.root_device.index
+        return self.local_rank if index is None else index
+
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks get a pickled copy of the strategy; what belongs to a run cannot be pickled.
         return {
@@ -178,7 +184,12 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if self.stage != 3:
             return nullcontext()
         config = self._configuration.for_creation(self.precision_plugin.flag, self.world_size)
-        return sharded_creation(self._deepspeed, config, self._configuration.options.offload.remote_device)
+        return sharded_creation(
+            self._deepspeed,
+            config,
+            self._configuration.options.offload.remote_device,
+            device_rank=self._device_rank,
+        )
 
     def model_to_device(self) -> None:
         """Move the module to the device, of stage 3 the buffers only."""
@@ -213,7 +224,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         # It may compile here, and ninja may be in this Python's environment alone.
         with internals.scalars_as_bytes(), environment({"PATH": programs_path(os.environ)}):
             if self.stage == 3:
-                shard(self._deepspeed, self.module, config)
+                shard(self._deepspeed, self.module, config, device_rank=self._device_rank)
                 prevent_double_reads(self.module)
             if optimizer is not None and uses_cpu_optimizer(config):
                 optimizer = optimizer_for_cpu(optimizer)
@@ -223,6 +234,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 optimizer,
                 config,
                 is_manual=not getattr(self.module, "automatic_optimization", True),
+                device_rank=self._device_rank,
             )
         if optimizer is None:  # the configuration may name one
             check_elementwise(self._engine.optimizer, self.stage, self.root_device)

@@ -18,6 +18,7 @@ from dstrat.parallel.meta_device import reset_method
 from dstrat.parallel.optimizer_checks import check_one_dtype
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.nvme import free_buffers
+from dstrat_deepspeed.runtime import environment
 from dstrat_deepspeed.unused_parameters import is_same_on_all_ranks
 
 if TYPE_CHECKING:
@@ -30,15 +31,23 @@ _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str | None) -> Iterator[None]:
+def sharded_creation(
+    deepspeed: Any, config: dict[str, Any], remote_device: str | None, *, device_rank: int
+) -> Iterator[None]:
     """Shard the parameters of each layer that is created in a ``with`` block, at the end of its constructor.
 
     Layers on the meta device follow one by one at the end of the block, with the values of their ``reset_parameters``.
+
+    Args:
+        deepspeed: The library.
+        config: Its configuration.
+        remote_device: Where the shards are; None for the device.
+        device_rank: Index of the device in this process.
     """
     # DeepSpeed's context loses what the constructor of a parent does to parameters of its children, such as
     # MultiheadAttention to the bias of its output layer.  So a parameter is gathered when it is looked up again, and is
     # sharded at the end of the block with the values that it has on rank 0.
-    init: Any = deepspeed.zero.Init(config_dict_or_path=config, remote_device=remote_device)
+    init = _initialize(deepspeed, device_rank, config_dict_or_path=config, remote_device=remote_device)
     watch = _CreationWatch(init)
     with init:
         try:
@@ -57,15 +66,28 @@ def sharded_creation(deepspeed: Any, config: dict[str, Any], remote_device: str 
             free_buffers([init.param_swapper])
 
 
-def shard(deepspeed: Any, module: Module, config: dict[str, Any]) -> None:
-    """Shard the remaining parameters of a module one by one, with the values of rank 0; collective."""
+def shard(deepspeed: Any, module: Module, config: dict[str, Any], *, device_rank: int) -> None:
+    """Shard the remaining parameters of a module one by one, with the values of rank 0; collective.
+
+    Args:
+        deepspeed: The library.
+        module: The module.
+        config: DeepSpeed's configuration.
+        device_rank: Index of the device in this process.
+    """
     # DeepSpeed's engine would do it too, but only after moving the full module to the device.
     sharded: Any = next((parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")), None)
     if sharded is not None:  # another zero.Init would remove the files of the parameters that are sharded already
         sharded.convert_to_zero_parameters(param_list=module.parameters())
         return
     group = internals.secondary_shard_group(deepspeed)
-    deepspeed.zero.Init(module=module, config_dict_or_path=config, zero_param_parallel_group=group)
+    _initialize(deepspeed, device_rank, module=module, config_dict_or_path=config, zero_param_parallel_group=group)
+
+
+def _initialize(deepspeed: Any, device_rank: int, **options: Any) -> Any:
+    """Return a ``zero.Init`` that computes on a device, whose index it takes from ``LOCAL_RANK``."""
+    with environment({"LOCAL_RANK": str(device_rank)}):  # of devices=[2, 3] that would be 0 and 1
+        return deepspeed.zero.Init(**options)
 
 
 class _CreationWatch:

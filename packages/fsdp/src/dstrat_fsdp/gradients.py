@@ -114,7 +114,12 @@ def _placement(described: int | str | None) -> Placement:
 
 
 @torch.no_grad()
-def clip_by_norm(parameters: Iterable[Tensor], largest: float, group: dist.ProcessGroup | None = None) -> Tensor:
+def clip_by_norm(
+    parameters: Sequence[Tensor],
+    largest: float,
+    group: dist.ProcessGroup | None = None,
+    counted_elsewhere: Container[int] = (),
+) -> Tensor:
     """Scale gradients in place so that their total norm is at most the largest; collective.
 
     The norm is that of the full gradients, over all meshes, and the same on every rank.
@@ -123,6 +128,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float, group: dist.Proce
         parameters: Parameters whose gradients are clipped; those without a gradient are skipped.
         largest: The largest 2-norm.
         group: The ranks that have other parameters, such as the stages of a pipeline; None if there are none.
+        counted_elsewhere: The ids of the parameters that another rank of the group has too, and counts.
 
     Returns:
         The norm before clipping, a scalar.
@@ -130,7 +136,8 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float, group: dist.Proce
     gradients = _gradients(parameters)
     if not gradients and group is None:
         return torch.zeros(())
-    norm = total_norm(gradients) if gradients else torch.zeros(())
+    counted = _gradients(parameter for parameter in parameters if id(parameter) not in counted_elsewhere)
+    norm = total_norm(counted) if counted else torch.zeros(())
     if group is not None:
         square = norm.square()
         dist.all_reduce(square, group=group)
@@ -149,8 +156,8 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
         MisuseError: A gradient is not reduced yet: ranks have summands, so no value of it is known.
     """
     local = [_summed_shard(gradient) for gradient in _gradients(parameters)]
-    for gradient in local:
-        gradient.clamp_(-largest, largest)
+    if local:
+        internals.clamp(local, largest)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

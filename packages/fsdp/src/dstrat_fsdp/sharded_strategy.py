@@ -138,13 +138,18 @@ class ShardedStrategy(ParallelStrategy):
     def _take_first_values(self, module: Module) -> None:
         """Overwrite the values of all ranks by those of rank 0, before each keeps its shards only."""
         for submodule in module.modules():
-            tensors = [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
-            plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-            for tensor in plain:
-                if not tensor.is_meta:
-                    tensor.data = tensor.to(self.root_device)
-            broadcast_tensors(plain)
-            self._take_first_shards([tensor for tensor in tensors if isinstance(tensor, DTensor)])
+            buffers = [buffer for buffer in submodule.buffers(recurse=False) if not buffer.is_meta]
+            internals.move(buffers, self.root_device)
+            parameters = list(submodule.parameters(recurse=False))
+            plain = [tensor for tensor in parameters if not isinstance(tensor, DTensor) and not tensor.is_meta]
+            # Back to where they were: the full module may not fit on the device, and torch moves a layer to it when
+            # it shards the layer.
+            on_device = [tensor.detach().to(self.root_device) for tensor in plain]
+            broadcast_tensors([*buffers, *on_device])
+            for tensor, value in zip(plain, on_device, strict=True):
+                if tensor.device != value.device and not self.is_global_zero:  # whose values they are
+                    tensor.data = value.to(tensor.device)
+            self._take_first_shards([tensor for tensor in parameters if isinstance(tensor, DTensor)])
 
     def _take_first_shards(self, split: Sequence[DTensor]) -> None:
         """Overwrite tensor-parallel shards by those of the first rank that has the same shard."""

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import math
 import os
+import pickle
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import ClusterError, PeerError, RequestError
-from dstrat.parallel.collectives import name_of_operation
+from dstrat.parallel.collectives import name_of_operation, pack_object
 from dstrat_horovod.internals import Rendezvous, slot_environment
 
 if TYPE_CHECKING:
@@ -181,8 +182,12 @@ class Communication:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of the source rank, which must be picklable."""
+        is_source = self._rank == src
+        # As bytes, so that tensors of a device do not bring its index along.
+        message = pack_object(obj) if is_source else None
         with self.peer_errors("broadcast"):
-            return self.hvd.broadcast_object(obj, root_rank=src, name="dstrat.broadcast")
+            message = self.hvd.broadcast_object(message, root_rank=src, name="dstrat.broadcast")
+        return obj if is_source else pickle.loads(message)  # noqa: S301 - from a rank of the job
 
     def barrier(self, name: str | None) -> None:
         """Wait until all ranks have called this."""

@@ -99,7 +99,7 @@ class TrainerView:
     @property
     def enable_validation(self) -> bool:
         """Whether the fit validates."""
-        sources = self._trainer.context.sources
+        sources = self._trainer.run.sources
         return sources is not None and self._trainer.limit_val_batches != 0 and sources.validates()
 
     # Paths as texts
@@ -253,7 +253,7 @@ class FitLoopView:
     def epoch_loop(self) -> Any:
         """The counters within an epoch."""
         loop = self._trainer.fit_loop
-        sources = self._trainer.context.sources
+        sources = self._trainer.run.sources
         # Libraries ask it before they choose what a scheduler monitors, as Lightning has no public name for it then.
         has_validation = SimpleNamespace(is_defined=lambda: sources is not None and sources.has("val"))
         batches = SimpleNamespace(ready=loop.batches_done + 1, completed=loop.batches_done, processed=loop.batches_done)

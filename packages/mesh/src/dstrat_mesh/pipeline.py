@@ -14,13 +14,15 @@ from dstrat.checkpoint.portable.shards import holders, local_boxes
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat_fsdp.parameters import made_on_meta
+from dstrat_fsdp.state import local_tensor
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE, TENSOR
 from dstrat_mesh.schedule import Links, StageRunner
 from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,12 +74,15 @@ class PipelineRun:
         axes: Its sizes.
         schedule: Order of the passes.
         device: The device of this rank.
+        timeout: How long a stage waits for another one.
 
     Attributes:
         layers: A module with the layers of this stage only, under their names in the user's module.
     """
 
-    def __init__(self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: str, device: torch.device) -> None:
+    def __init__(
+        self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: str, device: torch.device, timeout: timedelta
+    ) -> None:
         self._module, self._axes, self._mesh, self._schedule = module, axes, mesh, schedule
         self._pipeline: Any = module.configure_pipeline()  # type: ignore[operator]  # checked by check_pipeline
         if not isinstance(self._pipeline, Pipeline):
@@ -87,7 +92,7 @@ class PipelineRun:
             )
         self._stages = Stages.of(module, self._pipeline, axes.pp)
         groups = axes.groups(PIPELINE)
-        backward, _ = dist.new_subgroups_by_enumeration(groups)
+        backward, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
         self.links = Links(
             stage=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
@@ -118,15 +123,18 @@ class PipelineRun:
         if log:
             for index, names in enumerate(self._stages.names):
                 _logger.info("stage %d of the pipeline: %s", index, ", ".join(names))
-        loss_of = self._pipeline.loss if self.links.is_last else None
+        chain = self._pipeline.compute or _call_in_order
+        layers, loss_of = self._stage_layers, self._pipeline.loss
 
-        def compute(value: Any, microbatch: Any) -> Any:
-            for layer in self._stage_layers:
-                value = layer(value)
-            return value if loss_of is None or microbatch is None else loss_of(value, microbatch)
+        def compute(value: Any, batch: Any) -> Any:
+            return chain(layers, value, batch)
 
-        self._runner = StageRunner(self.links, self._schedule, lambda value, batch: train(compute, value, batch))
-        self._evaluator = StageRunner(self.links, self._schedule, lambda value, _: evaluate(compute, value, None))
+        def compute_loss(value: Any, batch: Any) -> Any:
+            return loss_of(chain(layers, value, batch), batch)
+
+        step = compute_loss if self.links.is_last else compute
+        self._runner = StageRunner(self.links, self._schedule, lambda value, batch: train(step, value, batch))
+        self._evaluator = StageRunner(self.links, self._schedule, lambda value, batch: evaluate(compute, value, batch))
 
     # Steps
 
@@ -136,27 +144,92 @@ class PipelineRun:
         count: int,
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool], None],
-    ) -> Tensor:
-        """Run the passes of a batch, and return its loss; arguments are those of :meth:`StageRunner.train`."""
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Any:
+        """Run the passes of a batch, and return its loss, with its weight if the pipeline counts one.
+
+        Args:
+            batch: The batch.
+            count: Number of microbatches.
+            scale: As for :meth:`StageRunner.train`.
+            before_backward: Likewise.
+            weigh: Returns the factor of the loss of a batch with a weight.
+        """
         assert self._runner is not None  # noqa: S101 - from start on
+        pipeline, device = self._pipeline, self.links.device
         microbatches = split_batch(batch, count)
-        weigh = self._pipeline.weight or batch_size
-        weights = [weigh(microbatch) for microbatch in microbatches]
-        total = sum(weights)
-        inputs = [self._pipeline.inputs(microbatch) for microbatch in microbatches]
-        factors = [weight / total for weight in weights]
-        return self._runner.train(inputs, microbatches, factors, scale, before_backward)
+        factor = None
+        if pipeline.weight is None:
+            sizes = [batch_size(microbatch) for microbatch in microbatches]
+            factors: Any = [size / sum(sizes) for size in sizes]
+        else:
+            counted = [pipeline.weight(microbatch) for microbatch in microbatches]
+            weights = torch.stack([torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in counted])
+            total = weights.sum()
+            factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
+        inputs = [pipeline.inputs(microbatch) for microbatch in microbatches]
+        loss = self._runner.train(
+            inputs,
+            microbatches,
+            factors,
+            scale if factor is None else lambda loss: scale(loss * factor),
+            before_backward,
+        )
+        if pipeline.on_loss is not None:
+            pipeline.on_loss(loss)
+        return loss if factor is None else {"loss": loss, "weight": total}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """In this context the pipeline's model computes with all stages."""
         model, evaluator = self._pipeline.model, self._evaluator
         assert evaluator is not None  # noqa: S101 - from start on
-        model.forward = evaluator.evaluate
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            value = args[0] if args else self._pipeline.inputs(kwargs)
+            del model.forward  # a stage may call the model's own
+            try:
+                return evaluator.evaluate(value, args[0] if args else kwargs)
+            finally:
+                model.forward = forward
+
+        model.forward = forward
         try:
             yield
         finally:
             del model.forward
+
+    @torch.no_grad()
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of parameters of several stages, so that each of them steps alike; collective."""
+        stage, ranks, group = self.links.stage, self.links.ranks, self.links.backward
+        for shared in self._stages.shared:
+            parameter = shared.parameter
+            if stage not in shared.stages or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = local_tensor(parameter.grad)
+            summands = {stage: local.to(self.links.device, copy=True, memory_format=torch.contiguous_format)}
+            exchange = []
+            for other in shared.stages:
+                if other != stage:
+                    summands[other] = torch.empty_like(summands[stage])
+                    exchange.append(dist.P2POp(dist.isend, summands[stage], ranks[other], group=group))
+                    exchange.append(dist.P2POp(dist.irecv, summands[other], ranks[other], group=group))
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            # In the order of the stages: the sum is the same on each, bit for bit.
+            local.copy_(torch.stack([summands[index] for index in shared.stages]).sum(dim=0))
+
+    @property
+    def counted_elsewhere(self) -> set[int]:
+        """The ids of the parameters of this stage that an earlier stage has too."""
+        return {
+            id(shared.parameter)
+            for shared in self._stages.shared
+            if self.links.stage in shared.stages and self.links.stage != shared.stages[0]
+        }
 
     def end(self) -> None:
         """Release the layers."""
@@ -177,13 +250,17 @@ class PipelineRun:
         """Return the full state of the module on global rank 0, and an empty dict on the others; collective."""
         gathered: dict[str, Any] = {}
         rank, is_first_in_tp = dist.get_rank(), self._mesh.get_local_rank(TENSOR) == 0
+        stage = self.links.stage
+        counted_elsewhere = {
+            name for shared in self._stages.shared if stage in shared.stages[1:] for name in shared.names
+        }
         for name, like in module.state_dict(keep_vars=True).items():
             value = state.get(name)
             if not isinstance(like, torch.nn.Parameter):
                 gathered[name] = value.cpu() if isinstance(value, torch.Tensor) else value
                 continue
             full = torch.zeros(like.shape, dtype=like.dtype, device=self.links.device)
-            if isinstance(value, DTensor):
+            if isinstance(value, DTensor) and name not in counted_elsewhere:
                 # A layer that is not split exists in each group of split layers.
                 is_writer = is_first_in_tp or TENSOR in (value.device_mesh.mesh_dim_names or ())
                 if is_writer and holders(value)[0] == rank:
@@ -194,3 +271,9 @@ class PipelineRun:
             dist.reduce(full.view(-1).view(torch.uint8), 0)
             gathered[name] = full.cpu() if rank == 0 else None
         return gathered if rank == 0 else {}
+
+
+def _call_in_order(layers: Sequence[Module], value: Any, batch: Any) -> Any:  # noqa: ARG001 - as Pipeline.compute
+    for layer in layers:
+        value = layer(value)
+    return value

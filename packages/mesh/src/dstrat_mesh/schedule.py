@@ -121,7 +121,7 @@ class StageRunner:
     Args:
         links: The neighbours.
         schedule: One of :data:`SCHEDULES`.
-        forward: Computes the stage's layers for an input, and on the last stage for a microbatch the loss.
+        forward: Computes the stage's layers for an input and a microbatch; in training the last stage returns the loss.
     """
 
     def __init__(self, links: Links, schedule: str, forward: Callable[[Any, Any], Any]) -> None:
@@ -129,13 +129,14 @@ class StageRunner:
         # By the shapes of a microbatch, which all stages know: so they agree on when headers are sent.
         self._received: dict[Any, _Outline] = {}
         self._sent: dict[Any, _Outline] = {}
+        self._evaluated: dict[Any, _Outline] = {}
         self._sends: list[tuple[Any, Tensor]] = []
 
     def train(
         self,
         inputs: Sequence[Any],
         microbatches: Sequence[Any],
-        factors: Sequence[Any],
+        factors: Sequence[float | Tensor],
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool], None],
     ) -> Tensor:
@@ -144,7 +145,7 @@ class StageRunner:
         Args:
             inputs: Input of the first stage for each microbatch.
             microbatches: The microbatches.
-            factors: Weight of each microbatch's loss in that of the batch; their sum is 1.
+            factors: Factor of each microbatch's loss in that of the batch.
             scale: Scales the loss for the precision.
             before_backward: Called before each backward pass, with whether it is the last.
         """
@@ -165,7 +166,10 @@ class StageRunner:
             received = inputs[index] if links.is_first else self._receive(microbatches[index])
             output = self._forward(received, microbatches[index])
             if links.is_last:
-                loss = _checked_loss(output) * factors[index]
+                loss, factor = _checked_loss(output), factors[index]
+                if isinstance(factor, Tensor):  # 0 for a microbatch without labels, whose mean loss may be nan
+                    loss = torch.where(factor > 0, loss, 0.0)
+                loss = loss * factor
                 total += loss.detach()
                 output = scale(loss)
             else:
@@ -184,26 +188,34 @@ class StageRunner:
             work.wait()
         self._sends = []
 
-    def evaluate(self, value: Any) -> Tensor:
-        """Return the output of all stages for an input, on every stage; collective over the stages."""
-        links = self._links
-        received = value if links.is_first else self._receive(value, in_training=False)
-        output = self._forward(received, None)
-        outline = _Outline.of(output, links.stage)
+    def evaluate(self, value: Any, batch: Any) -> Tensor:
+        """Return the output of all stages for an input, on every stage; collective over the stages.
+
+        Args:
+            value: Input of the first stage.
+            batch: The batch, whose shapes determine those of the output.
+        """
+        links, key = self._links, _shapes(batch)
+        received = value if links.is_first else self._receive(batch)
+        output = self._forward(received, batch)
         if not links.is_last:
-            self._send(output, value, in_training=False)
+            self._send(output, batch)
         self.finish()
-        header = links.from_last(outline.header(links.device))
+        if key not in self._evaluated:
+            outline = _Outline.of(output, links.stage)
+            self._evaluated[key] = _Outline.from_header(links.from_last(outline.header(links.device)))
+        outline = self._evaluated[key]
         if not links.is_last:
-            outline = _Outline.from_header(header)
             output = torch.empty(outline.shape, dtype=outline.dtype, device=links.device)
+        else:
+            self._check_same(outline, _Outline.of(output, links.stage), "the pipeline")
         return links.from_last(output.contiguous())
 
     # Tensors between stages
 
-    def _receive(self, microbatch: Any, *, in_training: bool = True) -> Tensor:
+    def _receive(self, microbatch: Any) -> Tensor:
         links = self._links
-        source, key = links.ranks[links.stage - 1], (_shapes(microbatch), in_training)
+        source, key = links.ranks[links.stage - 1], _shapes(microbatch)
         if key not in self._received:
             header = torch.empty(3 + _MOST_DIMENSIONS, dtype=torch.int64, device=links.device)
             dist.recv(header, source, group=links.forward)
@@ -213,20 +225,22 @@ class StageRunner:
         dist.recv(tensor, source, group=links.forward)
         return tensor.requires_grad_(outline.requires_grad)
 
-    def _send(self, output: Any, microbatch: Any, *, in_training: bool = True) -> None:
+    def _send(self, output: Any, microbatch: Any) -> None:
         links = self._links
-        outline, key = _Outline.of(output, links.stage), (_shapes(microbatch), in_training)
+        outline, key = _Outline.of(output, links.stage), _shapes(microbatch)
         if key not in self._sent:
             self._sent[key] = outline
             self._isend(outline.header(links.device), links.stage + 1, links.forward)
-        elif self._sent[key] != outline:
-            before = self._sent[key]
-            raise MisuseError(
-                f"stage {links.stage} of the pipeline returned {outline.dtype} of shape {outline.shape}, and "
-                f"{before.dtype} of shape {before.shape} for an earlier microbatch of the same shapes: the next stage "
-                "must know shapes before it receives, so they may depend on the shapes of a batch only"
-            )
+        self._check_same(self._sent[key], outline, f"stage {links.stage} of the pipeline")
         self._isend(output.detach(), links.stage + 1, links.forward)
+
+    def _check_same(self, earlier: _Outline, outline: _Outline, subject: str) -> None:
+        if earlier != outline:
+            raise MisuseError(
+                f"{subject} returned {outline.dtype} of shape {outline.shape}, and {earlier.dtype} of shape "
+                f"{earlier.shape} for an earlier microbatch of the same shapes: other stages must know shapes before "
+                "they receive, so they may depend on the shapes of a batch only"
+            )
 
     def _isend(self, tensor: Tensor, stage: int, group: ProcessGroup) -> None:
         tensor = tensor.contiguous()

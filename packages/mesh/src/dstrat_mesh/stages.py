@@ -20,16 +20,40 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedParameter:
+    """A parameter of several stages, such as the weight of an embedding and an output layer.
+
+    Attributes:
+        names: Its names in the module.
+        owners: The layers that have it, by their names in the module; they have no other parameters.
+        attribute: Its name in these layers.
+        stages: The stages whose layers have it, in order.
+    """
+
+    names: frozenset[str]
+    owners: dict[str, Module]
+    attribute: str
+    stages: tuple[int, ...]
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter as it is now, in a rank of one of its stages."""
+        return getattr(next(iter(self.owners.values())), self.attribute)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
     """Assignment of a pipeline's layers to stages.
 
     Attributes:
         layers: The layers of each stage, in order.
         names: Their names in the module.
+        shared: The parameters of several stages.
     """
 
     layers: list[list[Module]]
     names: list[list[str]]
+    shared: list[SharedParameter]
 
     @classmethod
     def of(cls, module: Module, pipeline: Pipeline, count: int) -> Stages:
@@ -37,7 +61,7 @@ class Stages:
 
         Raises:
             RequestError: There are fewer layers than stages.
-            MisuseError: The layers are not the module's, or share parameters.
+            MisuseError: The layers are not the module's, lack a parameter, or share one that cannot be in two stages.
         """
         chain, known = pipeline.chain, {id(layer): name for name, layer in module.named_modules()}
         names = []
@@ -48,38 +72,28 @@ class Stages:
                 )
             names.append(known[id(layer)])
         bounds = _bounds([sum(parameter.numel() for parameter in layer.parameters()) for layer in chain], count)
-        stages = cls(
-            layers=[chain[a:b] for a, b in itertools.pairwise(bounds)],
-            names=[names[a:b] for a, b in itertools.pairwise(bounds)],
-        )
-        stages._check(module)
-        return stages
-
-    def _check(self, module: Module) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        owners: dict[int, int] = {}
-        for index, layers in enumerate(self.layers):
-            if not any(True for layer in layers for _ in layer.parameters()):
+        layers = [chain[a:b] for a, b in itertools.pairwise(bounds)]
+        names_of_stages = [names[a:b] for a, b in itertools.pairwise(bounds)]
+        for index, of_stage in enumerate(layers):
+            if not any(True for layer in of_stage for _ in layer.parameters()):
                 raise MisuseError(
-                    f"stage {index} of the pipeline ({', '.join(self.names[index])}) has no parameters: give fewer "
-                    "stages"
+                    f"stage {index} of the pipeline ({', '.join(names_of_stages[index])}) has no parameters: give "
+                    "fewer stages"
                 )
-            for layer in layers:
-                for parameter in layer.parameters():
-                    if owners.setdefault(id(parameter), index) != index:
-                        raise MisuseError(
-                            f"the parameter {names[id(parameter)]!r} is in stages {owners[id(parameter)]} and {index} "
-                            "of the pipeline, which would train it separately: untie it, or leave pp out"
-                        )
-        if outside := [name for key, name in names.items() if key not in owners]:
-            raise MisuseError(
-                f"the pipeline has no layer with the parameter {outside[0]!r} of {type(module).__name__}: add its layer"
-            )
+        return cls(layers=layers, names=names_of_stages, shared=_shared_parameters(module, layers))
 
     def skeleton(self, index: int) -> Module:
-        """Return a module with the layers of a stage only, under the names that they have in the module."""
+        """Return a module with the layers of a stage only, under the names that they have in the module.
+
+        Layers of other stages that share a parameter with it are in it too, so that the parameter stays shared.
+        """
+        layers = dict(zip(self.names[index], self.layers[index], strict=True))
+        inside = {id(inner) for layer in layers.values() for inner in layer.modules()}
+        for shared in self.shared:
+            if index in shared.stages:
+                layers |= {name: owner for name, owner in shared.owners.items() if id(owner) not in inside}
         root = nn.Module()
-        for layer, name in zip(self.layers[index], self.names[index], strict=True):
+        for name, layer in layers.items():
             *path, last = name.split(".")
             parent = root
             for name_of_child in path:
@@ -90,23 +104,65 @@ class Stages:
         return root
 
     def other_layers(self, index: int) -> set[Module]:
-        """Return all modules within the layers of other stages."""
+        """Return all modules within the layers of other stages, but for those of its own parameters."""
+        own = {owner for shared in self.shared if index in shared.stages for owner in shared.owners.values()}
         return {
             inner
             for other, layers in enumerate(self.layers)
             if other != index
             for layer in layers
             for inner in layer.modules()
-        }
+        } - own
+
+
+def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]]) -> list[SharedParameter]:
+    """Return the parameters of several stages.
+
+    Raises:
+        MisuseError: A parameter is in no layer of the pipeline, or a layer that shares one has others too.
+    """
+    stages: dict[int, list[int]] = {}
+    for index, of_stage in enumerate(layers):
+        for parameter in {parameter for layer in of_stage for parameter in layer.parameters()}:
+            stages.setdefault(id(parameter), []).append(index)
+    shared = []
+    for name, parameter in module.named_parameters():
+        indices = stages.get(id(parameter), [])
+        if not indices:
+            raise MisuseError(
+                f"the pipeline has no layer with the parameter {name!r} of {type(module).__name__}: add its layer"
+            )
+        if len(indices) > 1:
+            names = [other for other, value in module.named_parameters(remove_duplicate=False) if value is parameter]
+            owners = {other.rpartition(".")[0]: other.rpartition(".")[2] for other in names}
+            attributes = set(owners.values())
+            for owner in owners:
+                if len(attributes) > 1 or len(list(module.get_submodule(owner).parameters(recurse=False))) > 1:
+                    raise MisuseError(
+                        f"the parameter {name!r} is in stages {' and '.join(map(str, indices))} of the pipeline, and "
+                        f"the layer {owner!r} has others beside it, of which a stage would have to allocate all: untie "
+                        "it, or leave pp out"
+                    )
+            shared.append(
+                SharedParameter(
+                    names=frozenset(names),
+                    owners={owner: module.get_submodule(owner) for owner in owners},
+                    attribute=attributes.pop(),
+                    stages=tuple(indices),
+                )
+            )
+    return shared
 
 
 def free_parameters(modules: set[Module]) -> None:
     """Move the parameters of modules to the meta device, where they keep names and shapes only."""
+    freed: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared, under one name
     for module in modules:
-        parameters: list[tuple[str, Any]] = list(module.named_parameters(recurse=False))
-        for name, parameter in parameters:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in freed:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                freed[parameter] = nn.Parameter(empty, parameter.requires_grad)
+            setattr(module, name, freed[parameter])
 
 
 def _bounds(sizes: Sequence[int], count: int) -> list[int]:

@@ -221,7 +221,9 @@ class MeshStrategy(SharedBatchStrategy):
         )
         if self._pp == 1:
             return blocks_of(self.module, self._auto_wrap_policy)
-        self._pipeline = PipelineRun(self.module, self.device_mesh, self.axes, self._schedule, self.root_device)
+        self._pipeline = PipelineRun(
+            self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
+        )
         return blocks_of(self._pipeline.layers, self._auto_wrap_policy)
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
@@ -271,9 +273,17 @@ class MeshStrategy(SharedBatchStrategy):
         def before_backward(is_last: bool) -> None:
             sharded.set_gradient_sync(is_last and not self._accumulates)
 
-        loss = self._pipeline.train(args[0], self._microbatches, self.precision_plugin.scale_loss, before_backward)
+        outputs = self._pipeline.train(
+            args[0], self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
+        )
         sharded.set_gradient_sync(not self._accumulates)
-        return loss
+        if not self._accumulates:
+            self._pipeline.sum_shared_gradients()
+        return outputs
+
+    def _weigh(self, weight: Tensor) -> Tensor:
+        # Without a caller that weighs, such as in a test: batches count alike.
+        return torch.ones_like(weight) if self.weigh_batch is None else self.weigh_batch(weight)
 
     def _train_stage(self, compute: Callable[..., Any], *args: Any) -> Any:
         sharded = self._sharded_module
@@ -311,7 +321,8 @@ class MeshStrategy(SharedBatchStrategy):
             return
         self.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip_by_norm(parameters, clip_val, self.device_mesh.get_group(PIPELINE))
+        group = self.device_mesh.get_group(PIPELINE)
+        clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere)
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:

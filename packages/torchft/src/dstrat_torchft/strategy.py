@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import LBFGS
 
 from dstrat.errors import MisuseError, PeerError, RequestError
-from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT, select_interface
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_torchft.history import History
 from dstrat_torchft.replicas import GROUP, LIGHTHOUSE, NUM_GROUPS, ReplicaOptions, Replicas
@@ -135,6 +135,11 @@ class TorchFTStrategy(ParallelStrategy):
         groups, rank = self.options.num_groups, self.options.group * self.world_size + self.global_rank
         return {"num_replicas": groups * self.world_size, "rank": rank}
 
+    @property
+    def reaches_other_jobs(self) -> bool:  # type: ignore[override]  # it depends on the lighthouse
+        """Whether groups may be on other machines, as the lighthouse is not on the loopback."""
+        return bool(self.options.lighthouse) and self.options.bind_address is None
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         return dataclasses.replace(training.replicated, buffers=training.trainable_parameters)  # gradients, joined
 
@@ -154,6 +159,9 @@ class TorchFTStrategy(ParallelStrategy):
                 "replica groups: use another optimizer"
             )
         self._training = None
+        if self.reaches_other_jobs:  # the group's own address is the loopback, and chooses no interface
+            lighthouse = urlsplit(self.options.lighthouse)
+            select_interface(lighthouse.hostname or "", lighthouse.port or 80)
         self._replicas = Replicas(
             self.options,
             rank=self.global_rank,
@@ -234,7 +242,7 @@ class TorchFTStrategy(ParallelStrategy):
                 replicas.start()
             has_received = replicas.wait()
             # Copies, made again for each attempt: after an error in the average their values mean nothing.
-            buckets = GradientBuckets(parameters)
+            buckets = GradientBuckets(parameters, self.from_host)
             for tensor in buckets.tensors:
                 # In the group first, as each rank averages with those of its number; also if it has received a state,
                 # as another rank may have not.
@@ -315,6 +323,7 @@ class GradientBuckets:
 
     Args:
         parameters: The trainable parameters, the same on all ranks of all groups.
+        from_host: Returns a small tensor of the CPU on the device, without waiting for that.
 
     Attributes:
         tensors: The joined gradients, to be averaged in place.
@@ -323,20 +332,20 @@ class GradientBuckets:
         MisuseError: A gradient is sparse.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], from_host: Callable[[Tensor], Tensor]) -> None:
+        self._from_host = from_host
         self._by_dtype: dict[torch.dtype, list[Parameter]] = {}
         for parameter in parameters:
             self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self.tensors = [self._joined(members) for members in self._by_dtype.values()]
 
-    @staticmethod
-    def _joined(parameters: list[Parameter]) -> Tensor:
+    def _joined(self, parameters: list[Parameter]) -> Tensor:
         pieces = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         if any(piece.is_sparse for piece in pieces):
             raise MisuseError("replica groups average dense gradients, and an embedding has sparse=True: leave it out")
         # A parameter may have a gradient in another rank or group only: then the mean of its flags is above 0.
         flags = torch.tensor([float(each.grad is not None) for each in parameters], dtype=pieces[0].dtype)
-        return torch.cat([*(piece.reshape(-1) for piece in pieces), flags.to(pieces[0].device)])
+        return torch.cat([*(piece.reshape(-1) for piece in pieces), self._from_host(flags)])
 
     def write(self) -> None:
         """Overwrite the gradients of the parameters; those that have none in any rank of any group keep none."""

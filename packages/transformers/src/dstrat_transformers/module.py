@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dstrat import TrainModule
@@ -14,6 +14,7 @@ from dstrat.errors import MisuseError, RequestError
 from dstrat_transformers.initialization import make_model
 from dstrat_transformers.models import IGNORED_LABEL, base_model, blocks, count_labels, is_peft
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
+from dstrat_transformers.pipeline import causal_loss, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
 from dstrat_transformers.tensor_parallel import parallelize
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat import Pipeline
     from dstrat.interfaces.strategy import Strategy
 
 _logger = logging.getLogger(__name__)
 
-_TENSOR_PARALLEL = "tensor_parallel"
+_TENSOR_PARALLEL = ("tensor_parallel", "tp")  # dimensions of the meshes of strategies
 
 
 class HFModule(TrainModule):
@@ -63,7 +64,7 @@ class HFModule(TrainModule):
             means are logged in evaluations, after the prefix of the stage.
         gradient_checkpointing: Whether layers compute their activations again in the backward pass; a dict is the
             ``gradient_checkpointing_kwargs`` of transformers.
-        tensor_parallel_plan: Styles of layers for the strategy ``model_parallel``, by their names with ``*`` for
+        tensor_parallel_plan: Styles of layers for ``model_parallel`` and ``mesh``, by their names with ``*`` for
             numbers; None is the model's own plan.
 
     Attributes:
@@ -148,6 +149,14 @@ class HFModule(TrainModule):
             if is_peft(self.model):  # with use_reentrant=True, frozen embeddings would end all gradients
                 self.model.enable_input_require_grads()
 
+    def configure_pipeline(self) -> Pipeline:
+        """Return the layers of a causal language model for a strategy with stages, such as ``"mesh(pp=2)"``.
+
+        Raises:
+            MisuseError: Its layers are not known.
+        """
+        return make_pipeline(self.model, lambda loss: self.log("train_loss", loss, prog_bar=True))
+
     @property
     def auto_wrap_policy(self) -> Callable[[Module], bool] | None:
         """The blocks that ``fsdp`` shards as units: the model's ``_no_split_modules``; None where it has none."""
@@ -215,13 +224,23 @@ class HFModule(TrainModule):
                 f"HFModule got a batch of type {type(batch).__name__}: a batch is a mapping of the arguments of "
                 f"{type(self.model).__name__}, as the collators of transformers make it"
             )
-        output = self.model(**batch)
+        output = self._call(batch)
         if getattr(output, "loss", None) is None:
             raise MisuseError(
                 f"{type(base_model(self.model)).__name__} returned no loss for a batch with {', '.join(batch.keys())}: "
                 "give it labels, as DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
             )
         return output
+
+    def _call(self, batch: Mapping[str, Any]) -> Any:
+        output = self.model(**batch)
+        if not isinstance(output, Tensor):
+            return output
+        # The logits of a pipeline, which go from the last stage to the others.
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        loss: Any = causal_loss(self.model, output, batch) if "labels" in batch else None
+        return CausalLMOutputWithPast(loss=loss, logits=output)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:  # noqa: ARG002 - the known name
         loss, labels = self.loss_and_weight(batch)
@@ -237,7 +256,7 @@ class HFModule(TrainModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - as above
-        return self.model(**batch)
+        return self._call(batch)
 
     def _evaluate(self, prefix: str, batch: Mapping[str, Any]) -> None:
         output = self._output(batch)
@@ -321,4 +340,5 @@ def _tensor_parallel_mesh(strategy: Strategy) -> Any:
         mesh = strategy.device_mesh
     except MisuseError:  # of every strategy but those with a mesh
         return None
-    return mesh[_TENSOR_PARALLEL] if _TENSOR_PARALLEL in (getattr(mesh, "mesh_dim_names", None) or ()) else None
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return next((mesh[name] for name in _TENSOR_PARALLEL if name in names), None)

@@ -88,7 +88,11 @@ class _Gathering:
     def __init__(self, strategy: Strategy | None, module: Module) -> None:
         self._strategy = strategy
         if strategy is not None:
-            self.state: Mapping[str, Any] = strategy.sharded_module_state()
+            # With a pipeline other ranks have the other layers, and rank 0 gets all of them at once.
+            is_staged = any(parameter.is_meta for parameter in module.parameters())
+            self.state: Mapping[str, Any] = (
+                strategy.module_state_dict() if is_staged else strategy.sharded_module_state()
+            )
             self.writes = strategy.is_global_zero
             return
         # After a run an HFModule still has the rank; a model of transformers is that of a single process.

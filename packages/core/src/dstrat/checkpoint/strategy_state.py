@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,12 @@ from dstrat.checkpoint.formats import unused_beside
 from dstrat.checkpoint.portable.format import checksum
 from dstrat.checkpoint.portable.shards import is_sharded, local_tensor
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import check_names, is_extra_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -63,6 +65,12 @@ def refuse_used(requested: str | Path, written: str | Path) -> None:
         )
 
 
+def gather_on_host(strategy: Strategy, value: Any) -> list[Any]:
+    """Return a value of each rank, with its tensors on the CPU; collective."""
+    on_host = apply_to_tensors(value, strategy.to_host)  # those of all ranks may be larger than the device
+    return [strategy.broadcast(on_host, src=rank) for rank in range(strategy.world_size)]
+
+
 def module_entries(strategy: Strategy) -> dict[str, Any]:
     """Return the module's entries of a checkpoint; collective."""
     shards = _shards(strategy, strategy.checkpoint_io)
@@ -100,7 +108,10 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     if strategy.checkpoint_io.is_collective:
         optimizers = {"optimizers": [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]}
     else:
-        optimizers = {"optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]}
+        from dstrat.checkpoint.full_state import full_optimizer_state  # imports DTensor, which one device does not need
+
+        states = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
+        optimizers = {"optimizer_states": states}
     return {
         **optimizers,
         "world_size": strategy.world_size,
@@ -203,7 +214,8 @@ def load_module(
         return dict(values)
     state = strategy.sharded_module_state()
     # Parameters on the meta device are those of other ranks, which read them.
-    foreign = {name for name, parameter in strategy.module.named_parameters() if parameter.is_meta} - state.keys()
+    names = strategy.module.named_parameters(remove_duplicate=False)
+    foreign = {name for name, parameter in names if parameter.is_meta} - state.keys()
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     tensors.update(dict.fromkeys(foreign))
     # None for all other values, which read_values has read already.
@@ -287,7 +299,11 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     states = checkpoint["optimizers" if is_named else "optimizer_states"]
     check_same_number("optimizers", strategy.optimizers, states, path)
     check_same_number("schedulers", strategy.lr_schedulers, checkpoint["lr_schedulers"], path)
-    load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
+    load: Callable[[Optimizer, Any], None] = strategy.load_sharded_optimizer_state
+    if not is_named:
+        from dstrat.checkpoint.full_state import load_full_optimizer_state  # as above
+
+        load = partial(load_full_optimizer_state, strategy)
     for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
         which = f"of optimizer {number}, " if len(states) > 1 else ""
         with _naming_checkpoint(path, which, _MISMATCH_ADVICE):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
 _NOTHING = object()  # None may be a batch
+MAX_RESTARTS = 2  # of a loader: the latest before a checkpoint, and one after it that was read ahead
 
 
 class CombinedLoader:
@@ -33,6 +36,10 @@ class CombinedLoader:
     Raises:
         RequestError: The mode is unknown.
         MisuseError: The structure contains no loader.
+
+    Attributes:
+        restarts: The latest restarts of each loader in this epoch, by its index: before which batch it was read again,
+            and the random state then.  A resume needs them, as the random numbers of the training came before.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -44,6 +51,7 @@ class CombinedLoader:
             )
         self.iterables = iterables
         self.mode: Mode = mode
+        self.restarts: dict[int, deque[tuple[int, RandomState]]] = {}
 
     @property
     def flattened(self) -> list[Any]:
@@ -62,42 +70,73 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.mode == "sequential":
-            return itertools.chain.from_iterable(self.flattened)
-        return self._together()
+        self.restarts.clear()
+        return self.read_from(0)
 
-    def _together(self) -> Iterator[Any]:
-        readers = [_Reader(loader) for loader in self.flattened]
+    def read_from(self, batches_done: int) -> Iterator[Any]:
+        """Return the batches of an epoch after the first ones, which are loaded and left out.
+
+        The caller restores the random state of the epoch's beginning before, and :attr:`restarts`.
+        """
+        is_sequential = self.mode == "sequential"
+        iterator = itertools.chain.from_iterable(self.flattened) if is_sequential else self._together(batches_done)
+        next(itertools.islice(iterator, batches_done, batches_done), None)
+        return iterator
+
+    def _together(self, batches_done: int) -> Iterator[Any]:
+        readers = [
+            _Reader(loader, self.restarts.setdefault(index, deque(maxlen=MAX_RESTARTS)))
+            for index, loader in enumerate(self.flattened)
+        ]
         counter = itertools.count()
         # The structure with numbers in place of the loaders, to put each batch where its loader was.
         indices = map_leaves(self.iterables, lambda _: next(counter))
         ends = any if self.mode == "min_size" else all
-        while True:
-            values = [reader.take() for reader in readers]
+        for number in itertools.count():
+            if number == 1:  # after the first batch of each loader, before which it draws its order
+                for reader in readers:
+                    reader.skip_to_restart(batches_done)
+            values = [reader.take(number) for reader in readers]
             if ends(reader.has_ended for reader in readers):
                 return
             for index, reader in enumerate(readers):
                 if values[index] is _NOTHING:
-                    values[index] = reader.take_from_the_start() if self.mode == "max_size_cycle" else None
+                    values[index] = reader.restart(number) if self.mode == "max_size_cycle" else None
             yield map_leaves(indices, values.__getitem__)
 
 
 class _Reader:
-    """One of the loaders, which can be read again from its start."""
+    """One of the loaders, which can be read again from its start.
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    Args:
+        loader: The loader.
+        restarts: Its latest restarts, to which this adds.
+    """
+
+    def __init__(self, loader: Any, restarts: deque[tuple[int, RandomState]]) -> None:
+        self._loader, self._restarts = loader, restarts
         self._iterator = iter(loader)
+        self._next_number = 0  # of the batch before which it is read next
         self.has_ended = False
 
-    def take(self) -> Any:
+    def take(self, number: int) -> Any:
+        """Return the next batch, or the marker of the end; None where the batch is already skipped."""
+        if number < self._next_number:
+            return None
         value = next(self._iterator, _NOTHING)
         if value is _NOTHING:
             self.has_ended = True
         return value
 
-    def take_from_the_start(self) -> Any:
+    def restart(self, number: int) -> Any:
+        """Read the loader again, and return its first batch."""
         # has_ended stays true: once all have ended, also those that were read again, the epoch is over.
+        now = RandomState.capture()
+        recorded = next((random for at, random in self._restarts if at == number), None)
+        if recorded is None:
+            self._restarts.append((number, now))
+        else:  # it was read ahead of the checkpoint, whose random state is of after it
+            recorded.restore()
         self._iterator = iter(self._loader)
         value = next(self._iterator, _NOTHING)
         if value is _NOTHING:
@@ -105,7 +144,21 @@ class _Reader:
                 f"a {type(self._loader).__name__} in a CombinedLoader has no batch when it is read again: it is empty, "
                 "or an iterator that can be read once only; give one that starts anew with each iter()"
             )
+        if recorded is not None:
+            now.restore()
         return value
+
+    def skip_to_restart(self, batches_done: int) -> None:
+        """Skip to a batch from the recorded restart before it, if there is one."""
+        number, random = next((one for one in reversed(self._restarts) if one[0] < batches_done), (0, None))
+        if random is None:
+            return
+        now = RandomState.capture()
+        random.restore()
+        self._iterator = iter(self._loader)
+        next(itertools.islice(self._iterator, batches_done - number, batches_done - number), None)
+        now.restore()
+        self._next_number, self.has_ended = batches_done, True
 
 
 # Nested structures of loaders

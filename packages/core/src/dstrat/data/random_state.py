@@ -1,4 +1,4 @@
-"""The state of the random number generators on the host: python's, numpy's and torch's."""
+"""Random state of a process: that of the host (python's, numpy's and torch's generators), and of its device."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from dstrat.interfaces.strategy import Strategy
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"
 """The seed of a call without one; by Lightning's name, so that programs and job scripts stay as they are."""
@@ -154,6 +155,41 @@ class RandomState:
         torch.set_rng_state(self.torch)
         if self.numpy is not None:
             np.random.set_state(self.numpy)
+
+    def restore_in_new_process(self) -> None:
+        """Set the global generators of a process that was started for this, and seed those of devices alike."""
+        inherited = torch.initial_seed()
+        self.restore()
+        # A fork has inherited the device's generators.  In a new interpreter they have torch's default seed, and would
+        # draw the same for each seed of the program.
+        if torch.initial_seed() != inherited:
+            torch.manual_seed(torch.initial_seed())  # devices are seeded when they are first used
+            self.restore()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRandomState:
+    """The random state of a rank.
+
+    Attributes:
+        host: The state of the host's generators.
+        device: The state of its device's generator; None if that has none.
+    """
+
+    host: RandomState
+    device: Tensor | None
+
+    @classmethod
+    def capture(cls, strategy: Strategy, host: RandomState | None = None) -> Self:
+        """Return the state of this rank, with an earlier one of the host if that is passed."""
+        device = strategy.accelerator.get_random_state(strategy.root_device)
+        return cls(host=RandomState.capture() if host is None else host, device=device)
+
+    def restore(self, strategy: Strategy) -> None:
+        """Set the generators of this rank to this state."""
+        if self.device is not None:
+            strategy.accelerator.set_random_state(strategy.root_device, self.device)
+        self.host.restore()
 
 
 def _numpy_state_dict(state: Any) -> dict[str, Any]:

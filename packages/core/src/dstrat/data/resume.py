@@ -13,7 +13,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from typing_extensions import Self
 
-from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.combined_loader import MAX_RESTARTS, CombinedLoader
 from dstrat.data.division import sampler_of, with_attributes
 from dstrat.data.equal_length import MOST_BATCHES_AHEAD, ShortestLoader
 from dstrat.data.random_state import RandomState
@@ -35,28 +35,52 @@ class Beginning:
         generators: States of the loader's own generators.
         seeds: For each of the loaders that are read as one, the seed of the shuffled order that the processes share;
             None where there is none.
+        restarts: Restarts of loaders that ended within the epoch, of a :class:`CombinedLoader`, which adds to them.
     """
 
-    def __init__(self, random: RandomState, generators: list[Any], seeds: list[int | None]) -> None:
-        self.random, self.generators, self.seeds = random, generators, seeds
+    def __init__(
+        self,
+        random: RandomState,
+        generators: list[Any],
+        seeds: list[int | None],
+        restarts: dict[int, deque[tuple[int, RandomState]]],
+    ) -> None:
+        self.random, self.generators, self.seeds, self.restarts = random, generators, seeds, restarts
 
     @classmethod
     def of(cls, loader: Any) -> Self:
         """Capture the state of a loader before its epoch is read."""
-        return cls(RandomState.capture(), generator_states(loader), shared_seeds(loader))
+        restarts = loader.restarts if isinstance(loader, CombinedLoader) else {}
+        return cls(RandomState.capture(), generator_states(loader), shared_seeds(loader), restarts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
-        return {"random": self.random.state_dict(), "generators": self.generators, "seeds": self.seeds}
+        restarts = [
+            {"loader": index, "number": number, "random": random.state_dict()}
+            for index, latest in self.restarts.items()
+            for number, random in latest
+        ]
+        return {
+            "random": self.random.state_dict(),
+            "generators": self.generators,
+            "seeds": self.seeds,
+            "restarts": restarts,
+        }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Return the object that :meth:`state_dict` saved."""
         seeds = state["seeds"] if "seeds" in state else [state["seed"]]  # older ones have that of one loader
-        return cls(RandomState.from_state_dict(state["random"]), list(state["generators"]), list(seeds))
+        restarts: dict[int, deque[tuple[int, RandomState]]] = {}
+        for saved in state.get("restarts", ()):  # absent in older checkpoints
+            latest = restarts.setdefault(saved["loader"], deque(maxlen=MAX_RESTARTS))
+            latest.append((saved["number"], RandomState.from_state_dict(saved["random"])))
+        return cls(RandomState.from_state_dict(state["random"]), list(state["generators"]), list(seeds), restarts)
 
     def restore(self, loader: Any) -> None:
         """Restore the random state of this process and of the loader."""
+        if isinstance(loader, CombinedLoader):
+            loader.restarts = self.restarts
         self.random.restore()
         set_generator_states(loader, self.generators)
         self.share_order(loader)
@@ -161,6 +185,8 @@ class ResumedLoader:
                 type(self.loader).__name__,
                 self._batches_done,
             )
+        if isinstance(self.loader, CombinedLoader):
+            return self.loader.read_from(self._batches_done)
         iterator: Iterator[Any] = iter(self.loader)
         next(itertools.islice(iterator, self._batches_done, self._batches_done), None)
         return iterator

@@ -38,7 +38,12 @@ class Pipeline:
             model that is an ``nn.Sequential``.
         inputs: Function of a batch that returns the input of the model, a tensor.
         weight: Function of a microbatch that returns the number that its loss is the mean of, such as the number of
-            labels without padding; None for its number of samples.
+            labels without padding; None for its number of samples.  With it, batches of other processes and accumulated
+            batches count by their numbers too.
+        compute: Function of the layers of a stage, its input and the microbatch that returns the output of the last of
+            these layers; None calls them one after the other.  Layers of other stages have no values.  In an
+            evaluation the microbatch is what the model is called with: its first argument, or a dict of keywords.
+        on_loss: Function that each process calls with the loss of a training batch, such as to log it.
     """
 
     model: Module
@@ -46,6 +51,8 @@ class Pipeline:
     layers: Sequence[Module] | None = None
     inputs: Callable[[Any], Any] = first_of_batch
     weight: Callable[[Any], Any] | None = None
+    compute: Callable[[Sequence[Module], Any, Any], Any] | None = None
+    on_loss: Callable[[Tensor], None] | None = None
 
     @property
     def chain(self) -> list[Module]:

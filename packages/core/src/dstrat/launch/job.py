@@ -68,6 +68,7 @@ class JobSettings:
             for any time.
         preemption_deadline: Seconds within which a scheduler ends the job after SIGTERM or SIGUSR1, which all ranks
             have to stop then; None leaves SIGUSR1 to the program.
+        reaches_other_jobs: Whether its ranks communicate with other jobs, which may be on other machines.
 
     Raises:
         RequestError: There is no such start method, or the environment has no number of seconds.
@@ -83,6 +84,7 @@ class JobSettings:
     recovers_checkpoint: Callable[[str, int], bool] | None = None
     hang_timeout: timedelta | None = None
     preemption_deadline: float | None = None
+    reaches_other_jobs: bool = False
 
     def __post_init__(self) -> None:
         if self.start_method not in get_args(StartMethod):
@@ -127,6 +129,7 @@ class LocalJob:
         port: Port on which rank 0 listens; reserved and unused if the ranks meet through a file.
         environ: The user's environment.
         restart_count: Number of attempts before this one.
+        reaches_other_jobs: Whether its ranks communicate with other jobs, which may be on other machines.
     """
 
     folder: Path
@@ -137,6 +140,7 @@ class LocalJob:
     port: int
     environ: Mapping[str, str]
     restart_count: int = 0
+    reaches_other_jobs: bool = False
 
     @property
     def world_size(self) -> int:
@@ -152,8 +156,13 @@ class LocalJob:
         environ = {**os.environ, **self.environ}  # that of the job may be a part, such as a dictionary in a test
         environ.pop(PID_VARIABLE, None)  # of the rank that started this job, in a nested job
         defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
-        if self.num_nodes == 1:  # nothing of the job listens on an interface that other machines reach
+        if (
+            self.num_nodes == 1 and not self.reaches_other_jobs
+        ):  # nothing of the job listens on an interface that other machines reach
             defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
+        if self.num_nodes > 1:
+            # Otherwise ranks of other machines learn of a failure when their collective times out.
+            defaults["TORCH_NCCL_PROPAGATE_ERROR"] = "1"
         return {
             **defaults,
             **environ,  # what the user has set wins over the defaults
@@ -171,7 +180,12 @@ class LocalJob:
 
 @contextlib.contextmanager
 def open_job(
-    *, num_processes: int, num_nodes: int, environ: Mapping[str, str], restart_count: int = 0
+    *,
+    num_processes: int,
+    num_nodes: int,
+    environ: Mapping[str, str],
+    restart_count: int = 0,
+    reaches_other_jobs: bool = False,
 ) -> Iterator[LocalJob]:
     """Create the folder and reserve the port of a job; both are released when the block ends.
 
@@ -195,6 +209,7 @@ def open_job(
             port=port,
             environ=environ,
             restart_count=restart_count,
+            reaches_other_jobs=reaches_other_jobs,
         )
 
 
@@ -330,7 +345,8 @@ def _read(file: IO[bytes]) -> Any:
     if is_archive:
         import torch
 
-        return torch.load(file, weights_only=False)
+        # On the CPU: each process has a device of its own, and the one that launched the job uses none.
+        return torch.load(file, map_location="cpu", weights_only=False)
     return pickle.load(file)  # noqa: S301 - our own process wrote it into a folder that only we can read
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,15 @@ def fold_frames(error: BaseException) -> None:
     code has raised, and that is no DstratError, keeps all its frames: it may be a fault of ours.  So does every error
     with ``DSTRAT_FULL_TRACEBACK=1``.  An interrupt keeps only frames of the program: it often arrives in the
     start-up, in the middle of imports, and a hundred lines of theirs would hide where the program was.
+
+    Frames through which the error has still to go, such as that of ``fit``, cannot be removed; notebooks and pytest
+    leave them out.
     """
     if os.environ.get(FULL_TRACEBACK, "0") not in ("", "0"):
         return
     if isinstance(error, KeyboardInterrupt):
         _hide_library_frames(error)
+        _mark_callers()
         return
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()  # ``raise error from error`` makes a cycle
@@ -41,10 +46,12 @@ def fold_frames(error: BaseException) -> None:
         if link is not None and id(link) not in seen:
             seen.add(id(link))
             pending += [link.__cause__, link.__context__]
-            _fold(link)
+            if _fold(link) and link is error:
+                _mark_callers()
 
 
-def _fold(error: BaseException) -> None:
+def _fold(error: BaseException) -> bool:
+    """Remove our frames from the traceback of an error; return False for an error that keeps all of them."""
     frames: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
@@ -52,7 +59,7 @@ def _fold(error: BaseException) -> None:
         trace = trace.tb_next
     kinds = [_kind_of(frame.tb_frame) for frame in frames]
     if not frames or (kinds[-1] == "ours" and not isinstance(error, DstratError)):
-        return
+        return False
     remaining = [frames[0]]  # in place, as a bare ``raise`` takes the original traceback in Python 3.10
     caller = kinds[0]
     for index, (frame, kind) in enumerate(zip(frames[1:], kinds[1:], strict=True), 1):
@@ -63,6 +70,15 @@ def _fold(error: BaseException) -> None:
             caller = kind
     for frame, following in zip(remaining, [*remaining[1:], None], strict=True):
         frame.tb_next = following
+    return True
+
+
+def _mark_callers() -> None:
+    """Mark our running frames by the variable with which notebooks and pytest leave a frame out."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented
+    while frame is not None and is_ours(frame):
+        frame.f_locals["__tracebackhide__"] = True  # no variable of the function: Python keeps additional names
+        frame = frame.f_back
 
 
 def _kind_of(frame: FrameType) -> str:

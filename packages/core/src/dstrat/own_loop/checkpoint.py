@@ -9,6 +9,7 @@ from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.portable.format import SAVED_WITH
 from dstrat.checkpoint.strategy_state import (
     check_same_number,
+    gather_on_host,
     is_of_same_strategy,
     load_rank_buffers,
     module_entries,
@@ -65,7 +66,7 @@ def save(
     if strategy.checkpoint_io.is_collective:
         checkpoint["per_rank"] = rank_state
     else:
-        checkpoint["ranks"] = [strategy.broadcast(rank_state, src=rank) for rank in range(strategy.world_size)]
+        checkpoint["ranks"] = gather_on_host(strategy, rank_state)
     target = unused_path(strategy, path)
     strategy.save_checkpoint(checkpoint, target)
     refuse_used(path, target)

@@ -109,7 +109,7 @@ class OwnLoop:
     ) -> T:
         """Call the function in this process, while communication is open."""
         if random_state is not None:
-            random_state.restore()
+            random_state.restore_in_new_process()
         self._is_launched = True
         with communicating(self.strategy, self._end), open_loggers(self.loggers, self.strategy):
             return function(self, *args, **kwargs)

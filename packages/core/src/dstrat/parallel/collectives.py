@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from dstrat.errors import RequestError
 from dstrat.parallel.internals import broadcast_coalesced
@@ -105,10 +108,40 @@ class _GatherWithGradients(torch.autograd.Function):
 
 
 def broadcast_object(obj: T, *, src: int = 0) -> T:
-    """Return the source rank's object, which must be picklable, on every rank; collective."""
-    objects = [obj]
-    dist.broadcast_object_list(objects, src=src)
-    return objects[0]
+    """Return the source rank's object, which must be picklable, on every rank; collective.
+
+    Tensors of a device, at any depth, are on the current device of each rank.
+    """
+    is_source = dist.get_rank() == src
+    messages = [pack_object(obj) if is_source else None]
+    dist.broadcast_object_list(messages, src=src)
+    received: T = obj if is_source else pickle.loads(messages[0])  # type: ignore[arg-type]  # noqa: S301 - from a rank of the job
+    return received
+
+
+def pack_object(obj: Any) -> bytes:
+    """Pickle an object for another process, which gets tensors of a device on its own current device."""
+    buffer = io.BytesIO()
+    _ObjectPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
+
+
+class _ObjectPickler(pickle.Pickler):
+    """Pickler of tensors by their values, without the index of their device.
+
+    torch pickles a tensor with its device: each rank would open a context on the devices of all others, and fail where
+    it sees its own device only.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        # The values of a parameter are a tensor that comes here too.
+        if not isinstance(obj, Tensor) or isinstance(obj, Parameter) or obj.device.type in ("cpu", "meta"):
+            return NotImplemented
+        return _to_current_device, (obj.detach().cpu(), obj.device.type, obj.requires_grad)
+
+
+def _to_current_device(tensor: Tensor, device_type: str, requires_grad: bool) -> Tensor:
+    return tensor.to(device_type).requires_grad_(requires_grad)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

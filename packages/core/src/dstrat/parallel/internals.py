@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -41,6 +43,21 @@ def abort_groups() -> None:
 def uses_nccl(backends: str) -> bool:
     """Return whether NCCL is among the backends of a group, such as ``"cpu:gloo,cuda:nccl"``."""
     return any(pair.rpartition(":")[2] == "nccl" for pair in backends.split(","))
+
+
+def nccl_counts() -> dict[str, tuple[int, int]]:
+    """Return the numbers of the collectives that NCCL began last and completed last, by group; empty without NCCL.
+
+    They are those of torch's flight recorder; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # noqa: SLF001 - there is no public one
+    if dump is None or not dist.is_initialized():
+        return {}
+    groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+    return {
+        group: (int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
+        for group, status in groups.items()
+    }
 
 
 def count_collectives() -> int:

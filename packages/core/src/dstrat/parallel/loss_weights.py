@@ -33,12 +33,15 @@ class LossWeights:
 
     Attributes:
         is_used: Whether losses have weights, on all ranks; None before the first loss.
+        latest: The weight of the last loss, on this rank.
+        total: The sum of the weights of the step, on this rank.
+        reference: The number by which weights are divided.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.is_used: bool | None = None
-        self._total = self._reference = torch.ones(())
+        self.total = self.reference = self.latest = torch.ones(())
         self._is_single = True
 
     def agree(self, *, has_weight: bool, caller: str, batch: str, advice: str) -> None:
@@ -89,22 +92,24 @@ class LossWeights:
         Raises:
             MisuseError: The weight is no such value, or a negative one.
         """
-        local = _on_device(checked_weight(weight), self._strategy.root_device)
+        local = self.latest = _on_device(checked_weight(weight), self._strategy.root_device)
         self._is_single = is_first
         if is_first:
             mean = self._strategy.mean_weight(local)
-            self._reference = torch.where(mean > 0, mean, torch.ones_like(mean))
-            self._total = local
+            self.reference = torch.where(mean > 0, mean, torch.ones_like(mean))
+            self.total = local
         else:
-            self._total = self._total + local
-        return torch.where(local > 0, loss, torch.zeros_like(loss)) * (local / self._reference)
+            self.total = self.total + local
+        return torch.where(local > 0, loss, torch.zeros_like(loss)) * (local / self.reference)
 
     def correction(self) -> Tensor | float:
         """Return the factor of the gradients of a step, after its last batch; collective if there were several."""
-        if self._is_single:
-            return 1.0
-        mean = self._strategy.mean_weight(self._total)
-        return torch.where(mean > 0, self._reference / mean, torch.ones_like(mean))  # else all gradients are 0
+        return 1.0 if self._is_single else self.correction_of(self.total)
+
+    def correction_of(self, total: Tensor) -> Tensor:
+        """Return the factor of gradients of several losses, from their total weight on this rank; collective."""
+        mean = self._strategy.mean_weight(total)
+        return torch.where(mean > 0, self.reference / mean, torch.ones_like(mean))  # else all gradients are 0
 
     # State, for a resume between the batches of a step
 
@@ -112,7 +117,7 @@ class LossWeights:
         """Return the weights of the batches of this rank since the last step; None if losses have none."""
         if not self.is_used:
             return None
-        return {"total": float(self._total), "reference": float(self._reference)}
+        return {"total": float(self.total), "reference": float(self.reference)}
 
     def load_state_dict(self, state: Mapping[str, float] | None, factor: float = 1.0) -> None:
         """Restore the weights of the batches whose gradients were restored.
@@ -124,8 +129,8 @@ class LossWeights:
         self.is_used = state is not None
         if state is not None:
             device = self._strategy.root_device
-            self._total = _on_device(state["total"] * factor, device)
-            self._reference, self._is_single = _on_device(state["reference"], device), False
+            self.total = _on_device(state["total"] * factor, device)
+            self.reference, self._is_single = _on_device(state["reference"], device), False
 
 
 def checked_weight(weight: Any) -> float | Tensor:

@@ -24,6 +24,8 @@ from dstrat.parallel.job import TIMEOUT_HINT, Job, current_job, set_current_job
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.parallel.job import Channel
     from dstrat.plugins.catalog import Catalog
@@ -55,7 +57,9 @@ class _Rendezvous:
 _rendezvous: dict[object, _Rendezvous] = {}  # by address: a process may not listen on a port twice
 
 
-def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> Job:
+def open_process_group(
+    cluster: ClusterEnvironment, *, backend: str, timeout: timedelta, device: torch.device | None = None
+) -> Job:
     """Open the default process group, or use the one that the user has opened already.
 
     When this returns, a group that it opened is open in all ranks, so any of them may close it.
@@ -64,6 +68,8 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
         cluster: The cluster environment, with the address of rank 0 and the rank of this process.
         backend: Name of the ``torch.distributed`` backend.
         timeout: How long a rank waits for the others, in this function and in each collective.
+        device: The device of this rank.  With it NCCL connects here, and not in the first collective, and makes groups
+            of some ranks from the connections that there are.
 
     Returns:
         The job: the store that all ranks share, with a separate prefix for this group.
@@ -75,18 +81,19 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
 
     job = _next_job(cluster, timeout)
+    # For each backend: a checkpoint opens a Gloo group beside one of NCCL.
+    select_interface(cluster.main_address, cluster.main_port)
     if dist.is_initialized():
         _check_existing(cluster)
     else:
         job.wait_for_opening()
-        if "gloo" in backend:  # also in "cpu:gloo,cuda:nccl"
-            _select_interface(cluster)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", job),  # torch's keys apart from ours
             rank=cluster.global_rank,
             world_size=cluster.world_size,
             timeout=timeout,
+            device_id=device if backend == "nccl" and device is not None and device.index is not None else None,
         )
         # Gloo fails in a rank that still connects when another one closes.
         job.wait_for_all_ranks("open the process group")
@@ -194,25 +201,29 @@ def _open_store(cluster: ClusterEnvironment, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _select_interface(cluster: ClusterEnvironment) -> None:
-    """Let Gloo use the interface by which this machine reaches rank 0, where it would choose the loopback by itself.
+def select_interface(address: str, port: int) -> None:
+    """Let Gloo use the interface by which this machine reaches its peers, where it would choose the loopback by itself.
 
     Gloo listens on the address of the host's name.  Many systems give it the loopback address in /etc/hosts, or none,
     and no other machine reaches that.
+
+    Args:
+        address: Address of a peer, such as that of rank 0.
+        port: A port there.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
-    main = _ipv4_address(cluster.main_address)
+    main = _ipv4_address(address)
     name = _ipv4_address(socket.gethostname())
     if main is None or main.is_loopback or not (name is None or name.is_loopback):
         return
-    # Without a route to rank 0, opening the group tells so.
+    # Without a route to the peer, opening the group tells so.
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((str(main), cluster.main_port))  # sends nothing
+        probe.connect((str(main), port))  # sends nothing
         used = probe.getsockname()[0]
         for _, interface in socket.if_nameindex():
             if _interface_address(probe, interface) == used:
-                _log.info("Gloo uses the interface %s, by which this machine reaches rank 0 at %s", interface, main)
+                _log.info("Gloo uses the interface %s, by which this machine reaches %s", interface, main)
                 os.environ["GLOO_SOCKET_IFNAME"] = interface  # stays, for groups that are opened later
                 return
 

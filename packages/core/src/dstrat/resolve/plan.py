@@ -84,7 +84,11 @@ class Plan:
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
         rows = [[html.escape(cell) for cell in dataclasses.astuple(row)] for row in self.choices]
-        lines = (f"<tr><th>{subject}</th><td>{'</td><td>'.join(cells)}</td></tr>" for subject, *cells in rows)
+        left = 'style="text-align:left"'  # a notebook aligns cells to the right, as if they were numbers
+        lines = (
+            f"<tr><th {left}>{subject}</th>{''.join(f'<td {left}>{cell}</td>' for cell in cells)}</tr>"
+            for subject, *cells in rows
+        )
         return f"<table>{''.join(lines)}</table>"
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 class AnomalyDetection:
@@ -152,23 +151,23 @@ def _may_be_checked(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def watched_fit(trainer: Trainer, module: TrainModule) -> Iterator[None]:
-    """Detect anomalies in a fit in a ``with`` block, if the Trainer has ``detect_anomaly``."""
-    if not trainer.detect_anomaly:
+def watched_fit(run: Run) -> Iterator[None]:
+    """Detect anomalies in a fit in a ``with`` block, if the settings have ``detect_anomaly``."""
+    if not run.settings.steps.detect_anomaly:
         yield
         return
-    location = _FitLocation(trainer)
-    with AnomalyDetection(module, location.describe) as anomalies:
-        trainer.context.hooks.insert("on_before_backward", anomalies.check_loss)
-        trainer.context.hooks.insert("on_validation_batch_start", location.note_validation_batch)
+    location = _FitLocation(run)
+    with AnomalyDetection(run.module, location.describe) as anomalies:
+        run.hooks.insert("on_before_backward", anomalies.check_loss)
+        run.hooks.insert("on_validation_batch_start", location.note_validation_batch)
         yield
 
 
 class _FitLocation:
     """Description of the current position in a fit, for messages."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._validation_batch = ""
 
     def note_validation_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:  # noqa: ARG002 - a hook
@@ -176,8 +175,8 @@ class _FitLocation:
         self._validation_batch = f"batch {batch_idx}{of_loader}"
 
     def describe(self) -> str:
-        trainer = self._trainer
-        batch = f"batch {trainer.fit_loop.batch_idx}"
-        if trainer.is_evaluating:
-            batch = f"{'sanity check' if trainer.sanity_checking else 'validation'} {self._validation_batch}"
-        return f"epoch {trainer.current_epoch}, {batch}, rank {trainer.global_rank}"
+        run = self._run
+        batch = f"batch {run.fit_loop.batch_idx}"
+        if run.is_evaluating:
+            batch = f"{'sanity check' if run.sanity_checking else 'validation'} {self._validation_batch}"
+        return f"epoch {run.fit_loop.epoch}, {batch}, rank {run.strategy.global_rank}"

@@ -20,7 +20,8 @@ from dstrat.training.module.plain_values import to_plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dstrat.training.trainer import Trainer
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.training.settings import TrainerSettings
 
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
@@ -193,28 +194,44 @@ def _class_name(_: str, value: Any) -> str:
     return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
 
 
-def check_arguments(trainer: Trainer) -> None:
+def check_arguments(settings: TrainerSettings) -> None:
     """Check the counts, limits and choices among a Trainer's arguments.
 
     Raises:
         RequestError: An argument is out of range or of another type; the message names it.
         ConflictError: Two arguments contradict each other.
     """
+    values = settings.by_argument()
     for name in _LIMITS:
-        check_limit(getattr(trainer, name), name)
+        check_limit(values[name], name)
     for name, least in _AT_LEAST.items():
-        check_count(getattr(trainer, name), name, least)
-    for name in _STATEMENTS:
-        _check_statement(getattr(trainer, name), name)
-    if trainer.benchmark is not None:
-        _check_statement(trainer.benchmark, "benchmark")
-    _check_order(trainer, "epochs")
-    _check_order(trainer, "steps")
-    _check_interval(trainer.val_check_interval, trainer.check_val_every_n_epoch)
-    check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-    if trainer.deterministic not in (None, False, True, "warn"):
-        raise RequestError(f"deterministic={trainer.deterministic!r} must be True, False or 'warn'")
-    _check_overfitting(trainer)
+        check_count(values[name], name, least)
+    for name in (*_STATEMENTS, *([] if settings.steps.benchmark is None else ["benchmark"])):
+        _check_statement(values[name], name)
+    for unit in ("epochs", "steps"):
+        least, most = values[f"min_{unit}"], values[f"max_{unit}"]
+        if 0 <= most < least:  # -1 is no limit
+            raise ConflictError(f"min_{unit}={least} is more than max_{unit}={most}: make it smaller, or leave one out")
+    _check_interval(values["val_check_interval"], values["check_val_every_n_epoch"])
+    check_clipping(values["gradient_clip_val"], values["gradient_clip_algorithm"])
+    if values["deterministic"] not in (None, False, True, "warn"):
+        raise RequestError(f"deterministic={values['deterministic']!r} must be True, False or 'warn'")
+    if values["overfit_batches"] and not values["fast_dev_run"]:
+        _check_overfitting(values)
+
+
+def _check_overfitting(values: Mapping[str, Any]) -> None:
+    for name in ("limit_train_batches", "limit_val_batches"):
+        if values[name] is not None:
+            raise ConflictError(
+                f"overfit_batches={values['overfit_batches']!r} limits training and validation, and "
+                f"{name}={values[name]!r} does too: leave one out"
+            )
+
+
+def _check_statement(value: Any, name: str) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={value!r} must be True or False")
 
 
 def check_fast_dev_run(value: Any) -> None:
@@ -223,26 +240,18 @@ def check_fast_dev_run(value: Any) -> None:
         raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
-def _check_statement(value: Any, name: str) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}={value!r} must be True or False")
-
-
-def _check_order(trainer: Trainer, unit: str) -> None:
-    least, most = getattr(trainer, f"min_{unit}"), getattr(trainer, f"max_{unit}")
-    if 0 <= most < least:  # -1 is no limit
-        raise ConflictError(f"min_{unit}={least} is more than max_{unit}={most}: make it smaller, or leave one out")
-
-
-def check_preemption(trainer: Trainer) -> None:
+def check_preemption(seconds: Any, cluster: ClusterEnvironment | None, *, saves_checkpoints: bool) -> None:
     """Check the deadline of a preemption.
+
+    Args:
+        seconds: The ``preemption_deadline``; None without one.
+        cluster: The cluster environment of the job; None without one.
+        saves_checkpoints: Whether any callback does.
 
     Raises:
         RequestError: It is not a positive number.
         ConflictError: No callback could save a checkpoint, or the job is to be queued again without one.
     """
-    seconds = trainer.preemption_deadline
-    cluster = trainer.strategy.parts.cluster_environment
     if seconds is None:
         # Without a checkpoint the job would start from scratch each time.
         if cluster is not None and cluster.requeue_signal is not None:
@@ -254,7 +263,7 @@ def check_preemption(trainer: Trainer) -> None:
         return
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
         raise RequestError(f"preemption_deadline={seconds!r} must be a number of seconds above 0, such as 90")
-    if not trainer.checkpoint_callbacks:
+    if not saves_checkpoints:
         raise ConflictError(
             f"preemption_deadline={seconds!r} saves a checkpoint on SIGTERM and SIGUSR1, and no callback saves any: "
             "leave out enable_checkpointing=False or barebones=True, or leave out the deadline"
@@ -282,16 +291,6 @@ def _check_interval(value: Any, epochs: Any) -> None:
             f"val_check_interval={value!r} is a fraction of an epoch, and check_val_every_n_epoch=None counts batches "
             "across epochs: give a number of batches"
         )
-
-
-def _check_overfitting(trainer: Trainer) -> None:
-    if trainer.overfit_batches and not trainer.fast_dev_run:
-        for name in ("limit_train_batches", "limit_val_batches"):
-            if getattr(trainer, name) is not None:
-                raise ConflictError(
-                    f"overfit_batches={trainer.overfit_batches!r} limits training and validation, and "
-                    f"{name}={getattr(trainer, name)!r} does too: leave one out"
-                )
 
 
 # Durations

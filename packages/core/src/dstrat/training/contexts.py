@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 # Without it cuBLAS has no deterministic algorithm, and torch raises: see torch's page on reproducibility.
@@ -93,19 +93,19 @@ SECONDS_BEFORE_WARNING = 10.0
 
 
 @contextmanager
-def warn_if_slow(trainer: Trainer, call: str) -> Iterator[None]:
+def warn_if_slow(run: Run, call: str) -> Iterator[None]:
     """Log a warning if a ``with`` block, in which this rank waits for all others, takes long.
 
     Args:
-        trainer: Has the rank and the number of processes.
+        run: Has the rank and the number of processes.
         call: Name of the method that every process must call.
     """
-    if trainer.world_size == 1:
+    if run.world_size == 1:
         yield
         return
     line = (
-        f"rank {trainer.global_rank} has waited {SECONDS_BEFORE_WARNING:g} s in {call} for the others: every process "
-        "calls it, also where only one writes; take it out of `if trainer.is_global_zero:` and the like"
+        f"rank {run.strategy.global_rank} has waited {SECONDS_BEFORE_WARNING:g} s in {call} for the others: every "
+        "process calls it, also where only one writes; take it out of `if trainer.is_global_zero:` and the like"
     )
     timer = threading.Timer(SECONDS_BEFORE_WARNING, _log.warning, [line])  # this thread is blocked in the collective
     timer.daemon = True  # a process that exits in between does not wait for it

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +40,25 @@ class HookRunner:
 
     Callbacks come first, in their order, then the module.  Callbacks that save checkpoints (``runs_last``) follow the
     module, since they read the values that it logs.
+
+    Args:
+        trainer: The first argument of callbacks' hooks.
+        module: The user's module.
+        callbacks: The callbacks whose hooks are called.
+        profiled: Returns a function that the profiler measures by a name.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self,
+        trainer: object,
+        module: TrainModule,
+        callbacks: Sequence[Callback],
+        profiled: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
         from dstrat.training.callbacks.callback import Callback
         from dstrat.training.module.train_module import TrainModule  # only runs need it
 
-        self._trainer, self._module = trainer, module
+        self._trainer, self._module, self._measured = trainer, module, profiled
         self._early = [callback for callback in callbacks if not callback.runs_last]
         self._late = [callback for callback in callbacks if callback.runs_last]
         self._callback_base, self._module_base = Callback, TrainModule
@@ -107,7 +118,7 @@ class HookRunner:
         ]
 
     def _profiled(self, owner: object, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        return self._trainer.profiled(f"{type(owner).__name__}.{name}", hook)
+        return self._measured(f"{type(owner).__name__}.{name}", hook)
 
 
 # Hooks that Lightning has removed, which would silently never be called

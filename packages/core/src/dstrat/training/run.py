@@ -1,350 +1,295 @@
-"""A run in one process of a job: preparation, the stage's work, and cleanup, in their order."""
+"""State of a run: a fit, validation, test or prediction in a process, and its status."""
 
 from __future__ import annotations
 
-import logging
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from dstrat.data.random_state import RandomState
-from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.interfaces.keywords import explain_keyword
+from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.interfaces.optimizers import Optimization
-from dstrat.interfaces.strategy import log_out_of_memory
-from dstrat.parallel.metric_states import states_gathered_by
-from dstrat.training.anomaly import watched_fit
-from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.defaults import with_callbacks_of
-from dstrat.training.checkpoint.path import resolve_checkpoint
-from dstrat.training.checkpoint.recovery import continued_checkpoint, join_attempt, rewind_loggers
-from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
-from dstrat.training.contexts import numerics
-from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
-from dstrat.training.loggers.defaults import agree_on_folders
-from dstrat.training.loops.evaluation_loop import EvaluationLoop
-from dstrat.training.loops.stopping import Interrupted, Terminated
-from dstrat.training.module.data_module import DataModule
-from dstrat.training.module.hyperparameters import log_hyperparameters
-from dstrat.training.module.train_module import TrainModule
-from dstrat.training.results import FinalState, RunResult
-from dstrat.training.run_recorder import begin_record, record_results
-
-_log = logging.getLogger(__name__)
+from dstrat.training.loops.stopping import Interruption
+from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.metrics.publisher import Metrics, Publisher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
-    from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.training.checkpoint.path import CheckpointRequest
+    from dstrat.checkpoint.paths import LocalPath
+    from dstrat.launch.recovery import Attempt, SavePoint
+    from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.checkpoint.save import FinalState
+    from dstrat.training.hooks import HookRunner
+    from dstrat.training.loggers.logger import Logger
+    from dstrat.training.loops.evaluation_loop import EvaluationLoop
+    from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.sources import DataSources
-    from dstrat.training.run_context import Stage
+    from dstrat.training.module.data_module import DataModule
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.profilers.profiler import Profiler
+    from dstrat.training.run_recorder import RunRecorder
+    from dstrat.training.settings import TrainerSettings
     from dstrat.training.trainer import Trainer
 
+R = TypeVar("R")
+B = TypeVar("B")
 
-def execute(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> RunResult:
-    """Run the trainer's stage (fit, validate, test or predict) in this process.
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
+# Status and stage of a Trainer, by Lightning's names
+
+
+class _Text(str, Enum):  # Python 3.10 has no StrEnum
+    """Constants that are equal to their values: users compare them with str."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class TrainerStatus(_Text):
+    """Progress of the last call of fit, validate, test or predict."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call has ended, with or without an error."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(_Text):
+    """The method that was called last."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(_Text):
+    """The current activity of a Trainer: a fit trains, and validates in between."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it is a validation, a sanity check or a test."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """A snapshot of a Trainer's status.
+
+    Attributes:
+        status: Progress of the last call.
+        fn: The method that was called last; None before the first call.
+        stage: The current activity; None outside of a run.
+    """
+
+    status: TrainerStatus
+    fn: TrainerFn | None
+    stage: RunningStage | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last call has ended without an error."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call has ended, with or without an error."""
+        return self.status.stopped
+
+
+class Run:
+    """A run: everything that changes during a fit, validation, test or prediction in a process.
+
+    The Trainer makes a run for each call, and keeps it until the next one.  Loops, metrics and checkpoints get the run;
+    hooks get the Trainer, whose properties read the run.
 
     Args:
-        trainer: Has the settings, the strategy and the stage.
+        trainer: Has settings and components, and is passed to hooks.
+        stage: The method that was called: fit, validate, test or predict.
+        sources: The sources of module and loaders; None before the first call.
+        previous: The Trainer's run before this one, which an evaluation takes the state of the last fit from.
+        return_predictions: Whether ``predict`` returns the results of the steps.
+
+    Attributes:
         module: The user's module.
-        sources: The sources of loaders.
-        ckpt_path: A checkpoint to load first: its path, ``"last"``, ``"best"`` or a search.
-
-    Returns:
-        The result for the process that called the Trainer.
+        datamodule: The user's data module.
+        status: Progress of the call.
+        is_running: Whether the run is in progress in this process.
+        is_evaluating: Whether the evaluation loop is in progress.
+        sanity_checking: Whether the evaluation is the sanity check.
+        should_stop: Whether the training is to end, once ``min_epochs`` and ``min_steps`` are done.
+        interrupted: Whether a signal ended the run.
+        interruption: Defers signals that arrive while batches are read; of all runs of a Trainer, as it restores the
+            handlers from before an interrupted one.
+        hooks: The hooks of callbacks and module; set when the run begins.
+        beat: Notes progress of the run for hang detection; None where it is not watched.
+        evaluation_loop: The loop that validates, tests or predicts.
+        metrics: The logged values.
+        logged: The collection that the module's ``log`` writes to now.
+        publisher: Passes logged values to callbacks and loggers.
+        log_dir: The folder of rank 0's loggers; that of the last run until the ranks have agreed on one.
+        ckpt_path: The checkpoint that the run has loaded.
+        attempt: The attempt of a job with ``max_restarts``; None without.
+        save_point: From where this attempt continues the fit; None where it is the first one.
+        save_seconds: Time that the last checkpoint has taken; 0 before the first.
+        recorder: Writes the record of the run; None on other ranks than 0, and without a log folder.
+        host_memory: Largest memory of this process before the run, in bytes.
+        final_optimization: Optimizers and schedulers of the last fit; None where it ran in other processes.
+        final_state: State of the end of the last fit, for a checkpoint; None where none can be saved.
+        strategy: The strategy.
+        plan: The components of the run.
     """
-    from dstrat.launch.progress import watched_for_hangs  # only runs need it
 
-    _begin(trainer, module, sources)
-    try:
-        with (
-            numerics(deterministic=trainer.deterministic, benchmark=trainer.benchmark),
-            watched_for_hangs(
-                trainer.strategy.hang_timeout,
-                longest=trainer.strategy.timeout,
-                rank=trainer.global_rank,
-                local_rank=trainer.local_rank,
-                size=trainer.world_size,
-            ) as trainer.context.beat,
-        ):
-            return _work(trainer, module, sources, ckpt_path)
-    finally:  # also if a signal interrupts the cleanup
-        _end(trainer)
+    module: TrainModule  # None before the first call, when there are no hooks, loops and steps
+    sources: DataSources  # likewise
+    hooks: HookRunner
 
+    # Of the Trainer.  Users change these within a run too; attrgetter is no Python call in a step.
+    settings: TrainerSettings = property(attrgetter("trainer.settings"))  # type: ignore[assignment]
+    callbacks: list[Callback] = property(attrgetter("trainer.callbacks"))  # type: ignore[assignment]
+    loggers: list[Logger] = property(attrgetter("trainer.loggers"))  # type: ignore[assignment]
+    profiler: Profiler | None = property(attrgetter("trainer.profiler"))  # type: ignore[assignment]
 
-def _work(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> RunResult:
-    """Prepare the stage, do its work, and clean up."""
-    work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[trainer.stage]
-    try:
-        _prepare(trainer, module, sources, ckpt_path)
-        with states_gathered_by(trainer.strategy):
-            result = work(trainer, module, sources)
-        record_results(trainer)
-        # A rank that is done may print, into the progress bar of rank 0: all end together.
-        trainer.strategy.barrier("end")
-    except (Interrupted, Terminated) as exception:
-        outcome = _stop(trainer, exception)
-        if outcome is not None:
-            return outcome  # the process that called the Trainer restores it, and raises there
-        if isinstance(exception, Terminated):
-            raise
-        raise KeyboardInterrupt from None  # for this class only, not for subclasses, Python exits as after a SIGINT
-    except BaseException as exception:
-        _on_exception(trainer, exception)
-        explain_keyword(exception, (type(module), Callback, type(trainer)))
-        raise
-    outcome = RunResult.of(trainer, result)
-    if trainer.is_fitting and not trainer.ran_elsewhere:
-        trainer.final_optimization = _final_optimization(trainer)
-    final_state = FinalState.of(trainer)  # before the cleanup, in which the strategy frees it
-    _finish(trainer)
-    if trainer.is_fitting:  # an evaluation keeps the final state of the fit before it
-        trainer.final_state = final_state
-    return outcome
+    def __init__(
+        self,
+        trainer: Trainer,
+        stage: Stage = "fit",
+        sources: DataSources | None = None,
+        *,
+        previous: Run | None = None,
+        return_predictions: bool = True,
+    ) -> None:
+        self.stage: Stage = stage
+        self.is_fitting = stage == "fit"
+        # In this order, with the Trainer last: an object that cannot be sent to another process is named by the first.
+        self.module = None if sources is None else sources.module  # type: ignore[assignment]
+        self.datamodule: DataModule | None = None if sources is None else sources.datamodule
+        self.sources = sources  # type: ignore[assignment]
+        self.return_predictions = return_predictions
+        self.status = TrainerStatus.INITIALIZING if sources is None else TrainerStatus.RUNNING
+        self.is_running = self.is_evaluating = self.sanity_checking = False
+        self.should_stop = self.interrupted = False
+        self.evaluation_loop: EvaluationLoop | None = None
+        self.beat: Callable[[], None] | None = None
+        self.metrics = Metrics(trainer.strategy)
+        self.logged = LoggedValues(training=True)
+        self.publisher = Publisher(self)
+        self.ckpt_path: str | None = None
+        self.attempt: Attempt | None = None
+        self.save_point: SavePoint | None = None
+        self.save_seconds = 0.0
+        self.recorder: RunRecorder | None = None
+        self.host_memory = 0
+        self.log_dir: Path | None = None
+        self.final_optimization: Optimization | None = Optimization()
+        self.final_state: FinalState | None = None
+        if previous is None:
+            self.interruption = Interruption(trainer.preemption_deadline)
+        else:
+            self.interruption, self.log_dir = previous.interruption, previous.log_dir
+            if not self.is_fitting:
+                self.fit_loop, self.final_optimization = previous.fit_loop, previous.final_optimization
+                # Not if another module is evaluated: save_checkpoint would mix the states of both.
+                self.final_state = previous.final_state if self.module is previous.module else None
+        self.strategy, self.plan = trainer.strategy, trainer.plan
+        self.trainer = trainer
 
+    @cached_property
+    def fit_loop(self) -> FitLoop:
+        """The training loop; in an evaluation that of the last fit."""
+        from dstrat.training.loops.fit_loop import FitLoop  # making a Trainer stays fast
 
-def _final_optimization(trainer: Trainer) -> Optimization:
-    """Return the optimizers and schedulers for use after the fit, with their state on the CPU, as the module's."""
-    strategy = trainer.strategy
-    if strategy.replicates_state and strategy.root_device.type != "cpu":
-        for state in [state for optimizer in strategy.optimizers for state in optimizer.state.values()]:
-            if isinstance(state, dict):
-                state.update(apply_to_tensors(state, strategy.to_host))
-    return Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
+        return FitLoop(self)
 
+    # The job
 
-def execute_elsewhere(random_state: RandomState, *args: Any) -> RunResult:
-    """Run :func:`execute` in another process, with the random state of the process that launched it."""
-    random_state.restore()
-    return execute(*args)
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job, also before their start and after their end."""
+        # The strategy of a process that is not launched yet has this process alone.
+        return self.strategy.world_size if self.is_running else self.plan.world_size
 
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process has global rank 0."""
+        return self.strategy.is_global_zero
 
-def _begin(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
-    """Attach module, data module and callbacks to the run, in the process of the run."""
-    context = trainer.context
-    module.attach(trainer)
-    if sources.datamodule is not None:
-        sources.datamodule.attach(trainer)
-    # None lets the strategy call Tensor.backward itself: one Python call less per batch.
-    trainer.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
-    trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
-    _set_logging_module(trainer.callbacks, module)
-    context.hooks = HookRunner(trainer, module, trainer.called_callbacks)
-    if trainer.is_global_zero:
-        for callback in trainer.called_callbacks:
-            warn_of_misspelled_hooks(callback, Callback)
-        if sources.datamodule is not None:
-            warn_of_misspelled_hooks(sources.datamodule, DataModule)
-        warn_of_misspelled_hooks(module, TrainModule)
-    context.is_running = True
+    @property
+    def ran_elsewhere(self) -> bool:
+        """Whether the run is in other processes, which send its result back to this one."""
+        return self.strategy.launcher is not None and not self.strategy.launcher.runs_here
 
+    # Values and files
 
-def _end(trainer: Trainer) -> None:
-    if trainer.module is not None:
-        trainer.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
-    _set_logging_module(trainer.callbacks, None)
-    trainer.strategy.module_backward = None
-    trainer.context.is_running, trainer.context.beat = False, None
+    def reset_metrics(self) -> None:
+        """Discard all logged values."""
+        self.metrics = Metrics(self.strategy)
 
+    def log_to(self, logged: LoggedValues) -> None:
+        """Direct the module's ``log`` to a collection; the values of other collections stay readable."""
+        self.logged = logged
+        self.metrics.follow(logged)
 
-def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
-    for callback in callbacks:
-        callback._logging_module = module  # noqa: SLF001 - a public name could collide with one of a user's subclass
+    @property
+    def output_dir(self) -> LocalPath:
+        """The folder of the first logger that has one; without such a logger ``default_root_dir``.
 
+        Before a run only global rank 0 knows the folder of a logger: reading this attribute creates it.
+        """
+        folder = self.log_dir or next(filter(None, (logger.log_dir for logger in self.loggers)), None)
+        return home_path(
+            folder or local_folder(self.settings.output.default_root_dir)
+        )  # a user's logger may have a str
 
-def _prepare(trainer: Trainer, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> None:
-    strategy = trainer.strategy
-    strategy.setup_environment()
-    if strategy.local_rank == 0:  # downloads happen once per machine, before any rank reads the files
-        sources.prepare_data()
-    strategy.barrier("prepare_data")
-    # A restarted job writes to the loggers' folders of the attempt before; values after the save point are removed.
-    join_attempt(trainer)
-    trainer.context.log_dir = agree_on_folders(trainer.loggers, strategy)
-    rewind_loggers(trainer)
-    begin_record(trainer)
-    if trainer.profiler is not None:
-        trainer.profiler.start(trainer.stage, trainer.log_dir, trainer.global_rank)
-    for hook in _ordered_hooks(trainer, "setup"):
-        hook(trainer.stage)
-    with strategy.tensor_init_context(), strategy.model_sharded_context():
-        hook_of(module, "configure_model", TrainModule)()
-    module.attach(trainer)  # again, for submodules that configure_model has made
-    if trainer.sync_batchnorm and trainer.is_fitting:
-        strategy.synchronize_batchnorm()
-    path = continued_checkpoint(trainer) or resolve_checkpoint(trainer, ckpt_path)
-    trainer.context.ckpt_path = None if path is None else str(path)
-    # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
-    restoration = None if path is None else CheckpointRestore(trainer, path)
-    trainer.publisher.log_graph(module)
-    strategy.setup(trainer)
-    if trainer.is_fitting:
-        strategy.check_set_up()
-    trainer.publisher.start_run()
-    log_hyperparameters(trainer)
-    if restoration is not None:
-        restoration.finish()
-    if trainer.is_fitting:  # after the checkpoint, whose state that of a running job replaces
-        strategy.join_training(LiveTraining(trainer))
+    # Callbacks and profiler
+
+    @property
+    def called_callbacks(self) -> list[Callback]:
+        """The callbacks whose hooks are called: all, but in a trial run none that save checkpoints."""
+        is_trial = self.settings.limits.fast_dev_run
+        return [callback for callback in self.callbacks if not (is_trial and callback.saves_checkpoints)]
+
+    @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first callback with a best checkpoint."""
+        return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Callback]:
+        """The callbacks that save checkpoints."""
+        return [callback for callback in self.callbacks if callback.saves_checkpoints]
+
+    def profiled(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
+        """Return a function that the profiler measures; without a profiler the function itself."""
+        return function if self.profiler is None else self.profiler.timed(name, function)
+
+    def profiled_batches(self, batches: Iterable[B]) -> Iterable[B]:
+        """Return batches whose fetching the profiler measures; without a profiler the batches themselves."""
+        return batches if self.profiler is None else _each(self.profiled("next_batch", iter(batches).__next__))
 
 
-def _fit(trainer: Trainer, module: TrainModule, sources: DataSources) -> None:
-    hooks, loop = trainer.context.hooks, trainer.fit_loop
-    with watched_fit(trainer, module):
-        loop.setup(module, sources)
-        hooks.call("on_fit_start")
-        validates = trainer.limit_val_batches != 0 and sources.validates(warns=trainer.is_global_zero)
-        # Not in a resumed fit, whose validation has run before.
-        sanity_checks = validates and trainer.num_sanity_val_steps != 0 and loop.batches_seen == 0
-        if sanity_checks:
-            hooks.call_callbacks("on_sanity_check_start")
-        validation = None
-        if validates:
-            validation = EvaluationLoop(trainer, module, sources.loader("val", may_be_none=True), "validation")
-            trainer.context.evaluation_loop = validation  # before its first run, as on_train_start may read it
-        if validation is not None and sanity_checks:
-            _sanity_check(trainer, validation)
-        loop.run(validation)
-        trainer.strategy.finish_training()
-        hooks.call("on_fit_end")
-
-
-def _sanity_check(trainer: Trainer, validation: EvaluationLoop) -> None:
-    """Run a few validation batches before the training."""
-    random_state = RandomState.capture()  # training draws the same random numbers with and without the check
-    trainer.context.sanity_checking = True
-    with trainer.interruption:
-        validation.run(None if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps)
-    random_state.restore()  # for a checkpoint that the hook saves; again below, as the hook may draw numbers
-    trainer.context.hooks.call_callbacks("on_sanity_check_end")
-    trainer.context.sanity_checking = False
-    random_state.restore()
-    trainer.context.reset_metrics(trainer.strategy)  # values of a few batches are not results
-
-
-def _evaluate(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[dict[str, float]]:
-    limit = trainer.limit_val_batches if trainer.stage == "validate" else trainer.limit_test_batches
-    if limit == 0:  # no hook is called either: those at the end of an epoch compute with what its steps have collected
-        return []
-    if trainer.stage == "validate":
-        loop = EvaluationLoop(trainer, module, sources.loader("val"), "validation")
-    else:
-        loop = EvaluationLoop(trainer, module, sources.loader("test"), "test")
-    with trainer.interruption:
-        loop.run()
-    return trainer.publisher.results(loop.logged, len(loop.num_batches))
-
-
-def _predict(trainer: Trainer, module: TrainModule, sources: DataSources) -> list[Any]:
-    if trainer.limit_predict_batches == 0:
-        return []
-    loop = EvaluationLoop(trainer, module, sources.loader("predict"), "predict")
-    loop.keeps_outputs = trainer.context.return_predictions
-    with trainer.interruption:
-        loop.run()
-    if not trainer.context.return_predictions:
-        return []
-    predictions = loop.predictions()
-    return predictions[0] if len(predictions) == 1 else predictions
-
-
-def _on_exception(trainer: Trainer, exception: BaseException, *, leave: Callable[[], None] | None = None) -> None:
-    """Call the exception hooks and clean up; the caller raises the exception.
-
-    Args:
-        trainer: Of the failing run.
-        exception: The exception that ends the run.
-        leave: Called after the callbacks, while all processes can still communicate; for signals only.
-    """
-    # Only runs that break need these.
-    from dstrat.checkpoint.async_io import finish_write
-    from dstrat.launch.ended_peers import name_ended_ranks
-    from dstrat.launch.failures import kind_of
-
-    trainer.context.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
-    status = "interrupted" if trainer.context.interrupted else "failed"
-    notify: list[Callable[[], None]] = [
-        partial(trainer.strategy.on_exception, exception),
-        *(partial(hook, exception) for hook in trainer.context.hooks.of_callbacks("on_exception")),
-        *([partial(hook_of(trainer.datamodule, "on_exception", DataModule), exception)] if trainer.datamodule else []),
-    ]
-    last: list[Callable[[], None]] = []
-    if isinstance(exception, Interrupted | Terminated):
-        # After a failure the strategy closes its communication first, or other ranks would wait.  At a signal all ranks
-        # stop together: callbacks may still communicate, so the strategy comes last.
-        close = notify.pop(0)
-        notify += [leave, close] if leave else [close]
-        cluster = trainer.strategy.parts.cluster_environment
-        # Last, as the scheduler ends the processes then.
-        if cluster is not None and exception.signal == cluster.requeue_signal and trainer.is_global_zero:
-            last = [partial(_requeue, cluster)]
-    steps: list[Callable[[], None]] = [
-        partial(log_out_of_memory, trainer.strategy, exception),  # before anything is freed
-        partial(name_ended_ranks, exception),  # needs the process group, which the next steps close, as does
-        partial(finish_write, trainer.strategy, exception, logs=kind_of(exception) == "error"),
-        *notify,
-        *_cleanup_steps(trainer, status),
-        *_record_end(trainer, status, exception),
-        *last,
-    ]
-    for error in _run_all(steps):
-        _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
-
-
-def _requeue(cluster: ClusterEnvironment) -> None:
-    cluster.requeue()
-    _log.warning("the job is queued again, and resumes from its checkpoint with fit(resume='auto')")
-
-
-def _ordered_hooks(trainer: Trainer, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
-    """Return a hook of the data module, of the callbacks, which may use its data, and of the module, in this order."""
-    assert trainer.module is not None  # noqa: S101 - there is one in every run
-    of_data = [] if trainer.datamodule is None else [hook_of(trainer.datamodule, name, DataModule)]
-    return [*of_data, *trainer.context.hooks.of_callbacks(name), hook_of(trainer.module, name, TrainModule)]
-
-
-def _stop(trainer: Trainer, exception: Interrupted | Terminated) -> RunResult | None:
-    """Clean up after a signal, and return the result if another process called the Trainer; collective."""
-    outcomes: list[RunResult] = []
-
-    def leave() -> None:
-        outcomes.append(RunResult.of(trainer, None, stopped_by=exception.signal))
-
-    _on_exception(trainer, exception, leave=leave if trainer.ran_elsewhere else None)
-    # Launchers of other machines receive no result: the processes there raise.
-    return outcomes[0] if outcomes and trainer.node_rank == 0 else None
-
-
-def _finish(trainer: Trainer) -> None:
-    errors = _run_all(_cleanup_steps(trainer, "success"))
-    status = "failed" if errors else "completed"
-    errors += _run_all(_record_end(trainer, status, errors[0] if errors else None))
-    for error in errors[1:]:
-        _log.error("another step of the cleanup after the run failed too", exc_info=error)
-    if errors:
-        raise errors[0]
-
-
-def _cleanup_steps(trainer: Trainer, status: str) -> list[Callable[[], None]]:
-    return [
-        partial(trainer.publisher.finalize, status),
-        *(partial(hook, trainer.stage) for hook in _ordered_hooks(trainer, "teardown")),
-        trainer.strategy.teardown,
-        *([trainer.profiler.finish] if trainer.profiler else []),
-    ]
-
-
-def _record_end(trainer: Trainer, status: str, exception: BaseException | None) -> list[Callable[[], None]]:
-    recorder = trainer.context.recorder
-    return [] if recorder is None else [partial(recorder.end, trainer, status, exception)]
-
-
-def _run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
-    """Run all steps, also after one that fails, and return the errors."""
-    errors = []
-    for step in steps:
+def _each(following: Callable[[], B]) -> Iterator[B]:
+    """Yield the results of a function until it raises StopIteration."""
+    # iter(function, sentinel) would compare each batch with the sentinel.
+    while True:
         try:
-            step()
-        except Exception as error:  # noqa: BLE001, PERF203 - the caller logs or raises it
-            errors.append(error)
-    return errors
+            item = following()
+        except StopIteration:
+            return
+        yield item

@@ -20,7 +20,7 @@ from dstrat.launch.run_record import append_event, link_record, this_process, un
 from dstrat.training.loops.stopping import Interrupted, Terminated
 
 if TYPE_CHECKING:
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 _log = logging.getLogger(__name__)
 
@@ -45,52 +45,52 @@ class RunRecorder:
         self._next_epoch = 0.0
         self._results: dict[str, Any] = {}
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, run: Run) -> None:
         """Write the begin of a run."""
-        attempt = trainer.context.attempt
+        attempt = run.attempt
         self._write(
             "begin",
-            stage=trainer.stage,
+            stage=run.stage,
             attempt=1 if attempt is None else attempt.number,
             process=this_process(),
-            module=type(trainer.module).__name__,
-            plan=trainer.plan.to_dict(),
-            arguments=trainer.arguments,
-            monitor=_monitored(trainer),
-            metrics=self._relative(next((each.metrics_file for each in trainer.loggers if each.metrics_file), None)),
+            module=type(run.module).__name__,
+            plan=run.plan.to_dict(),
+            arguments=run.trainer.arguments,
+            monitor=_monitored(run),
+            metrics=self._relative(next((each.metrics_file for each in run.loggers if each.metrics_file), None)),
             command=sys.argv,
-            environment=_environment(trainer),
+            environment=_environment(run),
         )
         if self._log_dir is not None:
             link_record(self._log_dir)
 
-    def note_epoch(self, trainer: Trainer) -> None:
+    def note_epoch(self, run: Run) -> None:
         """Write the begin of an epoch, from which readers compute the throughput."""
         now = monotonic()
         if now >= self._next_epoch:
             self._next_epoch = now + _SECONDS_BETWEEN_EPOCHS
-            self._write("epoch", epoch=trainer.current_epoch, step=trainer.global_step)
+            self._write("epoch", epoch=run.fit_loop.epoch, step=run.fit_loop.global_step)
 
-    def note_checkpoint(self, trainer: Trainer, path: str) -> None:
+    def note_checkpoint(self, run: Run, path: str) -> None:
         """Write that a checkpoint was saved."""
         name = self._relative(Path(path)) if os.path.isabs(path) else path  # noqa: PTH117 - may be a URL
-        self._write("checkpoint", path=name, step=trainer.global_step, seconds=round(trainer.context.save_seconds, 3))
+        self._write("checkpoint", path=name, step=run.fit_loop.global_step, seconds=round(run.save_seconds, 3))
 
-    def note_results(self, trainer: Trainer, memory: list[dict[str, int]]) -> None:
+    def note_results(self, run: Run, memory: list[dict[str, int]]) -> None:
         """Keep the results of a completed run for its end, before the strategy frees anything."""
-        values = trainer.metrics.as_numbers(trainer.metrics.callback_values)
+        values = run.metrics.as_numbers(run.metrics.callback_values)
         self._results = {"memory": memory, "metrics": values}
 
-    def end(self, trainer: Trainer, status: str, exception: BaseException | None = None) -> None:
+    def end(self, run: Run, status: str, exception: BaseException | None = None) -> None:
         """Write the end of a run: completed, failed or interrupted."""
-        if trainer.is_fitting:
-            self._results |= {"step": trainer.global_step, "epochs": trainer.fit_loop.epochs_done}
+        if run.is_fitting:
+            self._results |= {"step": run.fit_loop.global_step, "epochs": run.fit_loop.epochs_done}
         if status == "failed" and exception is not None:
             failure = describe_failure(exception)
             self._results |= {"error": failure.headline, "traceback": failure.traceback}
         elif isinstance(exception, Interrupted | Terminated):
             self._results["error"] = signal.Signals(exception.signal).name
-        phases = {} if trainer.profiler is None else trainer.profiler.totals()
+        phases = {} if run.profiler is None else run.profiler.totals()
         self._write("end", status=status, phases=phases, **self._results)
         if status == "completed":
             unlink_record()  # a later failure of the script is not one of this run
@@ -115,31 +115,30 @@ class RunRecorder:
             return str(path.absolute())
 
 
-def begin_record(trainer: Trainer) -> None:
+def begin_record(run: Run) -> None:
     """Begin the record of a run on global rank 0, if a logger has a folder."""
-    context = trainer.context
-    context.host_memory = _largest_host_memory()
-    if context.log_dir is not None and trainer.is_global_zero:
-        context.recorder = RunRecorder(Path(context.log_dir))
-        context.recorder.begin(trainer)
-        context.hooks.insert("on_train_epoch_start", partial(context.recorder.note_epoch, trainer))
+    run.host_memory = _largest_host_memory()
+    if run.log_dir is not None and run.is_global_zero:
+        run.recorder = RunRecorder(Path(run.log_dir))
+        run.recorder.begin(run)
+        run.hooks.insert("on_train_epoch_start", partial(run.recorder.note_epoch, run))
 
 
-def record_results(trainer: Trainer) -> None:
+def record_results(run: Run) -> None:
     """Record memory and values of a run at its end; collective."""
-    if trainer.context.log_dir is None:
+    if run.log_dir is None:
         return
-    memory = _memory_of_ranks(trainer)
-    if trainer.context.recorder is not None:
-        trainer.context.recorder.note_results(trainer, memory)
+    memory = _memory_of_ranks(run)
+    if run.recorder is not None:
+        run.recorder.note_results(run, memory)
 
 
-def _memory_of_ranks(trainer: Trainer) -> list[dict[str, int]]:
+def _memory_of_ranks(run: Run) -> list[dict[str, int]]:
     """Return the largest memory of each rank in bytes, on its device and of its process; collective."""
-    strategy = trainer.strategy
+    strategy = run.strategy
     stats = strategy.accelerator.get_device_stats(strategy.root_device)
     on_device = max((value for name, value in stats.items() if name.startswith("max_memory")), default=0.0)
-    sizes = [on_device, float(_largest_host_memory()), float(trainer.context.host_memory)]
+    sizes = [on_device, float(_largest_host_memory()), float(run.host_memory)]
     # float32 is exact to a part in 16 million, and exists on all hardware.
     local = torch.tensor(sizes, dtype=torch.float32, device=strategy.root_device)
     rows = [local.tolist()] if strategy.world_size == 1 else strategy.all_gather(local).tolist()
@@ -156,16 +155,16 @@ def _largest_host_memory() -> int:
     return size if sys.platform == "darwin" else 1024 * size
 
 
-def _monitored(trainer: Trainer) -> dict[str, str] | None:
+def _monitored(run: Run) -> dict[str, str] | None:
     """Return name and mode of the value that ranks checkpoints; None without one."""
-    for callback in trainer.checkpoint_callbacks:
+    for callback in run.checkpoint_callbacks:
         if name := getattr(callback, "monitor", None):
             return {"name": name, "mode": str(getattr(callback, "mode", "min"))}
     return None
 
 
-def _environment(trainer: Trainer) -> dict[str, Any]:
-    strategy = trainer.strategy
+def _environment(run: Run) -> dict[str, Any]:
+    strategy = run.strategy
     module = getattr(torch, strategy.root_device.type, None)  # not every backend registers one
     name = getattr(module, "get_device_name", None)  # of GPUs and their like
     return {

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat.training.callbacks.timer import Duration
+
+
+Duration: TypeAlias = str | timedelta | Mapping[str, float]
+"""A length of time, as users pass it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +153,11 @@ class TrainerSettings:
     evaluation: EvaluationSettings
     steps: StepSettings
     output: OutputSettings
+
+    def by_argument(self) -> dict[str, Any]:
+        """Return all values by the names of the Trainer's arguments."""
+        groups = (self.limits, self.data, self.evaluation, self.steps, self.output)
+        return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
 
     def limited(self) -> TrainerSettings:
         """Return the settings with the limits that ``fast_dev_run`` and ``overfit_batches`` imply."""

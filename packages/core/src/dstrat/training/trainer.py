@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import os
-from functools import cached_property
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrat.checkpoint.paths import as_path, local_folder
 from dstrat.data.limits import check_count
-from dstrat.data.random_state import RandomState
 from dstrat.errors import DstratError, MisuseError
-from dstrat.interfaces.optimizers import Optimization, read_optimizers
+from dstrat.interfaces.optimizers import read_optimizers
 from dstrat.launch.tracebacks import fold_frames
 from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import (
@@ -27,10 +23,9 @@ from dstrat.training.arguments import (
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
-from dstrat.training.loops.stopping import Interruption, end_by, is_by_signal
-from dstrat.training.metrics.publisher import Metrics, Publisher
 from dstrat.training.profilers.defaults import make_profiler
-from dstrat.training.run_context import RunContext, TrainerStatus
+from dstrat.training.properties import TrainerProperties
+from dstrat.training.run import Run, TrainerStatus
 from dstrat.training.settings import (
     DataLimits,
     EvaluationSettings,
@@ -39,34 +34,29 @@ from dstrat.training.settings import (
     StepSettings,
     TrainerSettings,
 )
-from dstrat.training.state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from dstrat.interfaces.accelerator import Accelerator, Devices
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.callbacks.timer import Duration
     from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loggers.logger import Logger
-    from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.sources import DataSources, Source
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
-    from dstrat.training.results import FinalState, RunResult
-    from dstrat.training.run_context import Stage
+    from dstrat.training.run import Stage
+    from dstrat.training.settings import Duration
 
     Plugin = Precision | ClusterEnvironment | CheckpointIO | str
-
-R = TypeVar("R")
-B = TypeVar("B")
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -77,7 +67,7 @@ _SOURCES: dict[str, tuple[Source, str]] = {
 }
 
 
-class Trainer(RunState):
+class Trainer(TrainerProperties):
     """Training and evaluation of a module with a strategy, on any number of devices.
 
     The constructor chooses all components: ``print(trainer.plan)`` shows each choice with its reason, and a combination
@@ -250,7 +240,7 @@ class Trainer(RunState):
                 preemption_deadline=preemption_deadline,
             ),
         )
-        check_arguments(self)
+        check_arguments(self.settings)
         self.settings = self.settings.limited()
         self.gradient_clip_val = gradient_clip_val or None  # after the check, which refuses False
 
@@ -279,25 +269,14 @@ class Trainer(RunState):
             checkpointing=features.checkpointing,
             barebones=barebones,
             max_time=max_time,
+            counts_steps=max_restarts > 0,
         )
-        if max_restarts:
-            from dstrat.training.checkpoint.recovery import StepCounter
-
-            # First, so that a batch counts even if another callback fails after it.
-            self.callbacks.insert(0, StepCounter())
-        check_preemption(self)  # depends on the cluster and on callbacks that save
-
-        self.interruption = Interruption(preemption_deadline)
-        self.publisher = Publisher(self)
-        self.context = RunContext(metrics=Metrics(self.strategy))
-        self.final_state: FinalState | None = None
-
-    @cached_property
-    def fit_loop(self) -> FitLoop:  # type: ignore[override]  # a cached property can be written
-        """The training loop."""
-        from dstrat.training.loops.fit_loop import FitLoop
-
-        return FitLoop(self)
+        self.run = Run(self)
+        check_preemption(
+            preemption_deadline,
+            self.strategy.parts.cluster_environment,
+            saves_checkpoints=bool(self.checkpoint_callbacks),
+        )
 
     # Methods for users
 
@@ -349,8 +328,7 @@ class Trainer(RunState):
             for callback in self.callbacks:
                 if overrides(callback, "on_before_fit", Callback):
                     callback.on_before_fit(self, sources.module, sources)
-        del self.fit_loop  # a cached property: each fit has a new loop
-        self._launch("fit", sources.module, sources, requested)
+        self._launch("fit", sources, requested)
 
     def validate(
         self,
@@ -373,7 +351,7 @@ class Trainer(RunState):
             weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
-        return self._show("validate", results) if verbose else results
+        return self._show("validate", results, verbose=verbose)
 
     def test(
         self,
@@ -396,7 +374,7 @@ class Trainer(RunState):
             weights_only: Without effect, as for :meth:`fit`.
         """
         results = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
-        return self._show("test", results) if verbose else results
+        return self._show("test", results, verbose=verbose)
 
     def predict(
         self,
@@ -434,29 +412,9 @@ class Trainer(RunState):
                 have ended, or the strategy has sharded the state and freed it.
             CheckpointError: It cannot be written; or a folder exists at the path, and it was written beside that.
         """
-        from dstrat.checkpoint.strategy_state import refuse_used, unused_path
-        from dstrat.training.checkpoint.recovery import record_checkpoint
-        from dstrat.training.checkpoint.save import collect_checkpoint
-        from dstrat.training.contexts import warn_if_slow
-        from dstrat.training.results import nothing_to_save_error
+        from dstrat.training.checkpoint.save import save_checkpoint
 
-        path = os.path.expanduser(path)  # noqa: PTH111 - may be a URL; a custom CheckpointIO may not expand it
-        if self.is_running:
-            # If a rank does not call it, the others wait here, where a warning says so, not in some later collective.
-            with warn_if_slow(self, "save_checkpoint"):
-                self.strategy.barrier("save_checkpoint")
-            begin, target = monotonic(), unused_path(self.strategy, path)
-            if not weights_only:
-                record_checkpoint(self, target)  # before it is written: a restart checks whether it is complete
-            self.strategy.save_checkpoint(collect_checkpoint(self, weights_only=weights_only), target)
-            self.context.save_seconds = monotonic() - begin
-            if self.context.recorder is not None:
-                self.context.recorder.note_checkpoint(self, str(target))
-            refuse_used(path, target)
-        elif self.final_state is not None:
-            self.final_state.save(self, path, weights_only=weights_only)
-        else:
-            raise nothing_to_save_error(self)
+        save_checkpoint(self.run, path, weights_only=weights_only)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[None]:
         """Return a context in which modules are created in the run's precision and on its device.
@@ -482,24 +440,10 @@ class Trainer(RunState):
 
     def configure_optimizers(self) -> Optimization:
         """Create the module's optimizers; called by the strategy after it has moved the module to its device."""
-        assert self.module is not None  # noqa: S101 - there is one in every run
-        returned = self.module.configure_optimizers()
-        optimization = read_optimizers(returned, steps_schedulers=self.module.automatic_optimization)
-        self.context.hooks.call_callbacks("on_configure_optimizers", optimization.optimizers)
+        module = self.run.module
+        optimization = read_optimizers(module.configure_optimizers(), steps_schedulers=module.automatic_optimization)
+        self.run.hooks.call_callbacks("on_configure_optimizers", optimization.optimizers)
         return optimization
-
-    def profiled(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
-        """Return a function that the profiler measures; without a profiler the function itself."""
-        return function if self.profiler is None else self.profiler.timed(name, function)
-
-    def profiled_batches(self, batches: Iterable[B]) -> Iterable[B]:
-        """Return batches whose fetching the profiler measures; without a profiler the batches themselves."""
-        return batches if self.profiler is None else _each(self.profiled("next_batch", iter(batches).__next__))
-
-    @property
-    def writing_loggers(self) -> list[Logger]:
-        """The loggers on global rank 0, which writes; none on other ranks."""
-        return self.loggers if self.is_global_zero else []
 
     # Launching
 
@@ -522,78 +466,34 @@ class Trainer(RunState):
         sources = DataSources(module, datamodule, {source: dataloaders})
         sources.require(source, step)
         requested = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
-        return self._launch(stage, sources.module, sources, requested, **settings)
+        return self._launch(stage, sources, requested, **settings)
 
-    def _show(self, stage: str, results: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Print the results of an evaluation, and return them."""
-        from dstrat.training.results import show_results
+    def _show(self, stage: str, values: list[dict[str, float]] | None, *, verbose: bool) -> list[dict[str, float]]:
+        """Return the results of an evaluation, and show them once for the job."""
+        from dstrat.training.evaluation_results import EvaluationResults
 
-        if self.is_global_zero and not self.barebones and results:  # empty on a machine without global rank 0
-            show_results(stage, results)
+        results = EvaluationResults(stage, values or ())  # None on a machine without global rank 0
+        if verbose and self.is_global_zero and not self.barebones and results:
+            results.show()
         return results
 
-    def _launch(
-        self, stage: Stage, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest, **settings: Any
-    ) -> Any:
+    def _launch(self, stage: Stage, sources: DataSources, ckpt_path: CheckpointRequest, **settings: Any) -> Any:
         if self.is_running:
             raise MisuseError(
                 f"this Trainer is in the middle of its {self.stage}, and {stage} was called: call it after the end, or "
                 "on another Trainer"
             )
-        # An evaluation of the same module keeps it: save_checkpoint works after a test that follows the fit.
-        if stage == "fit" or module is not self.module:
-            self.final_state = None
-        self.context = RunContext(
-            status=TrainerStatus.RUNNING,
-            stage=stage,
-            module=module,
-            datamodule=sources.datamodule,
-            sources=sources,
-            metrics=Metrics(self.strategy),
-            log_dir=self.context.log_dir,  # until the ranks agree on one: properties read it before
-            **settings,
-        )
-        if stage == "fit":
-            self.final_optimization = Optimization()
+        from dstrat.training.execution import launch
+
+        self.run = Run(self, stage, sources, previous=self.run, **settings)
         try:
-            result = self._launch_stage(module, sources, ckpt_path)
+            result = launch(self.run, ckpt_path)
         except BaseException as error:  # KeyboardInterrupt too
-            self.context.status = TrainerStatus.INTERRUPTED
+            self.run.status = TrainerStatus.INTERRUPTED
             fold_frames(error)
             raise
-        self.context.status = TrainerStatus.FINISHED
+        self.run.status = TrainerStatus.FINISHED
         return result
-
-    def _launch_stage(self, module: TrainModule, sources: DataSources, ckpt_path: CheckpointRequest) -> Any:
-        from dstrat.training.run import execute, execute_elsewhere
-
-        self.strategy.connect(module)
-        launcher = self.strategy.launcher
-        if launcher is None:
-            return execute(self, module, sources, ckpt_path).result
-        if launcher.runs_here:
-            return launcher.launch(execute, self, module, sources, ckpt_path).result
-        if self.node_rank == 0 and not launcher.reruns_the_script:
-            # Choosing the folders here, not in rank 0, lets this process know them after the run.
-            folders = [logger.log_dir for logger in self.loggers]
-            self.context.log_dir = next(filter(None, folders), None)
-        try:
-            outcome: RunResult | None = launcher.launch(
-                execute_elsewhere, RandomState.capture(), self, module, sources, ckpt_path
-            )
-        except (KeyboardInterrupt, SystemExit) as error:  # the job was ended at once, without a result
-            self.context.interrupted = is_by_signal(error)
-            raise
-        if outcome is None:  # on machines without global rank 0
-            return None
-        if self.is_fitting:
-            self.final_optimization = None
-        module.attach(self)  # the run has attached its copy of the module only
-        outcome.restore(self, module)
-        if outcome.stopped_by:
-            self.context.interrupted, self.interruption.requested = True, outcome.stopped_by
-            end_by(outcome.stopped_by)
-        return outcome.result
 
 
 def _resolve(request: Request) -> tuple[Plan, Strategy]:
@@ -603,14 +503,3 @@ def _resolve(request: Request) -> tuple[Plan, Strategy]:
     except (KeyboardInterrupt, DstratError) as error:
         fold_frames(error)
         raise
-
-
-def _each(following: Callable[[], B]) -> Iterator[B]:
-    """Yield the results of a function until it raises StopIteration."""
-    # iter(function, sentinel) would compare each batch with the sentinel.
-    while True:
-        try:
-            item = following()
-        except StopIteration:
-            return
-        yield item

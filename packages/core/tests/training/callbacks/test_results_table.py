@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrat.training.results import show_results
+from dstrat.training.evaluation_results import EvaluationResults
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_terminal_of_80_columns_has_every_value(terminal, monkeypatch, loaders
     name = "a_name_that_is_longer_than_half_of_the_terminal_is_wide"
     results = [{f"{name}/dataloader_idx_{index}": 0.1 * index, "tiny": 1.23456e-12} for index in range(loaders)]
     with terminal() as shown:
-        show_results("validate", results)
+        EvaluationResults("validate", results).show()
     text = "\n".join(shown.lines)
     assert max(map(len, shown.lines)) <= 80
     assert text.count("1.23456e-12") == loaders

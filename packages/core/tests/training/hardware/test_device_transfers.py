@@ -75,6 +75,39 @@ def test_values_on_a_device_are_read_by_the_strategy_when_they_are_due(quiet_tra
     assert strategy.read == [2, 2, 2]  # after steps 3 and 6, and at the end of the epoch
 
 
+# Devices and the end of a run
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("mps"), "cuda:1", "cpu"])
+def test_a_device_without_an_index_is_the_first_one(device):
+    expected = {"cuda": torch.device("cuda", 0), "cuda:1": torch.device("cuda", 1), "cpu": torch.device("cpu")}
+    assert SingleDeviceStrategy(device).root_device == expected.get(device, torch.device("mps", 0))
+
+
+class Broken(nn.Linear):
+    """A layer from whose device nothing can be read after an error."""
+
+    def _apply(self, function, recurse=True):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class NotesEnd(PortableCheckpointIO):
+    has_ended = False
+
+    def teardown(self):
+        super().teardown()
+        self.has_ended = True
+
+
+def test_everything_is_closed_where_the_module_cannot_be_copied_from_its_device():
+    io = NotesEnd()
+    strategy = build(strategy=SingleDeviceStrategy(checkpoint_io=io), accelerator="cpu")
+    strategy.connect(Broken(2, 2))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        strategy.teardown()
+    assert io.has_ended
+
+
 # Batches
 
 
@@ -170,6 +203,53 @@ def test_what_is_kept_of_a_fit_is_brought_to_the_host_by_the_strategy(
     trainer.save_checkpoint(tmp_path / "saved")
     (optimizer,) = PortableCheckpointIO().load_checkpoint(tmp_path / "saved")["optimizers"]
     assert optimizer["state"]["layer.weight"]["exp_avg"].tolist() == [[MARK] * 8]
+
+
+def test_predictions_are_kept_on_the_host(quiet_trainer, line, loader):
+    (first, *_) = quiet_trainer(strategy=Marking()).predict(line, loader())
+    assert set(first.tolist()) == {MARK}
+
+
+class SharesRankState(Marking):
+    """Notes the objects that it sends to other ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def broadcast(self, obj, src=0):
+        self.sent.append(obj)
+        return obj
+
+
+class Accumulates(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 0:  # of two, whose gradients make one step
+            trainer.save_checkpoint(self.path)
+
+
+def test_states_of_ranks_are_sent_from_the_host(quiet_trainer, line, loader, tmp_path):
+    strategy = SharesRankState()
+    options = {"plugins": "torch", "accumulate_grad_batches": 2, "callbacks": Accumulates(tmp_path / "saved")}
+    quiet_trainer(strategy=strategy, max_epochs=1, **options).fit(line, loader())
+    (state,) = [one for one in strategy.sent if isinstance(one, dict) and "gradients" in one]
+    assert state["gradients"]["layer.weight"].tolist() == [[MARK] * 8]
+
+
+def test_an_own_loop_sends_states_of_ranks_from_the_host(tmp_path):
+    strategy = SharesRankState()
+    strategy.rank_state = lambda: {"kept": torch.zeros(2)}
+
+    def train(loop):
+        loop.setup(nn.Linear(8, 1), lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        loop.save_checkpoint(tmp_path / "saved", {})
+
+    OwnLoop(build(strategy=strategy, accelerator="cpu", plugins="torch")).launch(train)
+    (state,) = [one for one in strategy.sent if isinstance(one, dict) and "strategy" in one]
+    assert state["strategy"]["kept"].tolist() == [MARK, MARK]
 
 
 class Copying(SingleDeviceStrategy):

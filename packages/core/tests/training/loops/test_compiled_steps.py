@@ -146,7 +146,7 @@ class Evaluations(Callback):
         self.indices.append(batch_idx)
 
     def on_validation_end(self, trainer, module) -> None:
-        self.counts.append(trainer.context.evaluation_batches)
+        self.counts.append(trainer.run.evaluation_loop.current_batches)
 
 
 @pytest.mark.parametrize(

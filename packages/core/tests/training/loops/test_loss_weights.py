@@ -171,6 +171,129 @@ def test_an_optimizer_that_computes_the_loss_several_times_takes_weights(quiet_t
     assert module.steps == [1, 1, 2, 2]
 
 
+# Manual optimization
+
+
+class ByHand(Weighted):
+    """Steps after three batches, or as many as a list says."""
+
+    def __init__(self, as_tensor=True, sizes=(3, 3, 1)):
+        super().__init__(as_tensor=as_tensor)
+        self.automatic_optimization = False
+        self.ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        self.manual_backward(outputs["loss"], weight=outputs["weight"])
+        if batch_idx + 1 in self.ends:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("sizes", [(1,) * 7, (3, 3, 1), (2, 1, 4)])
+def test_losses_of_manual_optimization_count_by_their_weights(quiet_trainer, sizes, as_tensor):
+    module = ByHand(as_tensor, sizes)
+    quiet_trainer(max_epochs=1).fit(module, numbers())
+    first = [end - size for end, size in zip(module.ends, sizes, strict=True)]
+    assert module.steps == [mean(*range(a + 1, b + 1)) for a, b in zip(first, module.ends, strict=True)]
+
+
+def test_clipping_by_hand_takes_the_gradient_of_the_mean(quiet_trainer):
+    class Clips(ByHand):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.clipped = None
+
+        def training_step(self, batch, batch_idx):
+            outputs = Weighted.training_step(self, batch, batch_idx)
+            self.manual_backward(outputs["loss"], weight=outputs["weight"])
+            if batch_idx + 1 in self.ends:
+                self.clip_gradients(self.optimizers(), 3.0)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    module = Clips()
+    quiet_trainer(max_epochs=1).fit(module, numbers())
+    assert module.steps == [mean(1, 2, 3), pytest.approx(3), pytest.approx(3)]  # of 1.2, 4.4 and 7
+
+
+def test_a_resume_between_manual_backward_passes_goes_on_with_their_weights(quiet_trainer, tmp_path):
+    for after in (1, 2):
+        path = tmp_path / str(after)
+        quiet_trainer(max_epochs=1, callbacks=SaveAfter(3 + after, path)).fit(ByHand(), numbers())
+        resumed = ByHand()
+        quiet_trainer(max_epochs=1).fit(resumed, numbers(), ckpt_path=path)
+        assert resumed.steps == [mean(4, 5, 6), mean(7)]
+
+
+class TwoParts(Weighted):
+    """Each of two layers has an optimizer; the gradient of a batch is its number, or the double of it."""
+
+    def __init__(self, style):
+        super().__init__()
+        self.automatic_optimization = False
+        self.style, self.second = style, nn.Linear(1, 1, bias=False)
+        self.gradients = {0: [], 1: []}
+
+    def training_step(self, batch, batch_idx):
+        number = int(batch[0])
+        both = self.optimizers()
+        if self.style == "together":
+            self.manual_backward((self.layer(batch[0]) + 2 * self.second(batch[0])).mean(), weight=WEIGHTS[number])
+            if batch_idx % 2:
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return
+        for index, layer in enumerate((self.layer, self.second)):
+            if self.style == "toggled":
+                self.toggle_optimizer(both[index])
+            elif self.style == "cleared":
+                both[index].zero_grad()
+            loss = ((index + 1) * layer(batch[0]) + 0 * self.layer(batch[0])).mean()
+            self.manual_backward(loss, weight=WEIGHTS[number] if index == 0 else 5 - index)
+            both[index].step()
+            if self.style == "toggled":
+                both[index].zero_grad()
+                self.untoggle_optimizer(both[index])
+
+    def on_before_optimizer_step(self, optimizer):
+        index = self.trainer.optimizers.index(optimizer)
+        self.gradients[index].append((self.layer, self.second)[index].weight.grad.item())
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (self.layer, self.second)]
+
+
+@pytest.mark.parametrize("style", ["toggled", "cleared"])
+def test_losses_of_one_optimizer_do_not_weigh_in_the_step_of_another(quiet_trainer, style):
+    module = TwoParts(style)
+    quiet_trainer(max_epochs=1).fit(module, numbers())
+    assert module.gradients == {0: [1, 2, 0, 4, 5, 6, 7], 1: [2, 4, 6, 8, 10, 12, 14]}
+
+
+def test_a_loss_weighs_in_the_steps_of_all_its_optimizers(quiet_trainer):
+    module = TwoParts("together")
+    quiet_trainer(max_epochs=1).fit(module, numbers(6))
+    groups = [mean(1, 2), mean(3, 4), mean(5, 6)]
+    assert module.gradients[0] == groups
+    assert [gradient / 2 for gradient in module.gradients[1]] == groups
+
+
+def test_weights_with_gradients_of_an_earlier_step_are_an_error(quiet_trainer):
+    with pytest.raises(MisuseError, match=r"optimizers\(\)\[1\] has gradients from before the step of another"):
+        quiet_trainer(max_epochs=1).fit(TwoParts("neither"), numbers())
+
+
+def test_manual_backward_with_and_without_a_weight_is_an_error(quiet_trainer):
+    class Lacks(ByHand):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.layer(batch[0]).mean(), **({} if batch_idx else {"weight": 1}))
+
+    with pytest.raises(MisuseError, match="manual_backward got no weight with the loss of batch 1, and one with those"):
+        quiet_trainer(max_epochs=1).fit(Lacks(), numbers())
+
+
 # Errors
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, get_worker_info
 
 from dstrat import Callback, TorchCheckpointIO, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
@@ -239,6 +239,15 @@ class OfTwo(Net):
 
 def test_with_several_loaders_that_have_generators(check):
     check([2, 6, 8], cls=OfTwo, loader=two_with_generators)
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
+def test_with_a_shorter_loader_that_is_shuffled_again_after_dropout(check, io):
+    def loaders():
+        short = DataLoader(Subset(numbers(), range(6)), batch_size=4, shuffle=True)  # ends three times in an epoch
+        return {"one": short, "other": shuffled()}
+
+    check(range(1, 2 * BATCHES, 1 if io is TorchCheckpointIO else 4), cls=OfTwo, loader=loaders, io=io)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

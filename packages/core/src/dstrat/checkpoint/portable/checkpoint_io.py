@@ -11,7 +11,7 @@ from typing_extensions import override
 from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import BUCKET
 from dstrat.checkpoint.portable.ranks import ChannelRanks, GroupRanks, Ranks
-from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes
+from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes, host_memory, wait_for_devices
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.errors import CheckpointError, StoreError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -19,7 +19,7 @@ from dstrat.parallel.job import current_job, rank_and_size
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
     from pathlib import Path
 
@@ -89,7 +89,10 @@ class PortableCheckpointIO(CheckpointIO):
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
         from dstrat.checkpoint.portable.save import prepare
 
-        return prepare(checkpoint, self._current_ranks())
+        prepared = prepare(checkpoint, self._current_ranks())
+        # Threads read the tensors, on streams that do not wait for the one on which the last step was queued.
+        wait_for_devices(prepared.shard.devices)
+        return prepared
 
     @override
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -178,39 +181,69 @@ class PortableCheckpointIO(CheckpointIO):
 # Host memory for the copy of a background save, reused from save to save
 
 
+_CHUNK = 2**30  # bytes
+
+
 class StagingMemory:
-    """Host memory for one staged save at a time, pinned if the tensors are on a GPU."""
+    """Host memory for one staged save at a time, pinned if the tensors are on a device.
+
+    It consists of chunks: torch rounds the size of pinned memory up to a power of two, which would nearly double one
+    large buffer.
+    """
 
     # It is reused, since allocating (and pinning) memory takes longer than the copy itself.
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._chunks: list[Tensor] = []
+        self._pins = False
 
     def copy(self, shard: ShardFile) -> ShardFile:
         """Return the same file with copies of its payloads; these overwrite the copies of the previous call."""
-        devices = {payload.tensor.device for payload in shard.payloads}
-        is_pinned = any(device.type == "cuda" for device in devices)
-        self._reserve(shard.size, is_pinned=is_pinned)
-        copies, moves, reached = [], [], 0
-        for payload in shard.payloads:  # ordered by descending element size, so each view is aligned
-            target = self._memory[reached : reached + payload.num_bytes].view(payload.dtype).view(payload.shape)
-            reached += payload.num_bytes
-            copies.append(Payload(payload.name, LocalBox(tensor=target, starts=payload.starts)))
-            moves += list(_moves(payload.tensor, target))
+        groups = _groups(shard.payloads)
+        self._reserve(groups, pins=any(device.type != "cpu" for device in shard.devices))
+        copies, moves = [], []
+        for chunk, payloads in zip(self._chunks, groups, strict=False):  # of an earlier save there may be more chunks
+            reached = 0
+            for payload in payloads:  # ordered by descending element size, so each view is aligned
+                target = chunk[reached : reached + payload.num_bytes].view(payload.dtype).view(payload.shape)
+                reached += payload.num_bytes
+                copies.append(Payload(payload.name, LocalBox(tensor=target, starts=payload.starts)))
+                moves += list(_moves(payload.tensor, target))
         map_in_threads(_move, moves)
-        for device in devices:
-            if device.type == "cuda":  # its copies are not blocking, and the next step changes the tensors
-                torch.cuda.synchronize(device)
+        # Copies to pinned memory are in flight, and the next step changes the tensors.
+        wait_for_devices(shard.devices)
         return dataclasses.replace(shard, payloads=copies)
 
     def release(self) -> None:
         """Free the memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._chunks = []
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
+        if self._pins and empty_host_cache is not None:
+            empty_host_cache()  # otherwise torch would keep the memory locked for itself
+        self._pins = False
 
-    def _reserve(self, size: int, *, is_pinned: bool) -> None:
-        if self._memory.numel() < size or (is_pinned and not self._memory.is_pinned()):
-            self.release()  # before the allocation, or both buffers would exist at a time
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+    def _reserve(self, groups: Sequence[Sequence[Payload]], *, pins: bool) -> None:
+        sizes = [sum(payload.num_bytes for payload in group) for group in groups]
+        fits = len(sizes) <= len(self._chunks) and all(
+            size <= chunk.numel() for size, chunk in zip(sizes, self._chunks, strict=False)
+        )
+        if not fits or (pins and not self._pins):
+            self.release()  # before the allocation, or both would exist at a time
+            self._pins = pins
+            self._chunks = [host_memory(size, pins=pins) for size in sizes]
+
+
+def _groups(payloads: Sequence[Payload]) -> list[list[Payload]]:
+    """Return consecutive groups of payloads, each as large as a chunk, or of one larger payload."""
+    groups: list[list[Payload]] = []
+    free = 0
+    for payload in payloads:
+        if payload.num_bytes > free or not groups:
+            groups.append([])
+            free = _CHUNK
+        groups[-1].append(payload)
+        free -= payload.num_bytes
+    return groups
 
 
 def _moves(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -226,4 +259,5 @@ def _moves(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _move(pair: tuple[Tensor, Tensor]) -> None:
     source, target = pair
     with torch.no_grad():
-        target.copy_(source, non_blocking=True)
+        # From a device without pinned memory the copy must be complete when this returns.
+        target.copy_(source, non_blocking=not source.is_cpu and target.is_pinned())

@@ -224,6 +224,11 @@ class ShardFile:
         """Size of the file in bytes."""
         return self.begins[-1] + self.payloads[-1].num_bytes if self.payloads else len(self.header)
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of the payloads."""
+        return {payload.tensor.device for payload in self.payloads}
+
     def views(self, begin: int, end: int) -> list[memoryview]:
         """Return the bytes of the file from ``begin`` to ``end``, in consecutive views."""
         views = [memoryview(self.header)[begin:end]] if begin < len(self.header) else []

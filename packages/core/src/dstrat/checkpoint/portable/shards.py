@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -15,7 +16,7 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 Run = tuple[int, int]
@@ -271,7 +272,26 @@ class Payload:
                 self._remaining -= end - begin
                 if self._remaining == 0:
                     self._copy = None
-        return data.cpu().numpy().data
+        if not data.is_cpu:
+            data = host_memory(data.numel(), pins=True).copy_(data)
+        return data.numpy().data
+
+
+def host_memory(num_bytes: int, *, pins: bool) -> Tensor:
+    """Return uninitialized bytes on the CPU, pinned where that is possible: a device copies to these much faster."""
+    if pins:
+        # A device may have no pinned memory, and the system limits how much there is.
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Wait for everything that is queued on all streams of devices; nothing is queued on the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device in devices:
+        if accelerator is not None and device.type == accelerator.type:  # copies of others are never non-blocking
+            torch.accelerator.synchronize(device)
 
 
 def memory_key(tensor: Tensor) -> Any:

@@ -133,15 +133,16 @@ class EarlyStopping(Callback):
         if not trainer.is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end is True:
             return
         # With False the value must come from validation, and it is an error in _check if it does not.
-        if is_new(self.monitor, trainer) or self.check_on_train_epoch_end is False:
+        if is_new(self.monitor, trainer.run) or self.check_on_train_epoch_end is False:
             self._comes_from_validation = True
             self._check(trainer, requires_value=True)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         is_due = self.check_on_train_epoch_end is not False and not self._comes_from_validation
-        if is_due and was_completed(trainer):  # values of an incomplete epoch cannot be compared with those of others
-            self._check(trainer, requires_value=is_overdue(trainer))
+        # Values of an incomplete epoch cannot be compared with those of others.
+        if is_due and was_completed(trainer.run):
+            self._check(trainer, requires_value=is_overdue(trainer.run))
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.training.callbacks.monitored import Mode
-    from dstrat.training.callbacks.timer import Duration
     from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.settings import Duration
     from dstrat.training.trainer import Trainer
 
 DEFAULT_NAME = "{epoch}-{step}"
@@ -289,7 +289,7 @@ class ModelCheckpoint(Callback):
         if self._is_evaluating:
             return
         _check_constants(self)
-        self.dirpath = self._requested_dirpath or default_folder(trainer)
+        self.dirpath = self._requested_dirpath or default_folder(trainer.run)
         self._check_link(trainer, self.dirpath)
         # Before training, not at the first save, which may be hours away.
         if trainer.is_global_zero and (self.save_top_k or self.save_last):
@@ -328,7 +328,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO) and self._background is None:
             self._background = BackgroundSaves(trainer.strategy)  # the user or another callback has made the io async
-        self._times.begin(trainer)
+        self._times.begin(trainer.run)
         self._saved_at_step = trainer.global_step
         self._retained.resumed_from = _resumed_path(trainer)
         self._remove_pending(trainer)
@@ -381,7 +381,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if self._background is not None:
             self._surface(self._background.check)  # a failed write ends the run now, not at the next save
-        if not self._times.counts_epochs and self._times.after_batch(trainer):
+        if not self._times.counts_epochs and self._times.after_batch(trainer.run):
             self._is_due = True
             self._save(trainer)
 
@@ -390,16 +390,16 @@ class ModelCheckpoint(Callback):
         times = self._times
         if not trainer.is_fitting or trainer.sanity_checking or times.save_on_train_epoch_end:
             return
-        if times.save_on_train_epoch_end is None and (self.monitor is None or not is_new(self.monitor, trainer)):
+        if times.save_on_train_epoch_end is None and (self.monitor is None or not is_new(self.monitor, trainer.run)):
             return
         self._comes_from_validation = True
         self._validated_at_step = trainer.global_step
         if times.save_on_train_epoch_end is False:
-            self._is_due = times.epoch_is_due(trainer)
+            self._is_due = times.epoch_is_due(trainer.run)
         elif times.counts_epochs:
             # After the last validation of an epoch its end saves, with the values that are logged until then.
             ends_epoch = self._is_in_epoch and trainer.is_last_batch
-            self._is_due = times.epoch_is_due(trainer) and not ends_epoch
+            self._is_due = times.epoch_is_due(trainer.run) and not ends_epoch
         if self._is_due:
             self._save(trainer, requires_value=times.save_on_train_epoch_end is False)
 
@@ -408,9 +408,9 @@ class ModelCheckpoint(Callback):
         self._is_in_epoch = False
         times = self._times
         if times.counts_epochs:
-            self._is_due = times.epoch_is_due(trainer) and times.save_on_train_epoch_end is not False
+            self._is_due = times.epoch_is_due(trainer.run) and times.save_on_train_epoch_end is not False
         if self._is_due:
-            self._save(trainer, requires_value=is_overdue(trainer))
+            self._save(trainer, requires_value=is_overdue(trainer.run))
         if times.counts_epochs:  # a save by steps or time stays due until its value is logged
             self._is_due = False
 
@@ -529,7 +529,7 @@ def _resumed_path(trainer: Trainer) -> str:
     """Return the local checkpoint from which a run was resumed; empty without one."""
     from dstrat.checkpoint.portable.newest import resolve
 
-    if trainer.context.save_point is not None and trainer.context.save_point.checkpoint is not None:
+    if trainer.run.save_point is not None and trainer.run.save_point.checkpoint is not None:
         return ""  # saved by an earlier attempt of this fit
     if trainer.ckpt_path is None or not storage_of(as_path(trainer.ckpt_path)).is_local:
         return ""

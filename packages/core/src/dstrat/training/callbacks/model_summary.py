@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from dstrat.data.random_state import RandomState
 from dstrat.errors import RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.progress_bar import has_terminal
+from dstrat.training.notebook import Output, has_notebook, html_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -55,8 +57,10 @@ class ModelSummary(Callback):
 
 
 def show(summary: Summary) -> None:
-    """Print a summary to stderr: with colors on a terminal, as plain text elsewhere."""
-    if has_terminal():
+    """Show a summary below the cell of a notebook, or on stderr: with colors on a terminal, else as plain text."""
+    if has_notebook():
+        Output().show(as_html(summary), as_text(summary))
+    elif has_terminal():
         show_on_terminal(summary)
     else:
         print(as_text(summary), file=sys.stderr, flush=True)
@@ -293,8 +297,9 @@ def _restore_on_exit(module: nn.Module, stack: ExitStack) -> None:
         stack.callback(setattr, layer, "training", layer.training)
     module.eval()
     stack.callback(RandomState.capture().restore)
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    stack.enter_context(torch.random.fork_rng(devices=devices))
+    devices = {parameter.device for parameter in module.parameters() if not parameter.is_cpu}  # meta ones end earlier
+    for device in devices:
+        stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
     stack.enter_context(torch.no_grad())
 
 
@@ -380,6 +385,13 @@ def as_text(summary: Summary) -> str:
     rule = "-" * len(lines[0])
     layers = [*lines[1:-1], rule] if summary.layers else []
     return "\n".join(line.rstrip() for line in [lines[0], rule, *layers, lines[-1], *summary.remarks])
+
+
+def as_html(summary: Summary) -> str:
+    """Return the table for a notebook."""
+    rows = [cells(layer, summary) for layer in (*summary.layers, summary.total)]
+    remarks = "".join(f"<div>{html.escape(remark)}</div>" for remark in summary.remarks)
+    return html_table(header(summary), rows, text_columns=TEXT_COLUMNS) + remarks
 
 
 def format_bytes(size: float) -> str:

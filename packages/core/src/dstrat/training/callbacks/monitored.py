@@ -10,31 +10,31 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
-def is_new(monitor: str, trainer: Trainer) -> bool:
+def is_new(monitor: str, run: Run) -> bool:
     """Return whether the latest epoch of training or evaluation has logged a value.
 
     Args:
         monitor: The logged name, without the suffix ``_epoch``.
-        trainer: Has the values.
+        run: Has the values.
     """
-    latest = trainer.metrics.latest_epoch
+    latest = run.metrics.latest_epoch
     return monitor in latest or f"{monitor}_epoch" in latest
 
 
-def is_overdue(trainer: Trainer) -> bool:
+def is_overdue(run: Run) -> bool:
     """Return whether all values must be logged by the end of this epoch: it was completed, with a validation."""
-    every = trainer.check_val_every_n_epoch  # None: validation is independent of epochs
+    every = run.settings.evaluation.check_val_every_n_epoch  # None: validation is independent of epochs
     # Without any batch where on_train_batch_start has ended the first epochs.
-    has_trained = was_completed(trainer) and trainer.fit_loop.batches_seen > 0
-    return has_trained and every is not None and (trainer.current_epoch + 1) % every == 0
+    has_trained = was_completed(run) and run.fit_loop.batches_seen > 0
+    return has_trained and every is not None and (run.fit_loop.epoch + 1) % every == 0
 
 
-def was_completed(trainer: Trainer) -> bool:
+def was_completed(run: Run) -> bool:
     """Return whether the ending epoch was completed, not stopped by ``max_steps`` or ``should_stop``."""
-    return trainer.fit_loop.epochs_done > trainer.current_epoch
+    return run.fit_loop.epochs_done > run.fit_loop.epoch
 
 
 # Ranking of checkpoints

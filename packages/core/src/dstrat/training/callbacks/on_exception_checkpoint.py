@@ -82,7 +82,7 @@ class OnExceptionCheckpoint(Callback):
     def _save_together(self, trainer: Trainer, exception: BaseException) -> None:
         # All ranks write parts of one checkpoint: they need the same path.
         path = trainer.strategy.broadcast(self._path() if trainer.is_global_zero else "")
-        remaining, expected = trainer.interruption.remaining, trainer.context.save_seconds
+        remaining, expected = trainer.run.interruption.remaining, trainer.run.save_seconds
         if remaining is not None and expected > remaining and trainer.is_global_zero:
             _log.warning(
                 "%s: saving took %.1f s the last time, and %.1f s remain of preemption_deadline=%g: if the job ends "
@@ -95,7 +95,7 @@ class OnExceptionCheckpoint(Callback):
             )
         trainer.save_checkpoint(path)
         self._note(trainer, path, exception, logs=trainer.is_global_zero)
-        remaining = trainer.interruption.remaining
+        remaining = trainer.run.interruption.remaining
         if remaining is not None and trainer.is_global_zero:
             _log.warning("%.1f s remain of preemption_deadline=%g", remaining, trainer.preemption_deadline)
 
@@ -108,7 +108,7 @@ class OnExceptionCheckpoint(Callback):
             )
             return
         path = self._path()  # of this rank alone: several failing ranks choose different names
-        rescue_checkpoint(trainer, path)
+        rescue_checkpoint(trainer.run, path)
         self._note(trainer, path, exception, logs=True)
 
     def _path(self) -> str:

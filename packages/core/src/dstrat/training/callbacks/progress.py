@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections import deque
+from functools import cache
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -140,7 +143,7 @@ class EvaluationProgress:
         return min(index + is_over, len(self._counts) - 1)
 
 
-# Progress as lines of text, for files, pipes and notebooks
+# Progress as lines of text, for files and pipes
 
 
 class LineDisplay:
@@ -175,3 +178,18 @@ def format_line(title: str, progress: Progress, values: Mapping[str, float | str
         *(f"{name} {format_value(value)}" for name, value in values.items()),
     ]
     return f"{title}: {', '.join(filter(None, facts))}"
+
+
+# Locks of displays that a second thread draws
+
+
+drawing = threading.RLock()
+"""Held by the thread that draws."""
+
+
+@cache  # the hooks of a process cannot be removed
+def forbid_forks_while_drawing() -> None:
+    """Make forks wait for a thread that draws."""
+    # A child forked meanwhile would inherit the locked locks of the streams, and wait forever.
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(before=drawing.acquire, after_in_parent=drawing.release, after_in_child=drawing.release)

@@ -24,6 +24,7 @@ from dstrat.training.callbacks.run_messages import (
     values_of_epoch,
     values_of_step,
 )
+from dstrat.training.notebook import has_notebook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +40,10 @@ SECONDS_BETWEEN_TICKS = 0.5
 class ProgressBar(Callback):
     """Display of epochs, batches, speed, the loss and the values logged with ``prog_bar=True``, on stderr of rank 0.
 
-    A terminal shows moving bars below a line for each epoch; files, pipes and notebooks get these lines, and one every
-    10 seconds.  ``(best)`` follows the value of an epoch whose checkpoint is the best one.  A training ends with a line
-    of its steps, time, checkpoint and logs; a failed one with its last state, position and newest checkpoint.
+    A terminal shows moving bars below a line for each epoch, and a notebook below a table with a row for each; files
+    and pipes get the lines, and one every 10 seconds.  ``(best)`` follows the value of an epoch whose checkpoint is the
+    best one.  A training ends with a line of its steps, time, checkpoint and logs; a failed one with its last state,
+    position and newest checkpoint.
 
     The loss is that of the last batch on rank 0, and is left out where the module logs one for the bar.
 
@@ -186,7 +188,7 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_epoch(trainer)
         if self._display is not None:
-            self._summary = describe_training(trainer, *self._start, self._values)
+            self._summary = describe_training(trainer.run, *self._start, self._values)
         self._close()
 
     @override
@@ -246,9 +248,11 @@ class ProgressBar(Callback):
         summary, self._summary = self._summary, ""
         self._loss = None
         if stop is not None:
-            print(describe_stop(trainer, stop), file=sys.stderr, flush=True)
+            print(describe_stop(trainer.run, stop), file=sys.stderr, flush=True)
         elif summary:
-            print(f"{summary}{describe_files(trainer)}", file=sys.stderr, flush=True)
+            # A notebook shows stderr in red, as an error.
+            stream = sys.stdout if has_notebook() else sys.stderr
+            print(f"{summary}{describe_files(trainer.run)}", file=stream, flush=True)
 
     # Methods to override
 
@@ -266,15 +270,17 @@ class ProgressBar(Callback):
         finished, self._training = self._training, None
         if self._display is not None and finished is not None:
             self._take_values(trainer)
-            self._display.finish(finished, mark_best(trainer, values_of_epoch(self._values)))
+            self._display.finish(finished, mark_best(trainer.run, values_of_epoch(self._values)))
 
     def _start_evaluation(self, trainer: Trainer, title: str) -> None:
         self._open(trainer)
         self._reach(trainer)
         if self._display is not None and trainer.is_fitting and not trainer.sanity_checking:
             self._take_values(trainer)  # displayed during the validation
+        loop = trainer.run.evaluation_loop
+        assert loop is not None  # noqa: S101 - this is a hook of it
         self._evaluation = EvaluationProgress(
-            title, trainer.context.evaluation_batches, trainer.strategy.evaluation_batches_per_item()
+            title, loop.current_batches, trainer.strategy.evaluation_batches_per_item()
         )
         self._evaluation_start = monotonic()
         self._update_when_due(trainer)
@@ -398,7 +404,7 @@ def _batches_of_epoch(trainer: Trainer) -> int | None:
     return of_steps if of_epoch is None else min(of_epoch, of_steps)
 
 
-# Displays: terminal and plain output
+# Displays: notebook, terminal and plain output
 
 
 class Display(Protocol):
@@ -430,7 +436,11 @@ def has_terminal() -> bool:
 
 
 def make_display() -> Display:
-    """Return bars for a terminal that can move its cursor, lines for everything else."""
+    """Return a table for a notebook, bars for a terminal that can move its cursor, lines for everything else."""
+    if has_notebook():
+        from dstrat.training.callbacks.progress_notebook import NotebookDisplay
+
+        return NotebookDisplay()
     if has_terminal():  # rich is imported only then
         from dstrat.training.callbacks.progress_terminal import LiveDisplay
 
@@ -471,10 +481,13 @@ class Ticker:
 
 
 def is_at_a_prompt(thread_id: int) -> bool:
-    """Return whether a thread is in a debugger or another interactive prompt, which a redraw would garble."""
+    """Return whether a training thread is in a debugger or another interactive prompt, which a redraw would garble."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - documented, for debugging
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _PROMPTS:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in _PROMPTS:
             return True
+        if package == "dstrat":  # called by the prompt of an IPython, which waits meanwhile
+            return False
         frame = frame.f_back
     return False

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import threading
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -20,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dstrat.training.callbacks.progress import (
+    drawing,
+    forbid_forks_while_drawing,
     format_count,
     format_duration,
     format_remaining,
@@ -37,17 +36,6 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.progress import Progress
 
 
-_drawing = threading.RLock()
-
-
-@cache  # the hooks of a process cannot be removed
-def _forbid_forks_while_drawing() -> None:
-    """Make forks wait for a thread that draws."""
-    # A child forked meanwhile would inherit the locked locks of the streams, and wait forever.
-    if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
-
-
 class LiveDisplay:
     """Display of bars for the running loops, with the values below; other output appears above them."""
 
@@ -58,18 +46,18 @@ class LiveDisplay:
     def __init__(
         self, theme: RichProgressBarTheme | None = None, *, leaves: bool = False, **console_options: Any
     ) -> None:
-        _forbid_forks_while_drawing()
+        forbid_forks_while_drawing()
         self._theme, self._leaves = theme or RichProgressBarTheme(), leaves
         self._lines = PinnedLines(Console(**{"stderr": True, **console_options}))
 
     def update(self, running: Sequence[Progress], values: Mapping[str, float | str]) -> None:
         """Draw the running loops, outermost first."""
-        with _drawing:
+        with drawing:
             self._lines.draw(_drawing_of(running, values, self._theme))
 
     def finish(self, progress: Progress, values: Mapping[str, float | str]) -> None:
         """Print a line about a finished loop, or its bar if bars are left; the next loop follows below."""
-        with _drawing:
+        with drawing:
             if self._leaves:
                 self._lines.release(_drawing_of([progress], values, self._theme))
             else:

@@ -13,7 +13,11 @@ from dstrat.training.checkpoint.path import written_ns
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+
+
+BEST = " (best)"
+"""Mark of a value that was the best one of its name when it was displayed."""
 
 
 def read_loss(loss: Any) -> float | None:
@@ -37,15 +41,15 @@ def values_of_epoch(values: Mapping[str, float | str]) -> dict[str, float | str]
     return {name: values.get(f"{name}_epoch", value) for name, value in values_of_step(values).items()}
 
 
-def mark_best(trainer: Trainer, values: Mapping[str, float | str]) -> dict[str, float | str]:
+def mark_best(run: Run, values: Mapping[str, float | str]) -> dict[str, float | str]:
     """Return the values, with a mark at those that are the best of a monitored name until now."""
     best = {}
-    for callback in trainer.checkpoint_callbacks:
+    for callback in run.checkpoint_callbacks:
         score = getattr(callback, "best_model_score", None)
         if score is not None:
             best[getattr(callback, "monitor", None)] = float(score)
     return {
-        name: f"{format_value(value)} (best)" if name in best and best[name] == value else value
+        name: f"{format_value(value)}{BEST}" if name in best and best[name] == value else value
         for name, value in values.items()
     }
 
@@ -54,37 +58,37 @@ def mark_best(trainer: Trainer, values: Mapping[str, float | str]) -> dict[str, 
 
 
 def describe_training(
-    trainer: Trainer, start: float, epochs_before: int, steps_before: int, values: Mapping[str, float | str]
+    run: Run, start: float, epochs_before: int, steps_before: int, values: Mapping[str, float | str]
 ) -> str:
     """Return the message about a completed training, such as ``trained 3 epochs, 384 steps, in 4.1 s: loss 0.012``.
 
     Args:
-        trainer: At the end of a fit.
+        run: At the end of a fit.
         start: Time of its start, of the monotonic clock.
         epochs_before: Number of epochs that a resumed training had done.
         steps_before: Number of its optimizer steps.
         values: Displayed values by name.
     """
-    epochs, steps = trainer.fit_loop.epochs_done - epochs_before, trainer.global_step - steps_before
+    epochs, steps = run.fit_loop.epochs_done - epochs_before, run.fit_loop.global_step - steps_before
     seconds = monotonic() - start
     time = f"{format_value(seconds, digits=2)} s" if seconds < 60 else format_duration(seconds)
     shown = ", ".join(
-        f"{name} {format_value(value)}" for name, value in mark_best(trainer, values_of_epoch(values)).items()
+        f"{name} {format_value(value)}" for name, value in mark_best(run, values_of_epoch(values)).items()
     )
     # max_steps may end a training within its first epoch.
     counts = f"{_count(epochs, 'epoch')}, {_count(steps, 'step')}" if epochs else _count(steps, "step")
     return f"trained {counts}, in {time}{f': {shown}' if shown else ''}"
 
 
-def describe_files(trainer: Trainer) -> str:
+def describe_files(run: Run) -> str:
     """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere.
 
     A checkpoint that is a folder ends with a slash: torch.load cannot read it.
     """
-    named = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
-    best = next((path for path in named if path), None) or newest_checkpoint(trainer)
-    folder = next((logger.log_dir for logger in trainer.loggers if logger.log_dir), None)
-    is_folder = best is not None and trainer.strategy.checkpoint_io.is_collective
+    named = [getattr(callback, "best_model_path", "") for callback in run.checkpoint_callbacks]
+    best = next((path for path in named if path), None) or newest_checkpoint(run)
+    folder = next((logger.log_dir for logger in run.loggers if logger.log_dir), None)
+    is_folder = best is not None and run.strategy.checkpoint_io.is_collective
     checkpoint = f"; checkpoint {_shorten(best)}{'/' * is_folder}" if best else ""
     return f"{checkpoint}; logs {_shorten(folder)}" if folder else checkpoint
 
@@ -108,24 +112,24 @@ _PATHS = ("ckpt_path", "last_model_path", "best_model_path")
 _STAGES = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
 
-def describe_stop(trainer: Trainer, exception: BaseException) -> str:
+def describe_stop(run: Run, exception: BaseException) -> str:
     """Return the message about a stopped run, with its position and its newest checkpoint.
 
     For example ``training interrupted in epoch 3, after 1234 steps; newest checkpoint: logs/last.ckpt``.
     """
-    text = f"{_STAGES[trainer.stage]} {_verb(exception)}"
-    if not trainer.is_fitting:
+    text = f"{_STAGES[run.stage]} {_verb(exception)}"
+    if not run.is_fitting:
         return text
-    if trainer.sanity_checking:
+    if run.sanity_checking:
         return f"{text} in the sanity check"
-    text += f" in epoch {trainer.current_epoch + 1}, after {trainer.global_step} steps"
-    path = newest_checkpoint(trainer)
+    text += f" in epoch {run.fit_loop.epoch + 1}, after {run.fit_loop.global_step} steps"
+    path = newest_checkpoint(run)
     return f"{text}; newest checkpoint: {path}" if path else text
 
 
-def newest_checkpoint(trainer: Trainer) -> str | None:
+def newest_checkpoint(run: Run) -> str | None:
     """Return the newest of the callbacks' checkpoints; None without one."""
-    named = (getattr(callback, name, None) for callback in trainer.checkpoint_callbacks for name in _PATHS)
+    named = (getattr(callback, name, None) for callback in run.checkpoint_callbacks for name in _PATHS)
     written = [(when, path) for path in named if path and (when := _written_ns(path)) is not None]
     return max(written)[1] if written else None
 

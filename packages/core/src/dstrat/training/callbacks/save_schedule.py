@@ -15,8 +15,8 @@ from dstrat.training.loops.stopping import Votes
 if TYPE_CHECKING:
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.callbacks.timer import Duration
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+    from dstrat.training.settings import Duration
 
 
 class SavingTimes:
@@ -70,42 +70,42 @@ class SavingTimes:
         self._seen_step = 0
         self._votes: Votes | None = None
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, run: Run) -> None:
         """Start the intervals when training starts."""
-        self._seen_step = trainer.global_step
+        self._seen_step = run.fit_loop.global_step
         self._deadline = monotonic() + self._seconds
         self._votes = None
         if self.train_time_interval is not None:  # steps and epochs are the same on all ranks; times are not
-            self._votes = Votes(trainer.strategy, trainer.fit_loop.batches_seen, beat=trainer.context.beat)
+            self._votes = Votes(run.strategy, run.fit_loop.batches_seen, beat=run.beat)
 
     def end(self) -> None:
         """Release the objects of the run."""
         self._votes = None
 
-    def after_batch(self, trainer: Trainer) -> bool:
+    def after_batch(self, run: Run) -> bool:
         """Return whether a save is due after a batch; with a time interval collective about twice a second."""
         if self._votes is not None:
-            return self._time_is_up(trainer, self._votes)
+            return self._time_is_up(run, self._votes)
         interval = self.every_n_train_steps
         if interval is None:
             return False
-        step, seen = trainer.global_step, self._seen_step
+        step, seen = run.fit_loop.global_step, self._seen_step
         self._seen_step = step
         return step // interval != seen // interval  # a batch may take several steps in manual optimization
 
-    def _time_is_up(self, trainer: Trainer, votes: Votes) -> bool:
-        step = trainer.fit_loop.batches_seen
+    def _time_is_up(self, run: Run, votes: Votes) -> bool:
+        step = run.fit_loop.batches_seen
         if step < votes.next_at:  # a vote is a collective: not after each batch
             return False
-        requests = trainer.is_global_zero and monotonic() >= self._deadline  # the clocks of ranks differ
+        requests = run.is_global_zero and monotonic() >= self._deadline  # the clocks of ranks differ
         (is_up,) = votes.take(step, int(requests))
         if is_up:
             self._deadline = monotonic() + self._seconds
         return bool(is_up)
 
-    def epoch_is_due(self, trainer: Trainer) -> bool:
+    def epoch_is_due(self, run: Run) -> bool:
         """Return whether a save is due at the end of the current epoch."""
-        return self.counts_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        return self.counts_epochs and (run.fit_loop.epoch + 1) % self.every_n_epochs == 0
 
     def describe(self) -> str:
         """Return the arguments for the callback's ``state_key``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -16,10 +15,12 @@ from dstrat.training.arguments import read_duration
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.settings import Duration
     from dstrat.training.trainer import Trainer
 
-Duration: TypeAlias = str | timedelta | Mapping[str, float]
 TimedStage: TypeAlias = Literal["train", "validate", "test", "predict"]
 
 _STAGES: tuple[TimedStage, ...] = ("train", "validate", "test", "predict")

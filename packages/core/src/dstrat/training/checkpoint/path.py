@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 CheckpointRequest: TypeAlias = "str | Path | Search | None"
 """The user's request for a checkpoint."""
@@ -78,11 +78,11 @@ def requested_checkpoint(ckpt_path: str | Path | None, resume: str | None) -> Ch
     return Search.NEWEST
 
 
-def resolve_checkpoint(trainer: Trainer, requested: CheckpointRequest) -> str | Path | None:
+def resolve_checkpoint(run: Run, requested: CheckpointRequest) -> str | Path | None:
     """Return the checkpoint to load; collective if it must be searched for.
 
     Args:
-        trainer: In a run with open communication.
+        run: In a run with open communication.
         requested: A path, ``"last"``, ``"best"``, a search, or None.
 
     Raises:
@@ -91,28 +91,28 @@ def resolve_checkpoint(trainer: Trainer, requested: CheckpointRequest) -> str | 
     if not isinstance(requested, Search) and requested not in ("last", "best"):
         return None if requested is None else os.path.expanduser(requested)  # noqa: PTH111 - it may be a URL
     # Only rank 0 searches: ranks could see another newest file, and would load different checkpoints.
-    result = trainer.strategy.broadcast(_find(trainer, requested) if trainer.is_global_zero else _SearchResult())
+    result = run.strategy.broadcast(_find(run, requested) if run.is_global_zero else _SearchResult())
     if result.error is not None:
         raise CheckpointError(result.error)
     return result.path
 
 
-def _find(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
+def _find(run: Run, requested: CheckpointRequest) -> _SearchResult:
     """Search for a checkpoint, and log the result; on rank 0 only."""
     try:
-        result = _best_of_last_fit(trainer) if requested is Search.BEST_OF_LAST_FIT else _search(trainer, requested)
+        result = _best_of_last_fit(run) if requested is Search.BEST_OF_LAST_FIT else _search(run, requested)
     except OSError as error:  # sent to all ranks, which would wait for the broadcast if it was raised here
         return _SearchResult(error=f"no checkpoint could be looked for: {error}")
     if result.path is not None:
-        _log.warning("%s", _description(trainer, requested, result.path))
+        _log.warning("%s", _description(run, requested, result.path))
     return result
 
 
-def _search(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
+def _search(run: Run, requested: CheckpointRequest) -> _SearchResult:
     if requested == "best":
-        return _best(trainer)
-    folders = _folders(trainer)
-    path = _newest(folders, trainer.strategy.checkpoint_io)
+        return _best(run)
+    folders = _folders(run)
+    path = _newest(folders, run.strategy.checkpoint_io)
     if path is not None:
         return _SearchResult(path=str(path))
     if requested == "last":
@@ -121,69 +121,69 @@ def _search(trainer: Trainer, requested: CheckpointRequest) -> _SearchResult:
     return _SearchResult()
 
 
-def _description(trainer: Trainer, requested: CheckpointRequest, path: str) -> str:
+def _description(run: Run, requested: CheckpointRequest, path: str) -> str:
     """Return the log message about the result of a search."""
     if requested is Search.NEWEST:
         return f"resume='auto': training resumes from {path}"
     is_best = requested in ("best", Search.BEST_OF_LAST_FIT)
-    which = _rank_of_best(trainer, path) if is_best else ""
+    which = _rank_of_best(run, path) if is_best else ""
     if requested is not Search.BEST_OF_LAST_FIT:
-        does = "training resumes from" if trainer.is_fitting else f"{trainer.stage} uses the weights of"
+        does = "training resumes from" if run.is_fitting else f"{run.stage} uses the weights of"
         return f"ckpt_path={requested!r}: {does} {path}{which}"
     return (
-        f"{trainer.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "
+        f"{run.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "
         "pass the module to use its weights as they are"
     )
 
 
-def _rank_of_best(trainer: Trainer, path: str) -> str:
+def _rank_of_best(run: Run, path: str) -> str:
     """Return the score of a checkpoint, and its callback if there are several with a best checkpoint."""
-    callback: Any = trainer.checkpoint_callback
+    callback: Any = run.checkpoint_callback
     score = callback.best_model_score if getattr(callback, "best_model_path", "") == path else None
     scored = "" if score is None else f"{callback.monitor} = {float(score):.6g}"
-    count = sum(hasattr(callback, "best_model_path") for callback in trainer.callbacks)
+    count = sum(hasattr(callback, "best_model_path") for callback in run.callbacks)
     of_several = "" if count == 1 else f"of the first of {count} {type(callback).__name__} callbacks"
     facts = ", ".join(filter(None, (scored, of_several)))
     return f" ({facts})" if facts else ""
 
 
-def _best_of_last_fit(trainer: Trainer) -> _SearchResult:
-    callback: Any = trainer.checkpoint_callback
+def _best_of_last_fit(run: Run) -> _SearchResult:
+    callback: Any = run.checkpoint_callback
     if callback is not None and callback.best_model_path:
         return _SearchResult(path=callback.best_model_path)
     if callback is None:
         why = "there is no ModelCheckpoint"
-    elif trainer.fast_dev_run:
-        why = f"fast_dev_run={trainer.fast_dev_run} saves none"
+    elif run.settings.limits.fast_dev_run:
+        why = f"fast_dev_run={run.settings.limits.fast_dev_run} saves none"
     elif getattr(callback, "save_top_k", None) == 0:
         why = f"{type(callback).__name__}(save_top_k=0) keeps none"
     else:
         why = "none was saved"
     return _SearchResult(
-        error=f"{trainer.stage} without a module uses the best checkpoint of the last fit, and {why}: pass the module "
+        error=f"{run.stage} without a module uses the best checkpoint of the last fit, and {why}: pass the module "
         "to use its weights as they are, or give a path as ckpt_path"
     )
 
 
-def _best(trainer: Trainer) -> _SearchResult:
+def _best(run: Run) -> _SearchResult:
     """Return the best checkpoint of the last run, or of the run that saved the newest one."""
-    callback: Any = trainer.checkpoint_callback
+    callback: Any = run.checkpoint_callback
     if callback is None:
         return _SearchResult(
             error="ckpt_path='best', and there is no ModelCheckpoint, which would know it: give the path"
         )
     if callback.best_model_path:
         return _SearchResult(path=callback.best_model_path)
-    if trainer.fast_dev_run:
+    if num_batches := run.settings.limits.fast_dev_run:
         return _SearchResult(
-            error=f"ckpt_path='best', and fast_dev_run={trainer.fast_dev_run} saves no checkpoints: leave it out, "
+            error=f"ckpt_path='best', and fast_dev_run={num_batches} saves no checkpoints: leave it out, "
             "or give the path of one of another run"
         )
-    folders = _folders(trainer)
-    newest = _newest(folders, trainer.strategy.checkpoint_io)
+    folders = _folders(run)
+    newest = _newest(folders, run.strategy.checkpoint_io)
     if newest is None:
         return _SearchResult(error=f"ckpt_path='best', and {_nothing_in(folders)}")
-    best = _saved_state(newest, trainer.strategy.checkpoint_io, callback.state_key).get("best_model_path")
+    best = _saved_state(newest, run.strategy.checkpoint_io, callback.state_key).get("best_model_path")
     if not best or not as_path(best).exists():
         names = sorted(path.name for path in newest.parent.glob("*.ckpt"))
         return _SearchResult(
@@ -202,33 +202,33 @@ def _saved_state(path: CheckpointPath, checkpoint_io: CheckpointIO, state_key: s
     return state
 
 
-def default_folder(trainer: Trainer) -> CheckpointPath:
+def default_folder(run: Run) -> CheckpointPath:
     """Return the folder of a ModelCheckpoint without ``dirpath``."""
-    root = trainer.default_root_dir
+    root = run.settings.output.default_root_dir
     # Loggers write to a disk only: of a store the checkpoints are at its root.
-    root = trainer.log_dir if storage_of(root).is_local else root
+    root = run.output_dir if storage_of(root).is_local else root
     return root.absolute() / FOLDER
 
 
-def _folders(trainer: Trainer) -> list[CheckpointPath]:
+def _folders(run: Run) -> list[CheckpointPath]:
     """Return the folders of the callbacks, also those that they had in earlier runs with the same logger.
 
     If none of them has a checkpoint, and the user has not chosen all of them, those below ``default_root_dir`` too.
     """
-    default, log_dir = default_folder(trainer), trainer.context.log_dir
-    dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    default, log_dir = default_folder(run), run.log_dir
+    dirpaths = [getattr(callback, "dirpath", None) for callback in run.checkpoint_callbacks]
     # An evaluation has not set the default one.
     current = list(dict.fromkeys(default if dirpath is None else as_path(dirpath) for dirpath in dirpaths))
-    logger = next((logger for logger in trainer.loggers if log_dir is not None and logger.log_dir == log_dir), None)
+    logger = next((logger for logger in run.loggers if log_dir is not None and logger.log_dir == log_dir), None)
     has_versions = logger is not None and not logger.has_fixed_version
     folders = list(current)
     if log_dir is not None and has_versions:
         for folder in current:
             folders += _in_other_runs(folder, Path(log_dir))
     is_fixed = bool(current) and (default not in current or (logger is not None and not has_versions))
-    if is_fixed or _newest(folders, trainer.strategy.checkpoint_io) is not None:
+    if is_fixed or _newest(folders, run.strategy.checkpoint_io) is not None:
         return list(dict.fromkeys(folders))
-    root = trainer.default_root_dir.absolute()
+    root = run.settings.output.default_root_dir.absolute()
     below: Iterable[CheckpointPath] = chain.from_iterable(
         sorted(root.glob(pattern)) if pattern else [root] for pattern in _FOLDER_PATTERNS
     )

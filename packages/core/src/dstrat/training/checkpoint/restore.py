@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dstrat.interfaces.optimizers import SchedulerConfig
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 _BATCHES_DROPPED = (
@@ -44,20 +44,20 @@ class CheckpointRestore:
     """A checkpoint to restore, read and passed to ``on_load_checkpoint`` before optimizers exist; collective.
 
     Args:
-        trainer: In a run with a configured module, before the strategy's setup.
+        run: In a run with a configured module, before the strategy's setup.
         path: The checkpoint.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or is not a checkpoint of a training.
     """
 
-    def __init__(self, trainer: Trainer, path: str | Path) -> None:
+    def __init__(self, run: Run, path: str | Path) -> None:
         from dstrat.training.checkpoint.lightning import LightningFileIO, is_lightning_file  # imports this module
 
-        self._trainer, self._path = trainer, path
-        self._io = LightningFileIO() if is_lightning_file(path) else io_for(path, trainer.strategy.checkpoint_io)
-        self._values = read_values(trainer.strategy, self._io, path)
-        trainer.context.hooks.call("on_load_checkpoint", self._values)
+        self._run, self._path = run, path
+        self._io = LightningFileIO() if is_lightning_file(path) else io_for(path, run.strategy.checkpoint_io)
+        self._values = read_values(run.strategy, self._io, path)
+        run.hooks.call("on_load_checkpoint", self._values)
 
     def finish(self) -> None:
         """Load the module's state, and in a fit optimizers, schedulers and counters; collective.
@@ -67,25 +67,25 @@ class CheckpointRestore:
         Raises:
             CheckpointError: The checkpoint does not fit this training.
         """
-        trainer = self._trainer
-        resumes_average = trainer.is_fitting and CURRENT_WEIGHTS in self._values
+        run = self._run
+        resumes_average = run.is_fitting and CURRENT_WEIGHTS in self._values
         checkpoint = load_module(
-            trainer.strategy,
+            run.strategy,
             self._io,
             self._path,
             self._values,
-            has_optimizers=trainer.is_fitting,
+            has_optimizers=run.is_fitting,
             key=CURRENT_WEIGHTS if resumes_average else "state_dict",
         )
         if resumes_average:
-            load_average = partial(load_weights, trainer.strategy, self._io, self._path, self._values)
-            for callback in trainer.callbacks:
-                callback.restore_average(trainer, load_average)
-        _restore_states(trainer, checkpoint)
-        if trainer.is_fitting:
+            load_average = partial(load_weights, run.strategy, self._io, self._path, self._values)
+            for callback in run.callbacks:
+                callback.restore_average(run.trainer, load_average)
+        _restore_states(run, checkpoint)
+        if run.is_fitting:
             self._restore_training(checkpoint)
-        elif trainer.final_state is not None:
-            trainer.final_state = trainer.final_state.with_weights_of(self._path, trainer.stage)
+        elif run.final_state is not None:
+            run.final_state = run.final_state.with_weights_of(self._path, run.stage)
 
     def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume from the checkpoint: exactly on the same number of ranks, approximately on another."""
@@ -101,65 +101,65 @@ class CheckpointRestore:
             )
         if "dstrat_checkpoint_version" not in checkpoint:
             raise CheckpointError(f"{str(self._path)!r} was written by another program: {how_to_convert(self._path)}")
-        trainer = self._trainer
+        run = self._run
         # Stepped before the optimizers' states are loaded, as steps change these; the rates are set afterwards.
         if "converted_from" in checkpoint and not checkpoint["lr_schedulers"]:
-            schedulers = SteppedSchedulers(trainer, checkpoint["loops"])
-            restore_optimization(trainer.strategy, {**checkpoint, "lr_schedulers": schedulers.states}, self._path)
+            schedulers = SteppedSchedulers(run, checkpoint["loops"])
+            restore_optimization(run.strategy, {**checkpoint, "lr_schedulers": schedulers.states}, self._path)
             schedulers.set_rates()
         else:
-            restore_optimization(trainer.strategy, checkpoint, self._path)
-        trainer.fit_loop.load_state_dict(checkpoint["loops"])
-        trainer.metrics.load_state_dict(checkpoint["metrics"])
+            restore_optimization(run.strategy, checkpoint, self._path)
+        run.fit_loop.load_state_dict(checkpoint["loops"])
+        run.metrics.load_state_dict(checkpoint["metrics"])
         if "converted_from" in checkpoint:
             self._log_conversion(checkpoint["converted_from"])
-        elif checkpoint["world_size"] == trainer.world_size:
+        elif checkpoint["world_size"] == run.world_size:
             self._restore_rank(checkpoint)
         else:
             self._reshard(checkpoint)
 
     def _restore_rank(self, checkpoint: Mapping[str, Any]) -> None:
-        trainer, ranks = self._trainer, checkpoint.get("ranks", [])
-        rank_state = ranks[trainer.global_rank] if ranks else checkpoint.get("per_rank")
-        takes_state = is_of_same_strategy(trainer.strategy, checkpoint)
+        run, ranks = self._run, checkpoint.get("ranks", [])
+        rank_state = ranks[run.strategy.global_rank] if ranks else checkpoint.get("per_rank")
+        takes_state = is_of_same_strategy(run.strategy, checkpoint)
         dropped = _describe_dropped(checkpoint, rank_state, takes_state=takes_state)
         if rank_state is None:
-            self._log_summary(f"one of {trainer.world_size} processes alone", rank_state, dropped)
+            self._log_summary(f"one of {run.world_size} processes alone", rank_state, dropped)
             return
-        trainer.fit_loop.load_rank_state(rank_state)
-        load_rank_buffers(trainer.strategy, rank_state.get("buffers", {}))  # absent in older checkpoints
+        run.fit_loop.load_rank_state(rank_state)
+        load_rank_buffers(run.strategy, rank_state.get("buffers", {}))  # absent in older checkpoints
         if takes_state:
-            trainer.strategy.load_rank_state(rank_state["strategy"])
+            run.strategy.load_rank_state(rank_state["strategy"])
         # A decision of all ranks: one may have no shard of any gradient, and another one has.
-        if trainer.strategy.reduce_boolean_decision(bool(dropped)):
-            trainer.fit_loop.group_weight = 0
-            if trainer.is_global_zero:
+        if run.strategy.reduce_boolean_decision(bool(dropped)):
+            run.fit_loop.drop_gradients()
+            if run.is_global_zero:
                 _log.warning("%s %s", self._path, dropped)
 
     def _reshard(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the state that another number of ranks had, as far as it is independent of their number."""
-        trainer, saved_by = self._trainer, checkpoint["world_size"]
+        run, saved_by = self._run, checkpoint["world_size"]
         ranks = checkpoint.get("ranks") or self._saved_ranks(saved_by)
-        trainer.fit_loop.pending.saved_world_size = saved_by
+        run.fit_loop.pending.saved_world_size = saved_by
         first = ranks[0] if ranks else None
         if ranks:
-            trainer.fit_loop.load_rank_state(reshard_rank_states(ranks))
-        how = f"{saved_by} processes and is continued by {trainer.world_size}"
+            run.fit_loop.load_rank_state(reshard_rank_states(ranks))
+        how = f"{saved_by} processes and is continued by {run.world_size}"
         dropped = _describe_dropped(checkpoint, first)
         if dropped:
-            trainer.fit_loop.group_weight = 0
+            run.fit_loop.drop_gradients()
         self._log_summary(how, first, dropped)
 
     def _log_summary(self, how: str, rank_state: Mapping[str, Any] | None, dropped: str) -> None:
         """Log which state is restored, and which is not."""
-        trainer = self._trainer
-        if trainer.is_global_zero:
+        run = self._run
+        if run.is_global_zero:
             _log.warning(
                 "%s was saved by %s: weights, optimizer and counters are the same; random numbers and running means "
                 "start anew, and the data resumes at the %s%s",
                 self._path,
                 how,
-                f"beginning of epoch {trainer.current_epoch}" if rank_state is None else "same part of the epoch",
+                f"beginning of epoch {run.fit_loop.epoch}" if rank_state is None else "same part of the epoch",
                 f"; it {dropped}" if dropped else "",
             )
 
@@ -174,13 +174,13 @@ class CheckpointRestore:
         return [first, *(state for state in loaded if state is not None)]
 
     def _log_conversion(self, source: str) -> None:
-        if self._trainer.is_global_zero:
+        if self._run.is_global_zero:
             _log.warning(
                 "%s comes from %s: weights, optimizers, schedulers and counters resume; random numbers start anew, and "
                 "the data resumes at the beginning of epoch %d",
                 self._path,
                 source,
-                self._trainer.current_epoch,
+                self._run.fit_loop.epoch,
             )
 
 
@@ -204,14 +204,14 @@ def _describe_dropped(
     return _GRADIENTS_DROPPED if has_saved_gradients else ""
 
 
-def _restore_states(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+def _restore_states(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Load the states of callbacks and data module, also for an evaluation: some average weights, or split data."""
     states = checkpoint.get("callbacks", {})
-    for callback in trainer.called_callbacks:
+    for callback in run.called_callbacks:
         if callback.state_key in states:  # a callback that is new since the checkpoint starts anew
             callback.load_state_dict(states[callback.state_key])
-    if trainer.datamodule is not None and "datamodule" in checkpoint:
-        trainer.datamodule.load_state_dict(checkpoint["datamodule"])
+    if run.datamodule is not None and "datamodule" in checkpoint:
+        run.datamodule.load_state_dict(checkpoint["datamodule"])
 
 
 # The state of a running training, which jobs that train together exchange in memory
@@ -224,16 +224,16 @@ class LiveTraining:
     logged values belong to a process, and start anew.
 
     Args:
-        trainer: In a fit, after the strategy's setup; of a strategy that replicates the state.
+        run: In a fit, after the strategy's setup; of a strategy that replicates the state.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def capture(self) -> dict[str, Any]:
         """Return the state; no collective, so that a single rank of a job can be captured."""
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        strategy, beginning = trainer.strategy, loop.data.beginning
+        run, loop = self._run, self._run.fit_loop
+        strategy, beginning = run.strategy, loop.data.beginning
         return {
             "state_dict": strategy.module.state_dict(),
             "optimizer_states": [optimizer.state_dict() for optimizer in strategy.optimizers],
@@ -241,8 +241,8 @@ class LiveTraining:
             "precision": strategy.precision_plugin.state_dict(),
             "strategy": {"name": type(strategy).__name__, "state": strategy.state_dict()},
             "loops": loop.state_dict(),
-            "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
-            "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
+            "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+            "datamodule": run.datamodule.state_dict() if run.datamodule else {},
             "order": {
                 "generators": [] if beginning is None else beginning.generators,
                 "beginning": None if beginning is None else beginning.state_dict(),
@@ -252,10 +252,10 @@ class LiveTraining:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load a state of another job, before the first batch."""
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        trainer.strategy.load_module_state_dict(state["state_dict"])
-        _restore_states(trainer, state)
-        restore_optimization(trainer.strategy, state, _OTHER_JOB)
+        run, loop = self._run, self._run.fit_loop
+        run.strategy.load_module_state_dict(state["state_dict"])
+        _restore_states(run, state)
+        restore_optimization(run.strategy, state, _OTHER_JOB)
         loop.load_state_dict(state["loops"])
         if state["order"]["beginning"] is not None:  # None before the first epoch
             of_this_process = dict.fromkeys(("random", "device_random", "logged", "place", "gradients"))
@@ -288,21 +288,21 @@ class SteppedSchedulers:
     Schedulers that monitor a value, and all in manual optimization, start anew: the number of their steps is unknown.
 
     Args:
-        trainer: In a fit after the strategy's setup, before the optimizers are loaded.
+        run: In a fit after the strategy's setup, before the optimizers are loaded.
         loops: The counters of the checkpoint.
 
     Attributes:
         states: The states of the schedulers after these steps.
     """
 
-    def __init__(self, trainer: Trainer, loops: Mapping[str, Any]) -> None:
-        assert trainer.module is not None  # noqa: S101 - there is one in every run
-        self._module, configs = trainer.module, trainer.strategy.lr_schedulers
+    def __init__(self, run: Run, loops: Mapping[str, Any]) -> None:
+        assert run.module is not None  # noqa: S101 - there is one in every run
+        self._module, configs = run.module, run.strategy.lr_schedulers
         self._stepped = [c for c in configs if c.monitor is None and self._module.automatic_optimization]
         for config in self._stepped:
             self._step(config, loops["global_step" if config.interval == "step" else "epochs_done"])
         self.states: list[dict[str, Any]] = [config.scheduler.state_dict() for config in configs]
-        if trainer.is_global_zero:
+        if run.is_global_zero:
             self._log_summary(configs, loops)
 
     def _step(self, config: SchedulerConfig, count: int) -> None:

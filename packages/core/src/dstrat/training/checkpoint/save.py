@@ -1,13 +1,29 @@
-"""Collection of the content of a training's checkpoint."""
+"""Save of a training: during a run, after a fit, and from a failing rank."""
 
 from __future__ import annotations
 
+import logging
+import os
+from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.portable.format import SAVED_WITH
-from dstrat.checkpoint.strategy_state import module_entries, optimization_entries, rank_buffers
+from dstrat.checkpoint.strategy_state import (
+    gather_on_host,
+    module_entries,
+    optimization_entries,
+    rank_buffers,
+    refuse_used,
+    unused_path,
+)
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.training.checkpoint.recovery import record_checkpoint
+from dstrat.training.contexts import warn_if_slow
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
+from dstrat.training.run import TrainerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,90 +32,113 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.results import FinalState
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+
+_log = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 2  # of the entries below; the portable format and its files have versions of their own
 
 
-def collect_checkpoint(
-    trainer: Trainer, *, weights_only: bool = False, ended: FinalState | None = None
-) -> dict[str, Any]:
+def save_checkpoint(run: Run, path: str | Path, *, weights_only: bool) -> None:
+    """Write a checkpoint of a run in progress, or of the end of the last fit; collective.
+
+    Raises:
+        MisuseError: The state does not exist any more.
+        CheckpointError: It cannot be written; or a folder exists at the path, and it was written beside that.
+    """
+    path = os.path.expanduser(path)  # noqa: PTH111 - may be a URL; a custom CheckpointIO may not expand it
+    if run.is_running:
+        # If a rank does not call it, the others wait here, where a warning says so, not in some later collective.
+        with warn_if_slow(run, "save_checkpoint"):
+            run.strategy.barrier("save_checkpoint")
+        begin, target = monotonic(), unused_path(run.strategy, path)
+        if not weights_only:
+            record_checkpoint(run, target)  # before it is written: a restart checks whether it is complete
+        run.strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only), target)
+        run.save_seconds = monotonic() - begin
+        if run.recorder is not None:
+            run.recorder.note_checkpoint(run, str(target))
+        refuse_used(path, target)
+    elif run.final_state is not None:
+        run.final_state.save(run, path, weights_only=weights_only)
+    else:
+        raise _nothing_to_save_error(run)
+
+
+def collect_checkpoint(run: Run, *, weights_only: bool = False, ended: FinalState | None = None) -> dict[str, Any]:
     """Return the state of a training as a dict of tensors and plain values; collective.
 
     Args:
-        trainer: In a run, or after a fit.
+        run: In a run, or after a fit.
         weights_only: Whether the result has the module's weights and the hyperparameters only.
         ended: The final state of the fit, after its end.
     """
-    checkpoint = _weights(trainer)
+    checkpoint = _weights(run)
     if not weights_only:
-        checkpoint |= _training(
-            trainer, optimization_entries(trainer.strategy) if ended is None else ended.optimization
-        )
-        if trainer.is_fitting or ended is not None:
-            checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer) if ended is None else ended.rank_state)
+        checkpoint |= _training(run, optimization_entries(run.strategy) if ended is None else ended.optimization)
+        if run.is_fitting or ended is not None:
+            checkpoint |= _of_each_rank(run, collect_rank_state(run) if ended is None else ended.rank_state)
     # On every rank, also where only rank 0 writes: a hook may call collectives.
-    trainer.context.hooks.call("on_save_checkpoint", checkpoint)
+    run.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
 
-def rescue_checkpoint(trainer: Trainer, path: str | Path) -> None:
+def rescue_checkpoint(run: Run, path: str | Path) -> None:
     """Write a checkpoint from this process alone, without collectives, as other ranks may have ended.
 
     It has no states of other ranks, such as their random states.
 
     Args:
-        trainer: Of a failed run, whose strategy replicates the state.
+        run: Of a failed run, whose strategy replicates the state.
         path: The file to write.
     """
-    io = trainer.strategy.checkpoint_io
-    checkpoint = _weights(trainer) | _training(trainer, optimization_entries(trainer.strategy))
-    if trainer.world_size == 1:
-        checkpoint |= _of_each_rank(trainer, collect_rank_state(trainer))
+    io = run.strategy.checkpoint_io
+    checkpoint = _weights(run) | _training(run, optimization_entries(run.strategy))
+    if run.world_size == 1:
+        checkpoint |= _of_each_rank(run, collect_rank_state(run))
     else:
-        checkpoint["state_dict"] = trainer.strategy.module_state_dict()  # _weights leaves buffers to global rank 0
-    trainer.context.hooks.call("on_save_checkpoint", checkpoint)
+        checkpoint["state_dict"] = run.strategy.module_state_dict()  # _weights leaves buffers to global rank 0
+    run.hooks.call("on_save_checkpoint", checkpoint)
     # A collective checkpoint io would wait for ranks that have ended.
-    writes_alone = trainer.world_size == 1 or not io.is_collective
+    writes_alone = run.world_size == 1 or not io.is_collective
     (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
 
 
-def _weights(trainer: Trainer) -> dict[str, Any]:
+def _weights(run: Run) -> dict[str, Any]:
     return {
         "dstrat_checkpoint_version": CHECKPOINT_VERSION,
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        SAVED_WITH: trainer.plan.strategy_alias,
-        **module_entries(trainer.strategy),
-        **checkpoint_entries(trainer.module, MODULE_KEYS),
-        **checkpoint_entries(trainer.datamodule, DATAMODULE_KEYS),
+        "epoch": run.fit_loop.epoch,
+        "global_step": run.fit_loop.global_step,
+        SAVED_WITH: run.plan.strategy_alias,
+        **module_entries(run.strategy),
+        **checkpoint_entries(run.module, MODULE_KEYS),
+        **checkpoint_entries(run.datamodule, DATAMODULE_KEYS),
     }
 
 
-def _training(trainer: Trainer, optimization: dict[str, Any]) -> dict[str, Any]:
+def _training(run: Run, optimization: dict[str, Any]) -> dict[str, Any]:
     return {
         **optimization,
-        "loops": trainer.fit_loop.state_dict(),
-        "metrics": trainer.metrics.state_dict(),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
-        "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
+        "loops": run.fit_loop.state_dict(),
+        "metrics": run.metrics.state_dict(),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+        "datamodule": run.datamodule.state_dict() if run.datamodule else {},
     }
 
 
-def collect_rank_state(trainer: Trainer) -> dict[str, Any]:
+def collect_rank_state(run: Run) -> dict[str, Any]:
     """Return the state of this rank; collective."""
-    of_strategy = trainer.strategy.rank_state()
-    if trainer.fit_loop.is_in_backward and of_strategy.get("gradients"):
+    of_strategy = run.strategy.rank_state()
+    if run.fit_loop.is_in_backward and of_strategy.get("gradients"):
         of_strategy["gradients"] = {}  # a resume repeats the current batch, whose gradients are partly in them
-    return {**trainer.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(trainer.strategy)}
+    return {**run.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(run.strategy)}
 
 
-def _of_each_rank(trainer: Trainer, rank_state: dict[str, Any]) -> dict[str, Any]:
+def _of_each_rank(run: Run, rank_state: dict[str, Any]) -> dict[str, Any]:
     """Return the entry with the states of all ranks, or of this rank only if every rank saves; collective."""
-    if trainer.strategy.checkpoint_io.is_collective:
+    if run.strategy.checkpoint_io.is_collective:
         return {"per_rank": rank_state}
-    return {"ranks": _gather(trainer.strategy, rank_state)}
+    return {"ranks": gather_on_host(run.strategy, rank_state)}
 
 
 def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
@@ -113,9 +152,111 @@ def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers
     if "per_rank" in checkpoint:
         checkpoint["per_rank"]["buffers"] = rank_buffers(strategy, buffers)
     elif "ranks" in checkpoint:
-        for state, of_rank in zip(checkpoint["ranks"], _gather(strategy, rank_buffers(strategy, buffers)), strict=True):
+        of_ranks = gather_on_host(strategy, rank_buffers(strategy, buffers))
+        for state, of_rank in zip(checkpoint["ranks"], of_ranks, strict=True):
             state["buffers"] = of_rank
 
 
-def _gather(strategy: Strategy, value: Any) -> list[Any]:
-    return [strategy.broadcast(value, src=rank) for rank in range(strategy.world_size)]
+# Final state of a fit, on the CPU, for a checkpoint after the fit
+
+
+_IN_A_RUN = "call it in on_train_end of the module or a callback, or use ModelCheckpoint(save_last=True)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinalState:
+    """The state that the strategy frees at the end of a fit; module, counters and callbacks stay in the Trainer.
+
+    Tensors are on the CPU.  On other devices they are copied to it, which takes as much host memory as the optimizers'
+    state takes on the device (8 bytes per parameter for Adam in float32).  The Trainer's optimizers, which users may
+    read after a fit, share these tensors.
+
+    Attributes:
+        optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
+        rank_state: The state of this rank.
+        error: The error that prevents a checkpoint of the state; None without one.
+        weights_of: The checkpoint whose weights an evaluation has since loaded into the module; None without one.
+        loaded_by: The stage of that evaluation.
+    """
+
+    optimization: dict[str, Any]
+    rank_state: dict[str, Any]
+    error: Exception | None = None
+    weights_of: str | Path | None = None
+    loaded_by: str = ""
+
+    @classmethod
+    def of(cls, run: Run) -> FinalState | None:
+        """Return the final state of a fit, before the strategy's teardown; None if it cannot be saved afterwards."""
+        if not run.is_fitting or run.ran_elsewhere or _is_sharded(run):
+            return None
+        try:
+            entries, rank_state = optimization_entries(run.strategy), collect_rank_state(run)
+            if not run.is_global_zero and not run.strategy.checkpoint_io.is_collective:
+                entries = {}  # only global rank 0 writes them
+            to_host = run.strategy.to_host
+            return cls(
+                optimization=apply_to_tensors(entries, to_host), rank_state=apply_to_tensors(rank_state, to_host)
+            )
+        except Exception as error:  # noqa: BLE001 - the fit itself has succeeded; save raises the error if it is called
+            return cls(optimization={}, rank_state={}, error=error)
+
+    def with_weights_of(self, path: str | Path, stage: str) -> FinalState:
+        """Return the final state after a stage has loaded the weights of a checkpoint into the module."""
+        rank_state = {**self.rank_state, "buffers": {}}  # the module has the checkpoint's buffers now
+        return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
+
+    def save(self, run: Run, path: str | Path, *, weights_only: bool) -> None:
+        """Write a checkpoint; collective, with a process group that is open for the save only."""
+        if self.error is not None and not weights_only:
+            raise self.error
+        if self.weights_of is not None and run.is_global_zero:
+            _log.warning(
+                "%s gets the weights of %s, which %s has loaded into the module%s",
+                path,
+                self.weights_of,
+                self.loaded_by,
+                "" if weights_only else ", and the optimizers of the end of the fit",
+            )
+        strategy = run.strategy
+        # Again, as another Trainer may have run them since, and on_save_checkpoint reads their trainer.
+        for attachable in (run.module, run.datamodule):
+            if attachable is not None:
+                attachable.attach(run.trainer)
+        try:
+            with warn_if_slow(run, "save_checkpoint"):
+                strategy.setup_environment()
+            target = unused_path(strategy, path)
+            strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only, ended=self), target)
+            refuse_used(path, target)
+        except BaseException as error:
+            strategy.on_exception(error)  # closes communication, in which other ranks wait
+            raise
+        finally:
+            strategy.teardown()
+
+
+def _nothing_to_save_error(run: Run) -> MisuseError:
+    """Return the error of a save outside of a run without the final state of a fit."""
+    if run.status is TrainerStatus.INITIALIZING:
+        why = "there has been none: call it after fit, or in a hook of the module or a callback"
+    elif run.ran_elsewhere:
+        why = (
+            f"the last run was in other processes (start_method={run.plan.start_method!r}), which have ended with "
+            f"their optimizers: {_IN_A_RUN}"
+        )
+    elif _is_sharded(run):
+        why = f"{type(run.strategy).__name__} has freed its shards of the state at the end of the run: {_IN_A_RUN}"
+    elif not run.is_fitting:
+        why = f"the last run was {run.stage} with a module that no fit has trained: call it after fit"
+    else:
+        why = "the last fit did not complete: use ModelCheckpoint(save_on_exception=True)"
+    return MisuseError(f"save_checkpoint works during a run and after a fit, and {why}")
+
+
+def _is_sharded(run: Run) -> bool:
+    """Return whether the state is sharded, by the strategy or by an optimizer."""
+    strategy = run.strategy
+    # ZeroRedundancyOptimizer and its like have this method.
+    has_shards = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in strategy.optimizers)
+    return not strategy.replicates_state or has_shards

@@ -23,9 +23,7 @@ from dstrat.training.module.hooks import DataHooks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from dstrat.training.loops.sources import DataSources
-    from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 # Training data of a process: loader, limits, and batches of an epoch
@@ -38,7 +36,7 @@ class TrainingData:
     """The training loader of this process.
 
     Args:
-        trainer: Has the strategy, which divides the data, and the limits.
+        run: Has the strategy, which divides the data, and the limits.
 
     Attributes:
         loader: The loader; None before it is made.
@@ -49,8 +47,8 @@ class TrainingData:
         keeps_order: Whether one process continues the shuffled order that several have begun.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.keeps_order = False
         self.loader: Any = None
         self.num_batches: int | None = None
@@ -64,22 +62,22 @@ class TrainingData:
         length = length_of(self.loader)
         return None if length is None else length * self.batches_per_item
 
-    def load(self, sources: DataSources) -> None:
+    def load(self) -> None:
         """Make the loader from the user's, unless it exists; collective."""
-        trainer = self._trainer
+        run = self._run
         if self.loader is None:
-            loader = sources.loader("train")
-            compiled = trainer.strategy.compiled_steps()
+            loader = run.sources.loader("train")
+            compiled = run.strategy.compiled_steps()
             self.batches_per_item = 1 if compiled is None else compiled.batches
             # Unshuffled, so that overfit_batches are the same ones in every epoch.
             self.loader = prepare_training_loader(
-                sequential(loader) if trainer.overfit_batches else loader,
-                trainer.strategy,
-                distribute=trainer.use_distributed_sampler,
+                sequential(loader) if run.settings.data.overfit_batches else loader,
+                run.strategy,
+                distribute=run.settings.data.use_distributed_sampler,
                 keeps_order=self.keeps_order,
             )
             # The limit is of each rank's batches, so it is applied after the division.
-            limit = limit_of(trainer.limit_train_batches, self.length, "limit_train_batches")
+            limit = limit_of(run.settings.data.limit_train_batches, self.length, "limit_train_batches")
             self.num_batches = self._round_to_items(limit)
 
     def _round_to_items(self, count: int | None) -> int | None:
@@ -94,19 +92,19 @@ class TrainingData:
             )
         return rounded
 
-    def open(self, sources: DataSources) -> None:
+    def open(self) -> None:
         """Make the loader, and agree with the other ranks on its length; collective."""
-        self.load(sources)
-        self.num_batches = agreed_length(self._trainer.strategy, self.num_batches)
+        self.load()
+        self.num_batches = agreed_length(self._run.strategy, self.num_batches)
 
-    def reload_when_due(self, sources: DataSources, epoch: int) -> bool:
+    def reload_when_due(self, epoch: int) -> bool:
         """Make a new loader if ``reload_dataloaders_every_n_epochs`` says so, and return whether it did; collective."""
         # From the first epoch on, not from that of a resume, which is to make its loaders when the whole run does.
-        every = self._trainer.reload_dataloaders_every_n_epochs
+        every = self._run.settings.data.reload_dataloaders_every_n_epochs
         if not every or not epoch or epoch % every:
             return False
         self.loader = None
-        self.open(sources)
+        self.open()
         # Lightning makes an iterator of each new loader, and drops it: one more seed, and then the same numbers.
         for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else [self.loader]:
             torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
@@ -151,24 +149,17 @@ class TrainingData:
         return self._stateful.position_after(batches_done // self.batches_per_item)
 
     def batches(
-        self,
-        module: TrainModule,
-        *,
-        done: int,
-        beginning: Beginning | None,
-        position: Any = None,
-        is_over: bool = False,
+        self, *, done: int, beginning: Beginning | None, position: Any = None, is_over: bool = False
     ) -> Iterable[tuple[Any, bool]]:
         """Return the remaining items of an epoch on the device, each with whether it is the last.
 
         Args:
-            module: Has the transfer hooks.
             done: Number of batches of the epoch that have been trained on.
             beginning: The random state at the beginning of the epoch, if it is resumed.
             position: Position of a stateful loader after these batches.
             is_over: Whether the epoch's last batch is among them.
         """
-        trainer, num_remaining = self._trainer, self.num_batches
+        run, num_remaining = self._run, self.num_batches
         done //= self.batches_per_item
         num_remaining = None if num_remaining is None else num_remaining // self.batches_per_item
         if done and beginning is not None:
@@ -176,14 +167,14 @@ class TrainingData:
             num_remaining = None if num_remaining is None else max(0, num_remaining - done)
         else:  # before the loader draws the order of this epoch
             self.beginning, done, position = Beginning.of(self.loader), 0, None
-        copies_ahead_to = device_to_copy_ahead_to(trainer, module)
+        copies_ahead_to = device_to_copy_ahead_to(run)
         # Whether the loader is a batch ahead of training, so that its own state is not that of the current batch.
         is_read_ahead = copies_ahead_to is not None or num_remaining is None or not length_is_certain(self.loader)
         loader = self._read_from(self.beginning, done, position, is_over=is_over, is_read_ahead=is_read_ahead)
-        move = trainer.profiled("transfer_batch", batch_mover(trainer, module))
+        move = run.profiled("transfer_batch", batch_mover(run))
         # A resume after the last batch of an epoch has no batch left, which is no error.
-        batches = trainer.profiled_batches(Batches(loader, num_remaining, None if done else "training"))
-        prefetching = prefetching_strategy(trainer, module, loader)
+        batches = run.profiled_batches(Batches(loader, num_remaining, None if done else "training"))
+        prefetching = prefetching_strategy(run, loader)
         return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
 
     def record_position(self) -> None:
@@ -280,29 +271,29 @@ def device_batches(
         yield move(batch, dataloader_idx), is_last
 
 
-def device_to_copy_ahead_to(trainer: Trainer, module: TrainModule) -> torch.device | None:
+def device_to_copy_ahead_to(run: Run) -> torch.device | None:
     """Return the device to which batches can be copied during the previous step; None if they cannot."""
-    # Only with CUDA, and without a user's transfer code, which may rely on the order of calls or on the stream.
-    strategy = trainer.strategy
-    is_ours = not any(_hook_owners(trainer, module)) and not overrides(strategy, "batch_to_device", Strategy)
-    return strategy.root_device if is_ours and strategy.root_device.type == "cuda" else None
+    # Only with streams, and without a user's transfer code, which may rely on the order of calls or on the stream.
+    strategy = run.strategy
+    is_ours = not any(_hook_owners(run)) and not overrides(strategy, "batch_to_device", Strategy)
+    return strategy.root_device if is_ours and strategy.accelerator.has_streams else None
 
 
-def prefetching_strategy(trainer: Trainer, module: TrainModule, loader: Any) -> Strategy | None:
+def prefetching_strategy(run: Run, loader: Any) -> Strategy | None:
     """Return the strategy if it prefetches a loader's batches in threads; otherwise None."""
     # Not with transfer hooks, which are not called in threads, and not with a profiler, which measures one thread.
-    strategy = trainer.strategy
+    strategy = run.strategy
     does = overrides(strategy, "prefetch", Strategy) and loads_in_workers(loader)
-    return strategy if does and trainer.profiler is None and not any(_hook_owners(trainer, module)) else None
+    return strategy if does and run.profiler is None and not any(_hook_owners(run)) else None
 
 
-def batch_mover(trainer: Trainer, module: TrainModule) -> Callable[[Any, int], Any]:
+def batch_mover(run: Run) -> Callable[[Any, int], Any]:
     """Return the function that moves a batch (with the index of its loader) to the device.
 
     It calls the transfer hooks that the module or the data module overrides.
     """
-    strategy = trainer.strategy
-    before, transfer, after = owners = _hook_owners(trainer, module)
+    strategy = run.strategy
+    before, transfer, after = owners = _hook_owners(run)
     if not any(owners):
         return _leanest_mover(strategy)
 
@@ -324,13 +315,14 @@ def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
     if overrides(strategy, "batch_to_device", Strategy):
         to_device = strategy.batch_to_device
         return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
-    move, convert = mover_to(strategy.root_device), strategy.precision_plugin.convert_input
+    move = mover_to(strategy.root_device, non_blocking=strategy.accelerator.has_streams)
+    convert = strategy.precision_plugin.convert_input
     return lambda batch, dataloader_idx: convert(move(batch))  # noqa: ARG005 - likewise
 
 
-def _hook_owners(trainer: Trainer, module: TrainModule) -> list[DataHooks | None]:
+def _hook_owners(run: Run) -> list[DataHooks | None]:
     """Return, for each transfer hook, the data module or module that overrides it; None if neither does."""
-    owners: list[DataHooks | None] = [trainer.datamodule, module]
+    owners: list[DataHooks | None] = [run.datamodule, run.module]
     return [
         next((owner for owner in owners if owner is not None and overrides(owner, name, DataHooks)), None)
         for name in _TRANSFER_HOOKS

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dstrat.interfaces.strategy import StepName, Strategy
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 _log = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ class EvaluationLoop:
     """A loop that runs a step of the module for every batch of its loaders.
 
     Args:
-        trainer: Has the settings.
-        module: The user's module, set up by the strategy.
+        run: Has the settings.
         loaders: The user's loader, or a list of them.
         purpose: Determines the step and the hooks.
 
@@ -61,45 +60,46 @@ class EvaluationLoop:
         batch_indices: Indices in the dataset of the samples of the current prediction batch, if a callback reads them
             and the loader has them; otherwise None.
         keeps_outputs: Whether the results of the steps are kept for :meth:`predictions`.
+        current_batches: Number of batches of each loader in the current or last evaluation; None for an unknown one.
         batches_seen: Number of batches in all completed evaluations, by the index of the loader; without sanity checks.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule, loaders: Any, purpose: Purpose) -> None:
-        self._trainer, self._module, self._purpose = trainer, module, purpose
+    def __init__(self, run: Run, loaders: Any, purpose: Purpose) -> None:
+        self._run, self._module, self._purpose = run, run.module, purpose
         self._limit_name = _LIMITS[purpose]
-        self._limit = getattr(trainer, self._limit_name)
+        self._limit = getattr(run.settings.data, self._limit_name)
         name: StepName = f"{purpose}_step"  # type: ignore[assignment]  # mypy does not join literals
-        self._step = trainer.profiled(name, bind_step(trainer.strategy, module, name))
-        module_step = getattr(module, name)
+        self._step = run.profiled(name, bind_step(run.strategy, run.module, name))
+        module_step = getattr(run.module, name)
         self._num_arguments = count_arguments(module_step)
         self._requires_index = requires_arguments(module_step) > 2
-        self._mover = trainer.profiled("transfer_batch", batch_mover(trainer, module))
-        self._per_item = trainer.strategy.evaluation_batches_per_item()
+        self._mover = run.profiled("transfer_batch", batch_mover(run))
+        self._per_item = run.strategy.evaluation_batches_per_item()
         self.logged = LoggedValues(training=False)
         self.keeps_outputs = purpose == "predict"
         self._outputs: list[list[Any]] = []
         self._votes: EvaluationVotes | None = None
+        self._at_most: int | None = None
         self.batches_seen = Counter[int]()
+        self.current_batches: list[int | None] = []
         self._step_communicates = False
         self._last_batch: Any = None
-        self._records_indices = purpose == "predict" and any(
-            callback.reads_batch_indices for callback in trainer.callbacks
-        )
+        self._records_indices = purpose == "predict" and any(callback.reads_batch_indices for callback in run.callbacks)
         self.batch_indices: list[Any] | None = None
         self.load(loaders)
 
     def load(self, loaders: Any) -> None:
         """Replace the loaders."""
-        trainer = self._trainer
-        if trainer.overfit_batches and trainer.is_fitting and loaders is not None:
+        run = self._run
+        if run.settings.data.overfit_batches and run.is_fitting and loaders is not None:
             loaders = sequential(loaders)  # as for training: the same batches in every epoch
         self._passed_structure = loaders
         passed = as_list(loaders)
         prepared = [
             prepare_evaluation_loader(
                 loader,
-                trainer.strategy,
-                distribute=trainer.use_distributed_sampler,
+                run.strategy,
+                distribute=run.settings.data.use_distributed_sampler,
                 records_indices=self._records_indices,
                 keeps_batches=self._purpose == "predict",
             )
@@ -108,6 +108,7 @@ class EvaluationLoop:
         self.loaders = [loader for loader, _ in prepared]
         self._passed_loaders = passed  # undivided, for padding batches of a rank without any
         self._longest: list[int] | None = None
+        self._are_known: list[bool] = []  # whether all ranks know the length of a loader
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
             if limited != count:
@@ -147,22 +148,22 @@ class EvaluationLoop:
             before_end: Called before the last hook, such as ``on_validation_end``.
         """
         if self.loaders:  # val_dataloader may have returned None
-            with self._trainer.strategy.evaluation_context(), self._no_gradients():
-                self._run(at_most, before_end)
+            with self._run.strategy.evaluation_context(), self._no_gradients():
+                self._evaluate(at_most, before_end)
 
-    def _run(self, at_most: int | None, before_end: Callable[[], None] | None) -> None:
-        trainer, hooks, purpose = self._trainer, self._trainer.context.hooks, self._purpose
-        trainer.context.log_to(self.logged)
-        trainer.context.evaluation_loop, trainer.context.is_evaluating = self, True
-        trainer.context.evaluation_batches = counts = [
+    def _evaluate(self, at_most: int | None, before_end: Callable[[], None] | None) -> None:
+        run, hooks, purpose = self._run, self._run.hooks, self._purpose
+        run.log_to(self.logged)
+        run.evaluation_loop, run.is_evaluating = self, True
+        self.current_batches = counts = [
             round_to_items(_smaller(count, at_most), self._per_item) for count in self.num_batches
         ]
         if purpose != "predict":
             self.logged.start_epoch()
-        self._outputs = []
+        self._outputs, self._at_most = [], at_most
         self._votes = None
-        if trainer.world_size > 1:
-            self._votes = EvaluationVotes(trainer.strategy, trainer.interruption, beat=trainer.context.beat)
+        if run.world_size > 1:
+            self._votes = EvaluationVotes(run.strategy, run.interruption, beat=run.beat)
         # Not restored by train(): frozen layers may be in evaluation mode during training too.
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         try:
@@ -176,9 +177,9 @@ class EvaluationLoop:
             }
             if self._votes is not None:
                 self._votes.finish()
-                share_updates(self._module, trainer.strategy)
-            trainer.publisher.publish_epoch(self.logged, hooks.of(f"on_{purpose}_epoch_end"))
-            if not trainer.sanity_checking:
+                share_updates(self._module, run.strategy)
+            run.publisher.publish_epoch(self.logged, hooks.of(f"on_{purpose}_epoch_end"))
+            if not run.sanity_checking:
                 self.batches_seen.update(seen)
             if before_end is not None:
                 before_end()
@@ -192,14 +193,14 @@ class EvaluationLoop:
             for submodule, was_training in modes:
                 submodule.training = was_training
         hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
-        trainer.context.is_evaluating = False
+        run.is_evaluating = False
 
     def predictions(self) -> list[list[Any]]:
         """Return the results of the steps for each loader, in the order of its batches; collective.
 
         Every process returns the predictions of all ranks; of a loader that was not divided, its own.
         """
-        strategy = self._trainer.strategy
+        strategy = self._run.strategy
         if not any(self._divided):
             return self._outputs
         readers = self._reader_ranks()
@@ -218,7 +219,7 @@ class EvaluationLoop:
 
     def _reader_ranks(self) -> list[int]:
         """Return the first rank of each share of the data; ranks of model parallelism read the same share."""
-        strategy = self._trainer.strategy
+        strategy = self._run.strategy
         share = strategy.distributed_sampler_kwargs["rank"]
         shares = [strategy.broadcast(share, src=rank) for rank in range(strategy.world_size)]
         return [shares.index(number) for number in range(strategy.distributed_sampler_kwargs["num_replicas"])]
@@ -226,20 +227,22 @@ class EvaluationLoop:
     def _no_gradients(self) -> AbstractContextManager[Any]:
         """Return the context of steps and hooks without gradients."""
         # Tensors of inference mode cannot be used in autograd later, and a fit may do so after a validation.
-        trainer = self._trainer
-        if trainer.inference_mode and trainer.strategy.allows_inference_mode and not trainer.is_fitting:
+        run = self._run
+        if run.settings.evaluation.inference_mode and run.strategy.allows_inference_mode and not run.is_fitting:
             return torch.inference_mode()
         return torch.no_grad()
 
     def _missing_batches(self, counts: list[int | None], at_most: int | None) -> list[int]:
         """Return how many batches this rank has less than the rank with the most, for each loader; collective."""
-        strategy = self._trainer.strategy
+        strategy = self._run.strategy
+        if self._longest is None:  # kept until the loaders change: one collective, not one per validation
+            lengths = [-1 if count is None else count for count in self.num_batches]
+            unknown = [int(count is None) for count in self.num_batches]
+            most = strategy.reduce(strategy.from_host(torch.tensor([*lengths, *unknown])), reduce_op="max")
+            longest, any_unknown = most.reshape(2, -1).tolist()
+            self._longest, self._are_known = longest, [not number for number in any_unknown]
         if strategy.evaluates_together:  # these pad in any case
             return [0] * len(counts)
-        if self._longest is None:
-            lengths = [-1 if count is None else count for count in self.num_batches]
-            most = strategy.reduce(torch.tensor(lengths, device=strategy.root_device), reduce_op="max")
-            self._longest = most.tolist()  # kept until the loaders change: one collective, not one per validation
         longest = [_smaller(count, at_most) or 0 for count in self._longest]
         return [0 if count is None else most - count for count, most in zip(counts, longest, strict=True)]
 
@@ -254,11 +257,11 @@ class EvaluationLoop:
         # Looked up once, as attributes cost time for each batch.
         logged, keeps = self.logged, self.keeps_outputs
         step = self._observed_step() if num_missing else self._step  # only a rank that pads must know its last batch
-        is_alone, interruption = self._votes is None, self._trainer.interruption
-        publishes = bool(self._trainer.log_every_n_steps and self._trainer.loggers)
+        is_alone, interruption = self._votes is None, self._run.interruption
+        publishes = bool(self._run.settings.output.log_every_n_steps and self._run.loggers)
         batch_start = self._with_index(f"on_{self._purpose}_batch_start", 2, dataloader_idx)
         batch_end = self._with_index(f"on_{self._purpose}_batch_end", 3, dataloader_idx)
-        profiler = None if self._trainer.is_fitting else self._trainer.profiler  # in a fit it counts training batches
+        profiler = None if self._run.is_fitting else self._run.profiler  # in a fit it counts training batches
         logged.in_step, logged.dataloader_idx = True, dataloader_idx if index_of_loader else None
         batch_idx = -1
         indices = itertools.count(0, self._per_item)
@@ -272,11 +275,11 @@ class EvaluationLoop:
             outputs = step(batch, batch_idx, *index_for_step) if takes_index else step(batch)
             for hook, index in batch_end:
                 hook(outputs, batch, batch_idx, *index)
-            if keeps:
-                outputs_of_loader.append(outputs)
+            if keeps:  # on the host, as all predictions together may be larger than the device
+                outputs_of_loader.append(apply_to_tensors(outputs, self._run.strategy.to_host))
             if logged.writes_steps and publishes:
                 count_seen = self.batches_seen[dataloader_idx] + batch_idx + self._per_item
-                self._trainer.publisher.publish_evaluation_step(logged, count_seen)
+                self._run.publisher.publish_evaluation_step(logged, count_seen)
             if profiler is not None:
                 profiler.step()
             if is_alone and interruption.requested:  # several ranks vote on it, in _batches
@@ -290,7 +293,7 @@ class EvaluationLoop:
     def _observed_step(self) -> Callable[..., Any]:
         """Return the step, observed for its batch and for whether it communicates."""
         self._step_communicates = False
-        count_collectives = self._trainer.strategy.collectives_begun
+        count_collectives = self._run.strategy.collectives_begun
 
         def observed(batch: Any, *args: Any) -> Any:
             self._last_batch = _copied(batch)
@@ -316,7 +319,7 @@ class EvaluationLoop:
     def _run_padding_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         takes_loader = self._num_arguments > 2 and (len(self.loaders) > 1 or self._requires_index)
         arguments = (batch, batch_idx, dataloader_idx) if takes_loader else (batch, batch_idx)
-        with discard_results(self._trainer, self._module, batch):
+        with discard_results(self._run, batch):
             self._step(*arguments[: self._num_arguments])
 
     def _with_index(
@@ -331,7 +334,7 @@ class EvaluationLoop:
             num_arguments: Number of arguments before the index.
             dataloader_idx: The index.
         """
-        hooks, several = self._trainer.context.hooks.of(name), len(self.loaders) > 1
+        hooks, several = self._run.hooks.of(name), len(self.loaders) > 1
         return [
             (hook, (dataloader_idx,) if several or requires_arguments(hook) > num_arguments else ()) for hook in hooks
         ]
@@ -339,17 +342,17 @@ class EvaluationLoop:
     def _batches(self, dataloader_idx: int, loader: Any, count: int | None) -> Iterable[Any]:
         """Return the batches of a loader on the device; several processes vote between them."""
         items = None if count is None else count // self._per_item
-        host_batches = self._trainer.profiled_batches(itertools.islice(loader, items))
+        host_batches = self._run.profiled_batches(itertools.islice(loader, items))
         if self._votes is None:
             return self._batches_of_rank(dataloader_idx, host_batches, loader)
-        if self._trainer.strategy.evaluates_together:
-            return self._batches_together(dataloader_idx, host_batches, self._votes)
+        if self._run.strategy.evaluates_together:
+            return self._batches_together(dataloader_idx, host_batches, items, self._votes)
         return self._votes.between(self._batches_of_rank(dataloader_idx, host_batches, loader))
 
     def _batches_of_rank(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
         """Return the batches on the device."""
-        ahead = device_to_copy_ahead_to(self._trainer, self._module)
-        prefetching = prefetching_strategy(self._trainer, self._module, loader)
+        ahead = device_to_copy_ahead_to(self._run)
+        prefetching = prefetching_strategy(self._run, loader)
         if ahead is None and prefetching is None:  # no generator in between, which would cost time per batch
             return map(self._mover, host_batches, itertools.repeat(dataloader_idx))
         pairs = ((batch, False) for batch in host_batches)
@@ -359,12 +362,16 @@ class EvaluationLoop:
         return (batch for batch, _ in copied)
 
     def _batches_together(
-        self, dataloader_idx: int, host_batches: Iterable[Any], votes: EvaluationVotes
+        self, dataloader_idx: int, host_batches: Iterable[Any], items: int | None, votes: EvaluationVotes
     ) -> Iterator[Any]:
         """Yield the batches of this process, and run padding steps while other processes still have batches."""
-        trainer, loader = self._trainer, self._passed_loaders[dataloader_idx]
-        for index, (host_batch, counts) in enumerate(pad_to_longest(host_batches, loader, trainer.strategy)):
-            batch = self._mover(host_batch, dataloader_idx)
+        run, loader, longest = self._run, self._passed_loaders[dataloader_idx], None
+        if items is not None and self._longest is not None and self._are_known[dataloader_idx]:
+            longest = (_smaller(self._longest[dataloader_idx], self._at_most) or 0) // self._per_item
+        padded = pad_to_longest(host_batches, loader, run.strategy, longest)
+        ahead = None if longest is None else device_to_copy_ahead_to(run)  # votes keep their order
+        copied = device_batches(padded, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
+        for index, (batch, counts) in enumerate(copied):
             if counts:
                 yield batch
             else:
@@ -388,25 +395,28 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
 
 
 def pad_to_longest(
-    batches: Iterable[Any], substitutes: Iterable[Any], strategy: Strategy
+    batches: Iterable[Any], substitutes: Iterable[Any], strategy: Strategy, longest: int | None = None
 ) -> Iterator[tuple[Any, bool]]:
     """Yield this process's batches, then padding until every process has finished; collective.
 
-    Before each batch the processes agree whether any of them has one, since their numbers may be unknown.
+    Where their numbers are unknown, the processes agree before each batch whether any of them has one.
 
     Args:
         batches: The batches of this process.
         substitutes: Loader of a padding batch, if this process has no batch at all.
         strategy: Whose ``evaluates_together`` is True.
+        longest: Number of batches of the process with the most; None where it is unknown.
 
     Yields:
         A batch, and whether it is this process's own, not padding.
     """
     iterator, nothing = iter(batches), object()
     last = nothing
-    while True:
+    for index in itertools.count():
+        if index == longest:
+            return
         batch = next(iterator, nothing)
-        if not strategy.reduce_boolean_decision(batch is not nothing, all=False):
+        if longest is None and not strategy.reduce_boolean_decision(batch is not nothing, all=False):
             return
         if batch is not nothing:
             last = _copied(batch)
@@ -422,19 +432,18 @@ def _copied(batch: Any) -> Any:
 
 
 @contextmanager
-def discard_results(trainer: Trainer, module: TrainModule, batch: Any) -> Iterator[None]:
+def discard_results(run: Run, batch: Any) -> Iterator[None]:
     """Discard logged values and updates of metric objects in a ``with`` block.
 
     Args:
-        trainer: Has the logged values.
-        module: Has the metric objects.
+        run: Has the logged values, and the module with metric objects.
         batch: The batch of the step.
     """
-    logged, trainer.context.logged = trainer.context.logged, LoggedValues(training=False)
-    trainer.context.logged.start_epoch()
-    trainer.context.logged.in_step, trainer.context.logged.batch = True, batch
+    logged, run.logged = run.logged, LoggedValues(training=False)
+    run.logged.start_epoch()
+    run.logged.in_step, run.logged.batch = True, batch
     try:
-        with unchanged_metrics(module):
+        with unchanged_metrics(run.module):
             yield
     finally:
-        trainer.context.logged = logged
+        run.logged = logged

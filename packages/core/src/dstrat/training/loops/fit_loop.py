@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
-    from dstrat.training.loops.sources import DataSources
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+    from dstrat.training.settings import RunLimits
 
 
 _log = logging.getLogger(__name__)
@@ -52,14 +52,13 @@ class FitLoop(Position):
 
     loss_weights: LossWeights
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self._trainer = trainer
-        self.data = TrainingData(trainer)
+        self._run = run
+        self.data = TrainingData(run)
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | CompiledOptimization | None = None
         self._optimizers: list[Optimizer] = []  # those that are stepped
-        self._validation: EvaluationLoop | None = None
         self.pending = Pending()
         self._has_skipped = False
 
@@ -68,23 +67,22 @@ class FitLoop(Position):
     @property
     def finished(self) -> bool:
         """Whether ``max_epochs`` or ``max_steps`` is reached."""
-        return 0 <= self._trainer.max_epochs <= self.epochs_done or self._steps_done
+        return 0 <= self._limits.max_epochs <= self.epochs_done or self._steps_done
 
     @property
     def _steps_done(self) -> bool:
-        return 0 <= self._trainer.max_steps <= self.global_step
+        return 0 <= self._limits.max_steps <= self.global_step
+
+    @property
+    def _limits(self) -> RunLimits:
+        return self._run.settings.limits  # which a callback may change
 
     @property
     def _wants_to_stop(self) -> bool:
         """Whether ``should_stop`` is set in this process, after ``min_epochs`` and ``min_steps``."""
-        trainer = self._trainer
-        enough = self.epochs_done >= trainer.min_epochs and self.global_step >= trainer.min_steps
-        return trainer.should_stop and enough
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers that ``TrainModule.optimizers`` returns: proxies in manual optimization."""
-        return self._trainer.optimizers if self._optimization is None else self._optimization.optimizers
+        limits = self._limits
+        enough = self.epochs_done >= limits.min_epochs and self.global_step >= limits.min_steps
+        return self._run.should_stop and enough
 
     @property
     def manual_optimization(self) -> ManualOptimization | None:
@@ -94,73 +92,68 @@ class FitLoop(Position):
     @property
     def validation_loaders(self) -> list[Any]:
         """The validation loaders of this process; empty without validation."""
-        return [] if self._validation is None else self._validation.loaders
+        return [] if self._run.evaluation_loop is None else self._run.evaluation_loop.loaders
 
     # The run
 
-    def setup(self, module: TrainModule, sources: DataSources) -> None:
-        """Prepare the training of a module, after the strategy's setup."""
-        self._module, self._sources = module, sources
+    def setup(self) -> None:
+        """Prepare the training of the module, after the strategy's setup."""
+        run, module = self._run, self._run.module
         self.is_in_batch = False
         self.pending.random_state = self.pending.logged = None
-        self.loss_weights = LossWeights(self._trainer.strategy)
-        compiled = self._trainer.strategy.compiled_steps()
+        self.loss_weights = LossWeights(run.strategy)
+        compiled = run.strategy.compiled_steps()
         self.logged.expect_weights(compiled is None and module.automatic_optimization)
         if compiled is not None and compiled.optimizer_steps:
-            self._optimization = CompiledOptimization(self._trainer, module, compiled)
+            self._optimization = CompiledOptimization(run, compiled)
         elif module.automatic_optimization:
-            self._optimization = AutomaticOptimization(self._trainer, module)
+            self._optimization = AutomaticOptimization(run)
         else:
-            self._optimization = ManualOptimization(self._trainer, module)
-        self._schedulers = SchedulerSteps(self._trainer, module)
-        self._optimizers = list(self._trainer.strategy.optimizers)
+            self._optimization = ManualOptimization(run)
+        self._schedulers = SchedulerSteps(run)
+        self._optimizers = list(run.strategy.optimizers)
 
-    def run(self, validation: EvaluationLoop | None) -> None:
-        """Train until ``max_epochs`` or ``max_steps`` is reached, or ``should_stop`` or a signal stops the training.
-
-        Args:
-            validation: The validation loop, run at the Trainer's intervals; None without validation.
-        """
-        trainer = self._trainer
-        self._validation = validation
-        if validation is not None:
-            validation.batches_seen.update(self.pending.validation_batches)
-        self.data.open(self._sources)
+    def run(self) -> None:
+        """Train until ``max_epochs`` or ``max_steps`` is reached, or ``should_stop`` or a signal stops the training."""
+        run = self._run
+        if run.evaluation_loop is not None:
+            run.evaluation_loop.batches_seen.update(self.pending.validation_batches)
+        self.data.open()
         if self.pending.saved_world_size:  # only now, as the length of this rank's loader is known
             self._scale_position()
         self.data.check_position(self.batches_done)
         if isinstance(self._optimization, CompiledOptimization):
-            self._optimization.check_position(trainer)
-        self._schedule = ValidationSchedule(trainer, self.data.num_batches)
-        self._votes = Votes(trainer.strategy, self.batches_seen, beat=trainer.context.beat)
+            self._optimization.check_position()
+        self._schedule = ValidationSchedule(run, self.data.num_batches)
+        self._votes = Votes(run.strategy, self.batches_seen, beat=run.beat)
         self.pending.agreement_on_end = self._must_agree_on_end()
-        trainer.context.log_to(self.logged)
+        run.log_to(self.logged)
         self.logged.start_epoch()  # values that on_train_start logs belong to the first epoch
-        trainer.context.hooks.call("on_train_start")
-        _warn_of_evaluation_mode(self._module)
+        run.hooks.call("on_train_start")
+        _warn_of_evaluation_mode(run.module)
         # A checkpoint of the last batch may have been saved before what follows that batch, such as the epoch's end.
         is_between_hooks = self.phase != "done" and self._steps_done
-        if self.finished and not is_between_hooks and trainer.is_global_zero:
+        if self.finished and not is_between_hooks and run.is_global_zero:
             _log.warning(
                 "nothing is left to train: %d of max_epochs=%d epochs and %d of max_steps=%d steps are done",
                 self.epochs_done,
-                trainer.max_epochs,
+                self._limits.max_epochs,
                 self.global_step,
-                trainer.max_steps,
+                self._limits.max_steps,
             )
-        with trainer.interruption:
+        with run.interruption:
             self.pending.stop = self._decide()
             while not ((self.finished and not is_between_hooks) or self.pending.stop or self.data.num_batches == 0):
                 is_between_hooks = False
                 self._run_epoch()
                 self.pending.stop = self.pending.stop or self._decide()
-        trainer.context.hooks.call("on_train_end")
+        run.hooks.call("on_train_end")
 
     def _scale_position(self) -> None:
         """Convert the counters of batches of another number of ranks, which had other shares of the data."""
         self.batches_done = self.data.scaled(self.batches_done, self.pending.saved_length)
         if self.pending.resume is not None and self.data.length and self.pending.saved_length:
-            ratio, saved = self.pending.saved_world_size / self._trainer.world_size, self.pending.saved_length
+            ratio, saved = self.pending.saved_world_size / self._run.world_size, self.pending.saved_length
             # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the
             # numbers of ranks do not explain it, as the batch size has changed too, or no rank has a share.
             is_rounded_up = (saved - 1) * ratio < self.data.length < saved * ratio + 1
@@ -172,7 +165,7 @@ class FitLoop(Position):
         self.pending.saved_world_size = 0
 
     def _run_epoch(self) -> None:
-        trainer, hooks = self._trainer, self._trainer.context.hooks
+        run, hooks = self._run, self._run.hooks
         continuation, goes_on = self.pending.resume, self.batches_done > 0
         set_epoch(self.data.loader, self.epoch)
         if continuation is not None and not goes_on:
@@ -193,7 +186,7 @@ class FitLoop(Position):
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:
             self.pending.logged = self.logged.state_dict()  # for a resume within the epoch; the publication resets it
-        trainer.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
+        run.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)  # which may monitor a value of the publication
         self.logged.reset_metrics()  # late hooks save checkpoints, from which the next epoch starts
@@ -203,18 +196,17 @@ class FitLoop(Position):
 
     def _reload_when_due(self) -> None:
         num_batches = self.data.num_batches
-        if self.data.reload_when_due(self._sources, self.epoch):
+        if self.data.reload_when_due(self.epoch):
             if self.data.num_batches != num_batches:
-                self._schedule = ValidationSchedule(self._trainer, self.data.num_batches)
-            self.pending.reload_of_validation = self._validation is not None
+                self._schedule = ValidationSchedule(self._run, self.data.num_batches)
+            self.pending.reload_of_validation = self._run.evaluation_loop is not None
             set_epoch(self.data.loader, self.epoch)
 
     def _train_batches(self) -> bool:
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""
-        trainer, logged, votes, interruption = self._trainer, self.logged, self._votes, self._trainer.interruption
-        is_alone, is_timed = trainer.world_size == 1, self._schedule.is_timed
-        run = trainer.context
-        batch_start = trainer.context.hooks.of("on_train_batch_start")
+        run, logged, votes, interruption = self._run, self.logged, self._votes, self._run.interruption
+        is_alone, is_timed = run.world_size == 1, self._schedule.is_timed
+        batch_start = run.hooks.of("on_train_batch_start")
         must_agree = self.pending.agreement_on_end
         batches = self._batches()
         if self.phase != "done":  # the checkpoint was saved between a batch and what follows it
@@ -239,7 +231,7 @@ class FitLoop(Position):
                 is_due = self.pending.vote or self.batches_seen >= votes.next_at
             if is_due:
                 self.pending.stop = self._decide()
-            if self.pending.stop or 0 <= trainer.max_steps <= self.global_step:
+            if self.pending.stop or 0 <= run.settings.limits.max_steps <= self.global_step:
                 return is_last
         return True
 
@@ -261,26 +253,22 @@ class FitLoop(Position):
                 # Discards gradients of the last epoch, which on_train_batch_start may have ended within a group.
                 self._optimization.start_group()
         return self.data.batches(
-            self._module, done=self.batches_done, beginning=beginning, position=position, is_over=self.is_last_batch
+            done=self.batches_done, beginning=beginning, position=position, is_over=self.is_last_batch
         )
 
     def _look_up(self) -> None:
         """Look up once per epoch what every batch needs: attribute look-ups per batch cost measurable time."""
-        trainer = self._trainer
-        assert self._optimization is not None  # noqa: S101 - setup made it
-        self._optimize = self._optimization.run
-        self._takes_index = count_arguments(self._module.training_step) > 1
+        run = self._run
+        self._takes_index = count_arguments(run.module.training_step) > 1
         is_compiled = isinstance(self._optimization, CompiledOptimization)
-        self._accumulate = 1 if is_compiled else trainer.accumulate_grad_batches
-        self._batches_per_item = self.data.batches_per_item
-        self._batch_end = trainer.context.hooks.of("on_train_batch_end")
+        self._accumulate = 1 if is_compiled else run.settings.steps.accumulate_grad_batches
+        self._batch_end = run.hooks.of("on_train_batch_end")
         # Also without loggers if there are several ranks: callbacks read values of sync_dist=True, reduced then.
-        self._publishes = bool(trainer.log_every_n_steps and (trainer.loggers or trainer.world_size > 1))
-        self._steps_schedulers = self._schedulers.step_with_batches
-        self._profiler_step = trainer.profiler.step if trainer.profiler else None
+        self._publishes = bool(run.settings.output.log_every_n_steps and (run.loggers or run.world_size > 1))
+        self._profiler_step = run.profiler.step if run.profiler else None
 
     def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
-        if self._trainer.strategy.optimizers != self._optimizers:
+        if self._run.strategy.optimizers != self._optimizers:
             self._take_new_optimizers()
         if not self.in_group:
             self.group_divisor = 1 if self._accumulate == 1 else self._group_size()
@@ -292,12 +280,12 @@ class FitLoop(Position):
         if batch is None:
             self._skip_batch(applies=applies)
         else:
-            outputs = self._optimize(arguments, applies=applies)
+            outputs = self._optimization.run(arguments, applies=applies)  # type: ignore[union-attr]  # setup made it
         self.in_group = 0 if applies else in_group
-        self.batches_seen += self._batches_per_item
-        self.batches_done += self._batches_per_item
+        self.batches_seen += self.data.batches_per_item
+        self.batches_done += self.data.batches_per_item
         self.is_in_batch = False  # a checkpoint that is saved from here on does not repeat the batch
-        if self._steps_schedulers and self.global_step != self.steps_before:
+        if self._schedulers.step_with_batches and self.global_step != self.steps_before:
             self._schedulers.after_step(self.global_step)
         if self._batch_end:
             self.phase = "batch_end"  # a hook may save a checkpoint, whose resume begins with _follow_up
@@ -312,22 +300,22 @@ class FitLoop(Position):
         Raises:
             MisuseError: The strategy has prepared the former ones for a whole training.
         """
-        trainer, strategy = self._trainer, self._trainer.strategy
+        run, strategy = self._run, self._run.strategy
         if not strategy.allows_new_optimizers or isinstance(self._optimization, CompiledOptimization):
             raise MisuseError(
                 f"strategy.optimizers was set in a fit, and {type(strategy).__name__} trains with the optimizers of "
                 "configure_optimizers to its end: change their param_groups, or begin another fit with the weights"
             )
         optimization = Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
-        strategy.setup_optimizers(NewOptimizers(trainer, optimization))
+        strategy.setup_optimizers(NewOptimizers(run.settings.steps, optimization))
         self._optimizers = list(strategy.optimizers)
         if isinstance(self._optimization, ManualOptimization):
-            self._optimization = ManualOptimization(trainer, self._module)
+            self._optimization = ManualOptimization(run)
         else:
-            self._optimization = AutomaticOptimization(trainer, self._module)
+            self._optimization = AutomaticOptimization(run)
             if self.in_group:
                 self._optimization.go_on_accumulating()
-        self._schedulers = SchedulerSteps(trainer, self._module)
+        self._schedulers = SchedulerSteps(run)
         self._look_up()
 
     def _skip_batch(self, *, applies: bool) -> None:
@@ -336,7 +324,7 @@ class FitLoop(Position):
         Raises:
             MisuseError: There are several ranks: the others would wait for the gradients of this one.
         """
-        strategy = self._trainer.strategy
+        strategy = self._run.strategy
         if strategy.world_size > 1:
             raise MisuseError(
                 f"the training loader gave None as batch {self.batch_idx} on rank {strategy.global_rank} of "
@@ -357,12 +345,12 @@ class FitLoop(Position):
         has_stepped = self.global_step != self.steps_before
         if self.phase != "validated":  # a resumed checkpoint may have been saved at the end of this validation
             if has_stepped and self._publishes:
-                every = self._trainer.log_every_n_steps
+                every = self._run.settings.output.log_every_n_steps
                 if self.global_step // every != self.steps_before // every:  # a batch may take several steps
-                    self._trainer.publisher.publish_step(self.logged)
-            if self._validation is not None:
-                self._validate_when_due()
-        if has_stepped and self._steps_schedulers:
+                    self._run.publisher.publish_step(self.logged)
+            if self._run.evaluation_loop is not None:
+                self._validate_when_due(self._run.evaluation_loop)
+        if has_stepped and self._schedulers.step_with_batches:
             self._schedulers.after_validation(self.global_step)
         if self._profiler_step is not None:
             self._profiler_step()
@@ -382,22 +370,22 @@ class FitLoop(Position):
 
     def _must_agree_on_end(self) -> bool:
         """Return whether ``on_train_batch_start`` of any rank may end the epoch; collective."""
-        trainer = self._trainer
-        if trainer.world_size == 1:
+        run = self._run
+        if run.world_size == 1:
             return False
         # It may differ between ranks: callbacks may exist on rank 0 only.
-        answering = trainer.context.hooks.answering("on_train_batch_start")
-        if answering and trainer.is_global_zero:
+        answering = run.hooks.answering("on_train_batch_start")
+        if answering and run.is_global_zero:
             _log.warning(
                 "on_train_batch_start of %s may return -1, so that the processes communicate before every batch: "
                 "annotate it with '-> None' if it does not",
                 " and ".join(answering),
             )
-        return trainer.strategy.reduce_boolean_decision(bool(answering), all=False)
+        return run.strategy.reduce_boolean_decision(bool(answering), all=False)
 
     def _agree_on_end(self, is_over: bool) -> bool:
         """Return whether ``on_train_batch_start`` of any rank ends the epoch; collective."""
-        strategy = self._trainer.strategy
+        strategy = self._run.strategy
         ends = strategy.reduce_boolean_decision(is_over, all=False)
         if ends and not is_over:
             _log.warning(
@@ -408,7 +396,7 @@ class FitLoop(Position):
             )
         return ends
 
-    def _validate_when_due(self) -> None:
+    def _validate_when_due(self, validation: EvaluationLoop) -> None:
         if self._schedule.is_due(
             batches_done=self.batches_done,
             is_last=self.is_last_batch,
@@ -418,12 +406,12 @@ class FitLoop(Position):
         ):
             # A checkpoint that is saved during the validation repeats it when it is resumed, with its random state.
             self.phase = "batch_end"
-            random_state = self.pending.random_state = RandomState.capture()
+            random_state = self.pending.random_state = RankRandomState.capture(self._run.strategy)
             try:
-                self._validate(frees_gradients=self.in_group == 0 and self.manual_optimization is None)
+                self._validate(validation, frees_gradients=self.in_group == 0 and self.manual_optimization is None)
             except BaseException:  # a signal too, after which a checkpoint is saved
                 self.phase = "batch_end"
-                random_state.restore()
+                random_state.restore(self._run.strategy)
                 raise
             finally:
                 self.pending.random_state = None
@@ -434,31 +422,30 @@ class FitLoop(Position):
         if self.pending.random_state is not None:
             self.phase, self.pending.random_state = "validated", None
 
-    def _validate(self, *, frees_gradients: bool = False) -> None:
-        assert self._validation is not None  # noqa: S101 - it is due only when there is one
-        if (
-            self.pending.reload_of_validation
-        ):  # just before it, as in Lightning: making a loader may draw random numbers
+    def _validate(self, validation: EvaluationLoop, *, frees_gradients: bool = False) -> None:
+        # Just before it, as in Lightning: making a loader may draw random numbers.
+        if self.pending.reload_of_validation:
             self.pending.reload_of_validation = False
-            self._validation.load(self._sources.loader("val", may_be_none=True))
+            validation.load(self._run.sources.loader("val", may_be_none=True))
         if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
-            hook_of(self._module, "on_validation_model_zero_grad", TrainModule)()
+            hook_of(self._run.module, "on_validation_model_zero_grad", TrainModule)()
         self.data.record_position()  # of training, as validation may read the same dataset
-        self._validation.run(before_end=self._note_validated)
+        validation.run(before_end=self._note_validated)
         self._schedule.note_run()
-        self._trainer.context.log_to(self.logged)
+        self._run.log_to(self.logged)
         self.pending.vote = True  # a callback, perhaps of one rank only, may have set should_stop
 
     def _decide(self) -> bool:
         """Vote with the other ranks on signals, stopping and timed validation; return whether training stops."""
         self.pending.vote = False
-        clock = self._validation is not None and self._schedule.time_is_up
-        wishes = (self._trainer.interruption.requested, self._wants_to_stop, clock)
+        validation = self._run.evaluation_loop
+        clock = validation is not None and self._schedule.time_is_up
+        wishes = (self._run.interruption.requested, self._wants_to_stop, clock)
         signal, stop, validate = self._votes.take(self.batches_seen, *wishes)
         if signal:
             stop_by(signal)
-        if validate:
-            self._validate()
+        if validate and validation is not None:
+            self._validate(validation)
             return bool(stop) or self._decide()  # again, as the validation may have set should_stop
         return bool(stop)
 
@@ -466,8 +453,10 @@ class FitLoop(Position):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        validated = {} if self._validation is None else self._validation.batches_seen
-        counts = [validated[index] for index in range(len(self.validation_loaders))]
+        validation = self._run.evaluation_loop
+        counts = (
+            [] if validation is None else [validation.batches_seen[index] for index in range(len(validation.loaders))]
+        )
         return super().state_dict() | {"loader_length": self.data.length, "validation_batches": counts}
 
     @override
@@ -479,13 +468,18 @@ class FitLoop(Position):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
+        manual = self.manual_optimization
+        if manual is not None:
+            weights = manual.weights_state()
+        else:
+            weights = self.loss_weights.state_dict() if self.in_group > 0 else None
         return rank_state(
-            self._trainer,
+            self._run,
             self.data.beginning,
-            random=self.pending.random_state or self._before_first_batch or RandomState.capture(),
+            random=self.pending.random_state or RankRandomState.capture(self._run.strategy, self._before_first_batch),
             logged=self.pending.logged or self.logged.state_dict(),
-            has_gradients=not self.is_in_backward and (self.manual_optimization is not None or self.in_group > 0),
-            weights=self.loss_weights.state_dict() if self.in_group > 0 else None,
+            has_gradients=not self.is_in_backward and (manual is not None or self.in_group > 0),
+            weights=weights,
         )
 
     @property
@@ -499,9 +493,15 @@ class FitLoop(Position):
         """Whether the accumulated gradients include those of the current batch, which a resume repeats."""
         return self._optimization is not None and self._optimization.is_in_backward
 
+    def drop_gradients(self) -> None:
+        """Resume without the accumulated gradients of the checkpoint, which the strategy cannot restore."""
+        self.group_weight = 0
+        if self.pending.resume is not None:
+            self.pending.resume.weights = None
+
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a rank in a checkpoint, when the next epoch begins."""
-        self.pending.resume = ResumeState(self._trainer, state)
+        self.pending.resume = ResumeState(self._run, state)
         beginning = self.pending.resume.beginning
         # One process shuffles by torch's own sampler otherwise, in another order than several.
         keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
+    from dstrat.training.settings import StepSettings
 
 
 class OptimizerProxy:
@@ -80,15 +81,15 @@ class NewOptimizers:
     """Settings of a fit whose optimizers are there already, as ``setup_optimizers`` of a strategy reads them.
 
     Args:
-        trainer: Has the other settings.
+        steps: The other settings.
         optimization: The optimizers, and the schedulers.
     """
 
-    def __init__(self, trainer: Trainer, optimization: Optimization) -> None:
+    def __init__(self, steps: StepSettings, optimization: Optimization) -> None:
         self.is_fitting = True
-        self.accumulate_grad_batches: int = trainer.accumulate_grad_batches
-        self.gradient_clip_val = trainer.gradient_clip_val
-        self.gradient_clip_algorithm = trainer.gradient_clip_algorithm
+        self.accumulate_grad_batches = steps.accumulate_grad_batches
+        self.gradient_clip_val = steps.gradient_clip_val
+        self.gradient_clip_algorithm = steps.gradient_clip_algorithm
         self.configure_optimizers = lambda: optimization
 
 
@@ -114,28 +115,25 @@ class AutomaticOptimization:
     gradients and new activations are never in memory together.
 
     Args:
-        trainer: Has the strategy and the hooks.
-        module: The user's module.
+        run: Has the module, the strategy and the hooks.
 
     Attributes:
-        optimizers: The result of the module's ``optimizers`` method.
         is_in_backward: Whether a backward pass of the current batch has begun.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        strategy, hooks = trainer.strategy, trainer.context.hooks
-        self._trainer, self._module, self._strategy = trainer, module, strategy
-        self.optimizers = strategy.optimizers
+    def __init__(self, run: Run) -> None:
+        module, strategy, hooks = run.module, run.strategy, run.hooks
+        self._run, self._module, self._strategy = run, module, strategy
         self._optimizer = _single(strategy.optimizers)
-        self._training_step = trainer.profiled("training_step", bind_step(strategy, module, "training_step"))
-        self._backward = trainer.profiled("backward", bind_backward(strategy))
+        self._training_step = run.profiled("training_step", bind_step(strategy, module, "training_step"))
+        self._backward = run.profiled("backward", bind_backward(strategy))
         self._unscale = bind_unscaling(strategy)
-        self._optimizer_step = trainer.profiled(
+        self._optimizer_step = run.profiled(
             "optimizer_step", end_graph_after("optimizer_step", self._find_step(), strategy)
         )
-        self._loop, self._weights = trainer.fit_loop, trainer.fit_loop.loss_weights
+        self._loop, self._weights = run.fit_loop, run.fit_loop.loss_weights
         self._zero_grad = self._find_zero_grad()
-        self._clips = trainer.gradient_clip_val is not None or overrides(
+        self._clips = run.settings.steps.gradient_clip_val is not None or overrides(
             module, "configure_gradient_clipping", TrainModule
         )
         self._configure_clipping = hook_of(module, "configure_gradient_clipping", TrainModule)
@@ -146,6 +144,7 @@ class AutomaticOptimization:
         self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
         # Gradients that training_step computes are not divided, and scaled before the step.
         self._divides = strategy.compiled_steps() is None
+        strategy.weigh_batch = None if self._divides else self._weigh_early
         # State of the current batch, in attributes, so that one closure serves all batches.
         self._arguments: tuple[Any, ...] = ()
         self._divisor = 1
@@ -157,7 +156,7 @@ class AutomaticOptimization:
         self.is_in_backward = False
 
     def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
-        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        module, run, optimizer = self._module, self._run, self._optimizer
         if not overrides(module, "optimizer_step", TrainModule):
             return bind_optimizer_step(self._strategy, module, optimizer)
         # The user's method calls its step, which has to be the strategy's if that is not the optimizer's own.
@@ -165,14 +164,14 @@ class AutomaticOptimization:
             optimizer if steps_plainly(self._strategy) else OptimizerProxy(optimizer, self._strategy, module)
         )
         return lambda closure: module.optimizer_step(
-            trainer.current_epoch, trainer.fit_loop.batch_idx, step_optimizer, closure
+            run.fit_loop.epoch, run.fit_loop.batch_idx, step_optimizer, closure
         )
 
     def _find_zero_grad(self) -> Callable[[], None]:
-        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        module, run, optimizer = self._module, self._run, self._optimizer
         if not overrides(module, "optimizer_zero_grad", TrainModule):
             return optimizer.zero_grad
-        return lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
+        return lambda: module.optimizer_zero_grad(run.fit_loop.epoch, run.fit_loop.batch_idx, optimizer)
 
     def start_group(self) -> None:
         """Clear the gradients before the next batch, also accumulated ones."""
@@ -266,7 +265,8 @@ class AutomaticOptimization:
         if isinstance(outputs, Mapping):
             loss, weight = outputs.get("loss"), outputs.get("weight")
         if isinstance(loss, Tensor):
-            if weight is None and self._weights.is_used is False:
+            is_weighed = weight is not None and not self._divides  # by _weigh_early
+            if is_weighed or (weight is None and self._weights.is_used is False):
                 return loss
             return self._weigh(loss, weight)
         if outputs is not None:
@@ -289,6 +289,10 @@ class AutomaticOptimization:
         self._loop.logged.weigh_batch(weight)
         return weighted
 
+    def _weigh_early(self, weight: Tensor) -> Tensor:
+        """Return the factor of a loss whose gradients the strategy computes within ``training_step``."""
+        return self._weigh(torch.ones_like(weight), weight)
+
     def _warn_of_no_loss(self) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -299,7 +303,7 @@ class AutomaticOptimization:
             )
 
     def _prepare_step(self) -> None:
-        trainer = self._trainer
+        run = self._run
         factor: float | Tensor = self._divisor / self._weight  # the step is the mean of the batches that are in it
         if self._weights.is_used:
             factor = self._divisor * self._weights.correction()
@@ -312,8 +316,8 @@ class AutomaticOptimization:
         if self._clips:
             self._configure_clipping(
                 self._optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                gradient_clip_val=run.settings.steps.gradient_clip_val,
+                gradient_clip_algorithm=run.settings.steps.gradient_clip_algorithm,
             )
 
 

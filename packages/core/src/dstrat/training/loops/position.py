@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import (
     Beginning,
     generator_states,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 Phase = Literal["batch_end", "validated", "done"]
@@ -124,7 +124,7 @@ class Pending:
     saved_length: int | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
     saved_world_size: int = 0
-    random_state: RandomState | None = None
+    random_state: RankRandomState | None = None
     logged: dict[str, Any] | None = None
 
 
@@ -135,10 +135,10 @@ _log = logging.getLogger(__name__)
 
 
 def rank_state(
-    trainer: Trainer,
+    run: Run,
     beginning: Beginning | None,
     *,
-    random: RandomState,
+    random: RankRandomState,
     logged: dict[str, Any],
     has_gradients: bool,
     weights: dict[str, float] | None,
@@ -146,45 +146,45 @@ def rank_state(
     """Return the state of this rank for a checkpoint, as plain values and tensors.
 
     Args:
-        trainer: In a fit.
+        run: In a fit.
         beginning: The random state at the beginning of the epoch; None before the first one.
         random: The random state to resume with.
         logged: The logged values of the epoch until now.
         has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
         weights: The weights of the batches of which the accumulated gradients are; None if they have none.
     """
-    strategy, loop = trainer.strategy, trainer.fit_loop
+    loop = run.fit_loop
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
     in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
     return {
-        "random": random.state_dict(),
-        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "random": random.host.state_dict(),
+        "device_random": random.device,
         "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
         "beginning": None if beginning is None else beginning.state_dict(),
-        "validation": [shared_seeds(loader) for loader in trainer.fit_loop.validation_loaders],
+        "validation": [shared_seeds(loader) for loader in run.fit_loop.validation_loaders],
         # The name of this key is part of the format.
-        "place": None if in_first else loop.data.position(None if _is_over(trainer) else loop.batches_done),
+        "place": None if in_first else loop.data.position(None if _is_over(run) else loop.batches_done),
         "logged": logged,
-        "gradients": _collect_gradients(trainer) if has_gradients else None,
+        "gradients": _collect_gradients(run) if has_gradients else None,
         "weights": weights,
         "begun": in_first,
     }
 
 
-def _is_over(trainer: Trainer) -> bool:
+def _is_over(run: Run) -> bool:
     """Return whether the position is between two epochs."""
-    return trainer.fit_loop.ends_epoch or not trainer.fit_loop.batches_done
+    return run.fit_loop.ends_epoch or not run.fit_loop.batches_done
 
 
-def _collect_gradients(trainer: Trainer) -> dict[str, Any] | None:
-    strategy = trainer.strategy
+def _collect_gradients(run: Run) -> dict[str, Any] | None:
+    strategy = run.strategy
     if strategy.saves_gradients:  # in its own rank state
         return None
     if strategy.replicates_state:
         named = strategy.module.named_parameters()
         return {name: _encode_gradient(p.grad) for name, p in named if p.grad is not None}
-    manual = trainer.fit_loop.manual_optimization
-    if trainer.is_global_zero and (manual is None or manual.has_gradients):
+    manual = run.fit_loop.manual_optimization
+    if run.is_global_zero and (manual is None or manual.has_gradients):
         _log.warning(
             "the checkpoint is saved between the batches of one optimizer step, and lacks their gradients, which the "
             "strategy keeps sharded: a run that continues it leaves these batches out"
@@ -234,6 +234,8 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean_weights = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]} if weights else None
     nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
     of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
+    if of_all["beginning"] is not None:  # the numbers of batches in it are those of the saved ranks
+        of_all["beginning"] = {**of_all["beginning"], "restarts": []}
     return {**nothing, **of_all, "gradients": mean or None, "weights": mean_weights}
 
 
@@ -241,7 +243,7 @@ class ResumeState:
     """The saved state of a rank, to be restored at the beginning of an epoch or within it.
 
     Args:
-        trainer: In a fit.
+        run: In a fit.
         state: The result of :func:`rank_state` or :func:`reshard_rank_states`.
 
     Attributes:
@@ -250,37 +252,36 @@ class ResumeState:
         has_begun: Whether the state is of the first batch of an epoch, for which loaders had been made anew.
         batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
             that saved.
+        weights: The weights of the losses whose gradients are accumulated; None without any, or without gradients.
     """
 
-    def __init__(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        self._trainer, self._state = trainer, state
+    def __init__(self, run: Run, state: Mapping[str, Any]) -> None:
+        self._run, self._state = run, state
         self.batch_ratio = 1.0
         saved = state["beginning"]
         self.beginning = None if saved is None else Beginning.from_state_dict(saved)
         self.position = state.get("place")  # absent in older checkpoints
         self.has_begun: bool = state.get("begun", False)  # the same
+        self.weights: Mapping[str, float] | None = state.get("weights")  # the same
 
     def restore(self) -> None:
         """Restore random state, logged values and gradients, after the hooks at the start of the epoch."""
-        trainer, state = self._trainer, self._state
-        strategy = trainer.strategy
-        if trainer.fit_loop.group_weight:
-            trainer.fit_loop.loss_weights.load_state_dict(state.get("weights"), self.batch_ratio)
-            if trainer.fit_loop.loss_weights.is_used is False:  # so logged values wait for none
-                trainer.fit_loop.logged.expect_weights(False)
+        run, state = self._run, self._state
+        strategy = run.strategy
         if state["gradients"]:
             self._restore_gradients(state["gradients"])
+        self._restore_weights()
         if state["logged"] is not None:
-            trainer.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
-        loader = trainer.fit_loop.data.loader
-        if self.position is not None and _is_over(trainer) and is_stateful(loader):
+            run.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
+        loader = run.fit_loop.data.loader
+        if self.position is not None and _is_over(run) and is_stateful(loader):
             restore_end_position(loader, self.position)
         set_generator_states(loader, state["generators"])
         if self.beginning is not None:
-            loop = trainer.fit_loop
+            loop = run.fit_loop
             self.beginning.derive_seed(loader, loop.epoch if loop.batches_done else loop.epoch - 1)
             self.beginning.share_order(loader)
-        for validated, seeds in zip(trainer.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
+        for validated, seeds in zip(run.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
             share_seeds(validated, seeds)
         if state["device_random"] is not None:
             strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
@@ -289,7 +290,7 @@ class ResumeState:
 
     def _restore_gradients(self, gradients: Mapping[str, Any]) -> None:
         """Restore accumulated gradients, to which the next backward pass adds."""
-        strategy = self._trainer.strategy
+        strategy = self._run.strategy
         if strategy.replicates_state:
             for name, parameter in strategy.module.named_parameters():
                 gradient = gradients.get(name)
@@ -297,9 +298,19 @@ class ResumeState:
                 if parameter.grad is not None and self.batch_ratio != 1:
                     parameter.grad *= self.batch_ratio  # a sum over batches
             return
-        self._trainer.fit_loop.group_weight = 0
-        if self._trainer.is_global_zero:
+        self._run.fit_loop.group_weight, self.weights = 0, None
+        if self._run.is_global_zero:
             _log.warning(
                 "the checkpoint has whole gradients that were not cleared when it was saved, which are left out, as "
                 "the strategy shards gradients"
             )
+
+    def _restore_weights(self) -> None:
+        loop = self._run.fit_loop
+        if loop.manual_optimization is not None:
+            if self.weights:
+                loop.manual_optimization.load_weights_state(self.weights, self.batch_ratio)
+        elif loop.group_weight:
+            loop.loss_weights.load_state_dict(self.weights, self.batch_ratio)
+            if loop.loss_weights.is_used is False:  # so logged values wait for none
+                loop.logged.expect_weights(False)

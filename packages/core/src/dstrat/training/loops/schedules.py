@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dstrat.interfaces.optimizers import SchedulerConfig
-    from dstrat.training.trainer import Trainer
+    from dstrat.training.run import Run
 
 
 class SchedulerSteps:
@@ -26,17 +26,16 @@ class SchedulerSteps:
     Schedulers that monitor a value are stepped after validation, which may log the value.
 
     Args:
-        trainer: Has the schedulers and the logged values.
-        module: Has the hook that steps a scheduler.
+        run: Has the schedulers, the logged values, and the module with the hook that steps a scheduler.
 
     Attributes:
         step_with_batches: Whether any scheduler is stepped within epochs.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self._run, module = run, run.module
         self._step_one = hook_of(module, "lr_scheduler_step", TrainModule)
-        configs = trainer.strategy.lr_schedulers if module.automatic_optimization else []
+        configs = run.strategy.lr_schedulers if module.automatic_optimization else []
         of_steps = [config for config in configs if config.interval == "step"]
         self._after_step = [config for config in of_steps if config.monitor is None]
         self._after_validation = [config for config in of_steps if config.monitor is not None]
@@ -70,7 +69,7 @@ class SchedulerSteps:
         Raises:
             MisuseError: It was not logged, and the scheduler is strict.
         """
-        metrics, strategy = self._trainer.callback_metrics, self._trainer.strategy
+        metrics, strategy = self._run.metrics.callback_values, self._run.strategy
         value = metrics.get(name)
         if strategy.world_size > 1:
             # Of rank 0: values that are not reduced differ between ranks, and all must have the same learning rates.
@@ -93,16 +92,16 @@ class ValidationSchedule:
     """The batches after which validation is due.
 
     Args:
-        trainer: Has ``val_check_interval`` and ``check_val_every_n_epoch``.
+        run: Has ``val_check_interval`` and ``check_val_every_n_epoch``.
         num_batches: Number of training batches in an epoch; None if it is unknown.
 
     Raises:
         MisuseError: Validation would never run.
     """
 
-    def __init__(self, trainer: Trainer, num_batches: int | None) -> None:
-        interval = trainer.val_check_interval
-        self._epochs = trainer.check_val_every_n_epoch
+    def __init__(self, run: Run, num_batches: int | None) -> None:
+        interval = run.settings.evaluation.val_check_interval
+        self._epochs = run.settings.evaluation.check_val_every_n_epoch
         self._batches: int | None = None
         self._seconds: float | None = None
         self._last_time = time.monotonic()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.logged import LoggedValues
     from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.state import RunState
+    from dstrat.training.run import Run
 
 
 SECONDS_BETWEEN_SAVES = 10.0
@@ -33,34 +33,34 @@ class Publisher:
     """Publication of step and epoch values to the loggers.
 
     Args:
-        trainer: Has the loggers and the context with :class:`Metrics`.
+        run: Has the loggers and :class:`Metrics`.
     """
 
-    def __init__(self, trainer: RunState) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._last_save = monotonic()
 
     def start_run(self) -> None:
         """Start the loggers."""
-        call_loggers(self._trainer.loggers, "start_run")
+        call_loggers(self._run.loggers, "start_run")
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the hyperparameters."""
         if params:
-            call_loggers(self._trainer.loggers, "log_hyperparams", params)
+            call_loggers(self._run.loggers, "log_hyperparams", params)
 
     def log_graph(self, module: TrainModule) -> None:
         """Write the graph of the module to loggers that support it; called before the strategy wraps the module."""
-        call_loggers(self._trainer.loggers, "log_graph", module)
+        call_loggers(self._run.loggers, "log_graph", module)
 
     def publish_step(self, logged: LoggedValues) -> None:
         """Write step values to the loggers; collective."""
-        self._write(self._trainer.context.metrics.of_step(logged))
+        self._write(self._run.metrics.of_step(logged))
 
     def publish_evaluation_step(self, logged: LoggedValues, batches_seen: int) -> None:
         """Write the values of an evaluation step of this process, with the number of evaluated batches as the step."""
-        values = self._trainer.context.metrics.of_local_step(logged)
-        if not self._trainer.context.sanity_checking:
+        values = self._run.metrics.of_local_step(logged)
+        if not self._run.sanity_checking:
             self._write(values, step=batches_seen)
 
     def publish_epoch(self, logged: LoggedValues, hooks: Iterable[Callable[[], Any]]) -> None:
@@ -68,27 +68,27 @@ class Publisher:
 
         The hooks read the values, and may log more.
         """
-        trainer, metrics = self._trainer, self._trainer.context.metrics
+        run, metrics = self._run, self._run.metrics
         metrics.start_epoch()
         values = metrics.of_epoch(logged)  # before the hooks, which read them
         for hook in hooks:
             hook()
         values |= metrics.of_epoch(logged)
         logged.end_epoch()
-        if not trainer.sanity_checking:
+        if not run.sanity_checking:
             self._write(values)
             # Not after each epoch, as epochs may be short, and a flush may upload files.
             if monotonic() - self._last_save > SECONDS_BETWEEN_SAVES:
-                call_loggers(trainer.loggers, "save")
+                call_loggers(run.loggers, "save")
                 self._last_save = monotonic()
 
     def results(self, logged: LoggedValues, num_loaders: int) -> list[dict[str, float]]:
         """Return the values of an evaluation as numbers, a dict for each loader; collective."""
-        values = self._trainer.context.metrics.as_numbers(self._trainer.context.metrics.latest_epoch)
+        values = self._run.metrics.as_numbers(self._run.metrics.latest_epoch)
         if num_loaders == 1:
             return [values]
         suffixes = [f"{DATALOADER_SUFFIX}{index}" for index in range(num_loaders)]
-        loaders_of = self._trainer.strategy.broadcast(logged.loaders_of)  # this rank may have had no batch of a loader
+        loaders_of = self._run.strategy.broadcast(logged.loaders_of)  # this rank may have had no batch of a loader
 
         def is_of(name: str, suffix: str) -> bool:
             return name.endswith(suffix) if DATALOADER_SUFFIX in name else suffix in loaders_of.get(name, suffixes)
@@ -97,12 +97,13 @@ class Publisher:
 
     def finalize(self, status: str) -> None:
         """Close the loggers with a status: success, failed or interrupted."""
-        call_loggers(self._trainer.loggers, "finalize", status)
+        call_loggers(self._run.loggers, "finalize", status)
 
     def _write(self, values: dict[str, float], *, step: int | None = None) -> None:
         if values:
-            row = {"epoch": self._trainer.current_epoch, **values}
-            call_loggers(self._trainer.loggers, "log_metrics", row, self._trainer.global_step if step is None else step)
+            loop = self._run.fit_loop
+            row = {"epoch": loop.epoch, **values}
+            call_loggers(self._run.loggers, "log_metrics", row, loop.global_step if step is None else step)
 
 
 # The logged values of a run, for callbacks, loggers and the progress bar

@@ -22,12 +22,10 @@ from dstrat.training.module.plain_values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
     from typing_extensions import Self
-
-    from dstrat.training.trainer import Trainer
 
 
 # Constructor arguments, of running calls and of classes
@@ -370,20 +368,22 @@ def _is_default(constructor: Constructor, name: str, value: Any) -> bool:
     return name in defaults and defaults[name] is value  # "==" of arrays and tensors is no bool
 
 
-def log_hyperparameters(trainer: Trainer) -> None:
-    """Write the hyperparameters of module and data module to the loggers; called at the start of a run on every rank.
+def logged_hyperparameters(owners: Sequence[HyperparametersMixin], *, warns: bool) -> dict[str, Any]:
+    """Return the hyperparameters of module and data module for the loggers.
+
+    Args:
+        owners: Module and data module.
+        warns: Whether to log a warning about those that checkpoints do not hold.
 
     Raises:
         MisuseError: Module and data module have different values of one name.
     """
-    owners = [owner for owner in (trainer.module, trainer.datamodule) if owner is not None]
-    if trainer.is_fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:
+    if warns:
         for owner in owners:
             omitted = checkpoint_entries(owner, MODULE_KEYS).get(MODULE_KEYS.omitted, {})
             if omitted:
                 _warn_of(owner, omitted)
-    settings = _shown([owner for owner in owners if owner._hyperparameters.is_logged])  # noqa: SLF001 - as above
-    trainer.publisher.log_hyperparams(settings)
+    return _shown([owner for owner in owners if owner._hyperparameters.is_logged])  # noqa: SLF001 - as above
 
 
 def _warn_of(owner: HyperparametersMixin, omitted: Mapping[str, str]) -> None:

@@ -117,14 +117,14 @@ class LoggingMethods:
         trainer = self._trainer
         if trainer is None or trainer.barebones:
             return
-        context = trainer.context  # its attributes are faster than the properties of the Trainer
-        if not context.is_running:
+        run = trainer.run  # its attributes are faster than the properties of the Trainer
+        if not run.is_running:
             return
         if rank_zero_only and trainer.global_rank != 0:
             return
         if not isinstance(name, str):
             raise MisuseError(f"log({name!r}, ...): the name is of the type {type(name).__name__}: give a str")
-        context.logged.log(
+        run.logged.log(
             name,
             value,
             (  # a plain tuple in the order of Options, which compares equal to it: log is called in every step
@@ -141,7 +141,7 @@ class LoggingMethods:
                 rank_zero_only,
             ),
             batch_size,
-            context.module,  # type: ignore[arg-type]  # there is one in every run, which this one may be a part of
+            run.module,  # which this one may be a submodule of
         )
 
     def log_dict(

@@ -100,7 +100,8 @@ class OptimizationMethods:
 
         In manual optimization each is a :class:`~dstrat.training.loops.manual_optimization.ManualOptimizer`.
         """
-        optimizers = self.trainer.fit_loop.optimizers
+        manual = self.trainer.fit_loop.manual_optimization
+        optimizers = self.trainer.optimizers if manual is None else manual.optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
@@ -157,17 +158,24 @@ class OptimizationMethods:
         clip_val = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         if clip_val:
             algorithm = gradient_clip_algorithm or trainer.gradient_clip_algorithm
+            if (manual := trainer.fit_loop.manual_optimization) is not None:
+                manual.apply_weights(_unwrap(optimizer))
             trainer.strategy.clip_gradients(_unwrap(optimizer), clip_val, algorithm)
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Tensor, *args: Any, weight: Any = None, **kwargs: Any) -> None:
         """Compute the gradients of a loss in manual optimization, with strategy, precision and hooks.
+
+        With weights, an optimizer steps with the gradient of the weighted mean of all losses, of all ranks, since its
+        last ``step`` or ``zero_grad``.  Gradients are scaled to it by :meth:`clip_gradients` or the step.
 
         Args:
             loss: A scalar tensor.
             *args: Arguments of ``loss.backward``.
+            weight: The number of labels or samples that the loss is the mean of, a number or a tensor with one element;
+                for each loss of each rank or for none.
             **kwargs: Arguments of ``loss.backward``.
         """
-        self._manual("manual_backward").backward(loss, *args, **kwargs)
+        self._manual("manual_backward").backward(loss, *args, weight=weight, **kwargs)
 
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which ranks accumulate gradients without synchronizing them.

@@ -1,4 +1,4 @@
-"""State of a Trainer, for callbacks and modules: status, ranks, stage, counters."""
+"""Public attributes of a Trainer beside its methods: settings, ranks, stage, counters, values."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import signal
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.errors import MisuseError
 from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from dstrat.training.run_context import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from dstrat.training.notebook import MetricValues
+from dstrat.training.run import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from dstrat.training.settings import setting
 
 if TYPE_CHECKING:
@@ -30,46 +30,36 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.prediction_writer import PredictionWriter
     from dstrat.training.callbacks.progress_bar import ProgressBar
-    from dstrat.training.callbacks.timer import Duration
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
-    from dstrat.training.loops.stopping import Interruption
-    from dstrat.training.metrics.publisher import Metrics, Publisher
+    from dstrat.training.metrics.publisher import Metrics
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
-    from dstrat.training.run_context import RunContext, Stage
-    from dstrat.training.settings import TrainerSettings
+    from dstrat.training.run import Run, Stage
+    from dstrat.training.settings import Duration, TrainerSettings
 
 
-class RunState(NamedArguments):
-    """The attributes of a Trainer that callbacks and modules read.
+class TrainerProperties(NamedArguments):
+    """The attributes of a Trainer that callbacks and modules read: of its settings, its strategy and its run.
 
     Attributes:
         arguments: The arguments that differ from their defaults, as plain values and names of classes.
         plan: The components of the run, each with the reason for its choice.
         strategy: The strategy.
-        context: State of the current run, or of the last one.
         settings: The settings, which the attributes by the names of the constructor's arguments read.
-        final_optimization: Optimizers and schedulers of the last fit; None where it ran in other processes.
-        interruption: Defers signals that arrive while batches are read.
         callbacks: The callbacks, in the order of their calls.
         loggers: The loggers.
-        publisher: Passes logged values to callbacks and loggers.
-        fit_loop: The training loop.
+        run: State of the current run, or of the last one.
     """
 
     arguments: dict[str, Any]
     plan: Plan
     strategy: Strategy
-    context: RunContext
     settings: TrainerSettings
-    interruption: Interruption
     callbacks: list[Callback]
     loggers: list[Logger]
-    fit_loop: FitLoop
-    publisher: Publisher
-    final_optimization: Optimization | None = Optimization()
+    run: Run
 
     max_epochs: int = setting("limits", "max_epochs")
     max_steps: int = setting("limits", "max_steps")
@@ -106,8 +96,7 @@ class RunState(NamedArguments):
     @property
     def world_size(self) -> int:
         """Number of processes of the job, also before their start and after their end."""
-        # The strategy of a process that is not launched yet has this process alone.
-        return self.strategy.world_size if self.is_running else self.plan.world_size
+        return self.run.world_size
 
     @property
     def global_rank(self) -> int:
@@ -132,7 +121,7 @@ class RunState(NamedArguments):
     @property
     def ran_elsewhere(self) -> bool:
         """Whether the run is in other processes, which send its result back to this one."""
-        return self.strategy.launcher is not None and not self.strategy.launcher.runs_here
+        return self.run.ran_elsewhere
 
     @property
     def num_devices(self) -> int:
@@ -169,8 +158,8 @@ class RunState(NamedArguments):
     @property
     def failed_attempts(self) -> list[FailedAttempt]:
         """The attempts of this job, or of the last one, that ended with a failed rank; with ``max_restarts``."""
-        if self.context.attempt is not None:  # in a rank; the launcher is in the process that started it
-            return list(self.context.attempt.failed)
+        if self.run.attempt is not None:  # in a rank; the launcher is in the process that started it
+            return list(self.run.attempt.failed)
         return list(getattr(self.strategy.launcher, "failed_attempts", ()))  # a user's launcher may not have it
 
     @property
@@ -184,52 +173,52 @@ class RunState(NamedArguments):
     @property
     def stage(self) -> Stage:
         """The method that was called last: fit, validate, test or predict."""
-        return self.context.stage
+        return self.run.stage
 
     @property
     def module(self) -> TrainModule | None:
         """The user's module, also after the run."""
-        return self.context.module
+        return self.run.module
 
     @property
     def datamodule(self) -> DataModule | None:
         """The user's data module; None without one."""
-        return self.context.datamodule
+        return self.run.datamodule
 
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the run has loaded; None without one."""
-        return self.context.ckpt_path
+        return self.run.ckpt_path
 
     @property
     def is_running(self) -> bool:
         """Whether a run is in progress in this process."""
-        return self.context.is_running
+        return self.run.is_running
 
     @property
     def evaluation_loop(self) -> EvaluationLoop | None:
         """The loop that validates, tests or predicts, also within a fit; None before its first use."""
-        return self.context.evaluation_loop
+        return self.run.evaluation_loop
 
     @property
     def sanity_checking(self) -> bool:
         """Whether the sanity check of validation at the start of a fit is in progress."""
-        return self.context.sanity_checking
+        return self.run.sanity_checking
 
     @property
     def is_evaluating(self) -> bool:
         """Whether an evaluation loop is in progress, also within a fit."""
-        return self.context.is_evaluating
+        return self.run.is_evaluating
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal ended the last run."""
-        return self.context.interrupted
+        return self.run.interrupted
 
     @property
     def metrics(self) -> Metrics:
         """The logged values of the run."""
-        return self.context.metrics
+        return self.run.metrics
 
     @property
     def should_stop(self) -> bool:
@@ -237,16 +226,16 @@ class RunState(NamedArguments):
 
         It has no effect before ``min_epochs`` and ``min_steps`` are done.
         """
-        return self.context.should_stop
+        return self.run.should_stop
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.context.should_stop = value
+        self.run.should_stop = value
 
     @property
     def status(self) -> TrainerStatus:
         """Progress of the last call of fit, validate, test or predict."""
-        return self.context.status
+        return self.run.status
 
     @property
     def state(self) -> TrainerState:
@@ -265,7 +254,7 @@ class RunState(NamedArguments):
     @property
     def is_fitting(self) -> bool:
         """Whether the stage is a fit, also during its validations, and after its end."""
-        return self.stage == "fit"
+        return self.run.is_fitting
 
     @property
     def training(self) -> bool:
@@ -298,7 +287,7 @@ class RunState(NamedArguments):
     @property
     def received_sigterm(self) -> bool:
         """Whether the current or the last run has received SIGTERM."""
-        return self.interruption.requested == signal.SIGTERM
+        return self.run.interruption.requested == signal.SIGTERM
 
     @property
     def log_dir(self) -> LocalPath:
@@ -306,18 +295,22 @@ class RunState(NamedArguments):
 
         Before a run only global rank 0 knows the folder of a logger: reading this attribute creates it.
         """
-        folder = self.context.log_dir or next(filter(None, (logger.log_dir for logger in self.loggers)), None)
-        return home_path(folder or local_folder(self.default_root_dir))  # a user's logger may return a str
+        return self.run.output_dir
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The training loop."""
+        return self.run.fit_loop
 
     @property
     def current_epoch(self) -> int:
         """Index of the epoch, from 0."""
-        return self.fit_loop.epoch
+        return self.run.fit_loop.epoch
 
     @property
     def global_step(self) -> int:
         """Number of optimizer steps taken."""
-        return self.fit_loop.global_step
+        return self.run.fit_loop.global_step
 
     @property
     def num_training_batches(self) -> int | None:
@@ -332,24 +325,27 @@ class RunState(NamedArguments):
     @property
     def num_val_batches(self) -> list[int | None]:
         """Number of batches of each validation loader, from ``on_train_start`` on; None for an unknown one."""
-        if self.stage not in ("fit", "validate") or self.context.evaluation_loop is None:
-            return []
-        return self.context.evaluation_loop.num_batches  # not of the sanity check, as evaluation_batches is during it
+        loop = self.run.evaluation_loop
+        return loop.num_batches if loop is not None and self.stage in ("fit", "validate") else []
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
         """Number of batches of each validation loader in the sanity check; empty at other times."""
-        return self.context.evaluation_batches if self.sanity_checking else []
+        return self._current_batches if self.sanity_checking else []
 
     @property
     def num_test_batches(self) -> list[int | None]:
         """Number of batches of each test loader; None for an unknown one."""
-        return self.context.evaluation_batches if self.stage == "test" else []
+        return self._current_batches if self.stage == "test" else []
 
     @property
     def num_predict_batches(self) -> list[int | None]:
         """Number of batches of each prediction loader; None for an unknown one."""
-        return self.context.evaluation_batches if self.stage == "predict" else []
+        return self._current_batches if self.stage == "predict" else []
+
+    @property
+    def _current_batches(self) -> list[int | None]:
+        return [] if self.run.evaluation_loop is None else self.run.evaluation_loop.current_batches
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -360,11 +356,10 @@ class RunState(NamedArguments):
         Raises:
             MisuseError: There is no fit, during which the training loader can be made.
         """
-        sources = self.context.sources
         if self.fit_loop.data.loader is None:
-            if sources is None or not self.is_fitting:
+            if self.status is TrainerStatus.INITIALIZING or not self.is_fitting:
                 raise MisuseError("estimated_stepping_batches is known during a fit: read it in configure_optimizers")
-            self.fit_loop.data.load(sources)  # the loop uses this loader later
+            self.fit_loop.data.load()  # the loop uses this loader later
         limit = math.inf if self.max_steps < 0 else self.max_steps
         batches = self.fit_loop.data.num_batches
         if batches is None or self.max_epochs < 0:
@@ -399,7 +394,7 @@ class RunState(NamedArguments):
         return self._loaders_of("predict")
 
     def _loaders_of(self, *stages: Stage) -> Any:
-        loop = self.context.evaluation_loop
+        loop = self.run.evaluation_loop
         return loop.structure if loop is not None and self.stage in stages else None
 
     @property
@@ -408,7 +403,7 @@ class RunState(NamedArguments):
 
         They are recorded for callbacks whose ``reads_batch_indices`` is True.
         """
-        return None if self.context.evaluation_loop is None else self.context.evaluation_loop.batch_indices
+        return None if self.run.evaluation_loop is None else self.run.evaluation_loop.batch_indices
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
@@ -436,13 +431,13 @@ class RunState(NamedArguments):
 
     @property
     def _after_fit(self) -> Optimization:
-        if self.final_optimization is None and not self.is_running:
+        if self.run.final_optimization is None and not self.is_running:
             raise MisuseError(
                 f"the last fit ran in other processes (start_method={self.strategy.start_method!r}), which have ended "
                 "with their optimizers and schedulers: read them in a hook such as on_train_end, or choose "
                 "start_method='popen', with which each rank runs the whole script"
             )
-        return self.final_optimization or Optimization()
+        return self.run.final_optimization or Optimization()
 
     @property
     def model(self) -> Any:
@@ -460,34 +455,39 @@ class RunState(NamedArguments):
         return self.loggers[0] if self.loggers else None
 
     @property
+    def writing_loggers(self) -> list[Logger]:
+        """The loggers on global rank 0, which writes; none on other ranks."""
+        return self.loggers if self.is_global_zero else []
+
+    @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Latest value of each logged name."""
-        return dict(self.metrics.callback_values)
+        return MetricValues(self.metrics.callback_values)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Latest values that loggers write, by name."""
-        return self.metrics.written_values
+        return MetricValues(self.metrics.written_values)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Latest values that the progress bar shows, by name; reads them from the device."""
-        return self.metrics.shown_values
+        return MetricValues(self.metrics.shown_values)
 
     @property
     def called_callbacks(self) -> list[Callback]:
         """The callbacks whose hooks are called: all, but in a trial run none that save checkpoints."""
-        return [callback for callback in self.callbacks if not (self.fast_dev_run and callback.saves_checkpoints)]
+        return self.run.called_callbacks
 
     @property
     def checkpoint_callback(self) -> Callback | None:
         """The first callback with a best checkpoint."""
-        return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
+        return self.run.checkpoint_callback
 
     @property
     def checkpoint_callbacks(self) -> list[Callback]:
         """The callbacks that save checkpoints."""
-        return [callback for callback in self.callbacks if callback.saves_checkpoints]
+        return self.run.checkpoint_callbacks
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:

@@ -1,0 +1,378 @@
+"""Execution of a run: launch, preparation, the stage's work, and cleanup, in their order."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrat.data.random_state import RandomState, RankRandomState
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.keywords import explain_keyword
+from dstrat.interfaces.optimizers import Optimization
+from dstrat.interfaces.strategy import log_out_of_memory
+from dstrat.parallel.metric_states import states_gathered_by
+from dstrat.training.anomaly import watched_fit
+from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.defaults import with_callbacks_of
+from dstrat.training.checkpoint.path import resolve_checkpoint
+from dstrat.training.checkpoint.recovery import continued_checkpoint, join_attempt, rewind_loggers
+from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
+from dstrat.training.checkpoint.save import FinalState
+from dstrat.training.contexts import numerics
+from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
+from dstrat.training.loggers.defaults import agree_on_folders
+from dstrat.training.loops.evaluation_loop import EvaluationLoop
+from dstrat.training.loops.stopping import Interrupted, Terminated, end_by, is_by_signal
+from dstrat.training.module.data_module import DataModule
+from dstrat.training.module.hyperparameters import logged_hyperparameters
+from dstrat.training.module.train_module import TrainModule
+from dstrat.training.results import RunResult
+from dstrat.training.run_recorder import begin_record, record_results
+
+_log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.training.checkpoint.path import CheckpointRequest
+    from dstrat.training.module.hyperparameters import HyperparametersMixin
+    from dstrat.training.run import Run, Stage
+
+
+def launch(run: Run, ckpt_path: CheckpointRequest) -> Any:
+    """Execute a run in this process or in those that the strategy's launcher starts; return the method's result."""
+    run.strategy.connect(run.module)
+    launcher = run.strategy.launcher
+    if launcher is None:
+        return execute(run, ckpt_path).result
+    if launcher.runs_here:
+        return launcher.launch(execute, run, ckpt_path).result
+    if run.strategy.node_rank == 0 and not launcher.reruns_the_script:
+        # Choosing the folders here, not in rank 0, lets this process know them after the run.
+        folders = [logger.log_dir for logger in run.loggers]
+        run.log_dir = next(filter(None, folders), None)
+    try:
+        outcome: RunResult | None = launcher.launch(_execute_elsewhere, RandomState.capture(), run, ckpt_path)
+    except (KeyboardInterrupt, SystemExit) as error:  # the job was ended at once, without a result
+        run.interrupted = is_by_signal(error)
+        raise
+    if outcome is None:  # on machines without global rank 0
+        return None
+    if run.is_fitting:
+        run.final_optimization = None
+    run.module.attach(run.trainer)  # the run has attached its copy of the module only
+    outcome.restore(run)
+    if outcome.stopped_by:
+        run.interrupted, run.interruption.requested = True, outcome.stopped_by
+        end_by(outcome.stopped_by)
+    return outcome.result
+
+
+def _execute_elsewhere(random_state: RandomState, run: Run, ckpt_path: CheckpointRequest) -> RunResult:
+    """Execute a run in another process, with the random state of the process that launched it."""
+    random_state.restore_in_new_process()
+    return execute(run, ckpt_path)
+
+
+def execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
+    """Execute a run in this process of the job.
+
+    Args:
+        run: The run.
+        ckpt_path: A checkpoint to load first: its path, ``"last"``, ``"best"`` or a search.
+
+    Returns:
+        The result for the process that called the Trainer.
+    """
+    from dstrat.launch.progress import watched_for_hangs  # only runs need it
+
+    strategy, steps = run.strategy, run.settings.steps
+    _begin(run)
+    try:
+        with (
+            numerics(deterministic=steps.deterministic, benchmark=steps.benchmark),
+            watched_for_hangs(
+                strategy.hang_timeout,
+                longest=strategy.timeout,
+                rank=strategy.global_rank,
+                local_rank=strategy.local_rank,
+                size=run.world_size,
+            ) as run.beat,
+        ):
+            return _work(run, ckpt_path)
+    finally:  # also if a signal interrupts the cleanup
+        _end(run)
+
+
+def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
+    """Prepare the stage, do its work, and clean up."""
+    work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[run.stage]
+    try:
+        _prepare(run, ckpt_path)
+        with states_gathered_by(run.strategy):
+            result = work(run)
+        record_results(run)
+        # A rank that is done may print, into the progress bar of rank 0: all end together.
+        run.strategy.barrier("end")
+    except (Interrupted, Terminated) as exception:
+        outcome = _stop(run, exception)
+        if outcome is not None:
+            return outcome  # the process that called the Trainer restores it, and raises there
+        if isinstance(exception, Terminated):
+            raise
+        raise KeyboardInterrupt from None  # for this class only, not for subclasses, Python exits as after a SIGINT
+    except BaseException as exception:
+        _on_exception(run, exception)
+        explain_keyword(exception, (type(run.module), Callback, type(run.trainer)))
+        raise
+    outcome = RunResult.of(run, result)
+    if run.is_fitting and not run.ran_elsewhere:
+        run.final_optimization = _final_optimization(run.strategy)
+    final_state = FinalState.of(run)  # before the cleanup, in which the strategy frees it
+    _finish(run)
+    if run.is_fitting:  # an evaluation keeps the final state of the fit before it
+        run.final_state = final_state
+    return outcome
+
+
+def _final_optimization(strategy: Strategy) -> Optimization:
+    """Return the optimizers and schedulers for use after the fit, with their state on the CPU, as the module's."""
+    if strategy.replicates_state and strategy.root_device.type != "cpu":
+        for state in [state for optimizer in strategy.optimizers for state in optimizer.state.values()]:
+            if isinstance(state, dict):
+                state.update(apply_to_tensors(state, strategy.to_host))
+    return Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
+
+
+def _begin(run: Run) -> None:
+    """Attach module, data module and callbacks to the run, in the process of the run."""
+    module, datamodule, trainer = run.module, run.datamodule, run.trainer
+    module.attach(trainer)
+    if datamodule is not None:
+        datamodule.attach(trainer)
+    # None lets the strategy call Tensor.backward itself: one Python call less per batch.
+    run.strategy.module_backward = module.backward if overrides(module, "backward", TrainModule) else None
+    trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
+    _set_logging_module(run.callbacks, module)
+    run.hooks = HookRunner(trainer, module, run.called_callbacks, run.profiled)
+    if run.is_global_zero:
+        for callback in run.called_callbacks:
+            warn_of_misspelled_hooks(callback, Callback)
+        if datamodule is not None:
+            warn_of_misspelled_hooks(datamodule, DataModule)
+        warn_of_misspelled_hooks(module, TrainModule)
+    run.is_running = True
+
+
+def _end(run: Run) -> None:
+    run.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
+    _set_logging_module(run.callbacks, None)
+    run.strategy.module_backward = None
+    run.is_running, run.beat = False, None
+
+
+def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | None) -> None:
+    for callback in callbacks:
+        callback._logging_module = module  # noqa: SLF001 - a public name could collide with one of a user's subclass
+
+
+def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
+    module, strategy = run.module, run.strategy
+    strategy.setup_environment()
+    if strategy.local_rank == 0:  # downloads happen once per machine, before any rank reads the files
+        run.sources.prepare_data()
+    strategy.barrier("prepare_data")
+    # A restarted job writes to the loggers' folders of the attempt before; values after the save point are removed.
+    join_attempt(run)
+    run.log_dir = agree_on_folders(run.loggers, strategy)
+    rewind_loggers(run)
+    begin_record(run)
+    if run.profiler is not None:
+        run.profiler.start(run.stage, run.output_dir, strategy.global_rank)
+    for hook in _ordered_hooks(run, "setup"):
+        hook(run.stage)
+    with strategy.tensor_init_context(), strategy.model_sharded_context():
+        hook_of(module, "configure_model", TrainModule)()
+    module.attach(run.trainer)  # again, for submodules that configure_model has made
+    if run.settings.steps.sync_batchnorm and run.is_fitting:
+        strategy.synchronize_batchnorm()
+    path = continued_checkpoint(run) or resolve_checkpoint(run, ckpt_path)
+    run.ckpt_path = None if path is None else str(path)
+    # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
+    restoration = None if path is None else CheckpointRestore(run, path)
+    run.publisher.log_graph(module)
+    strategy.setup(run.trainer)
+    if run.is_fitting:
+        strategy.check_set_up()
+    run.publisher.start_run()
+    owners: list[HyperparametersMixin] = [module] if run.datamodule is None else [module, run.datamodule]
+    warns = run.is_fitting and bool(run.checkpoint_callbacks) and run.is_global_zero
+    run.publisher.log_hyperparams(logged_hyperparameters(owners, warns=warns))
+    if restoration is not None:
+        restoration.finish()
+    if run.is_fitting:  # after the checkpoint, whose state that of a running job replaces
+        strategy.join_training(LiveTraining(run))
+
+
+def _fit(run: Run) -> None:
+    hooks, loop, sources = run.hooks, run.fit_loop, run.sources
+    with watched_fit(run):
+        loop.setup()
+        hooks.call("on_fit_start")
+        validates = run.settings.data.limit_val_batches != 0 and sources.validates(warns=run.is_global_zero)
+        # Not in a resumed fit, whose validation has run before.
+        num_sanity_steps = run.settings.evaluation.num_sanity_val_steps
+        sanity_checks = validates and num_sanity_steps != 0 and loop.batches_seen == 0
+        if sanity_checks:
+            hooks.call_callbacks("on_sanity_check_start")
+        if validates:  # before its first run, as on_train_start may read it
+            run.evaluation_loop = EvaluationLoop(run, sources.loader("val", may_be_none=True), "validation")
+        if run.evaluation_loop is not None and sanity_checks:
+            _sanity_check(run, run.evaluation_loop, None if num_sanity_steps == -1 else num_sanity_steps)
+        loop.run()
+        run.strategy.finish_training()
+        hooks.call("on_fit_end")
+
+
+def _sanity_check(run: Run, validation: EvaluationLoop, at_most: int | None) -> None:
+    """Run a few validation batches before the training."""
+    random_state = RankRandomState.capture(run.strategy)  # training draws the same numbers with and without the check
+    run.sanity_checking = True
+    with run.interruption:
+        validation.run(at_most)
+    random_state.restore(run.strategy)  # for a checkpoint that the hook saves; again below, as the hook may draw
+    run.hooks.call_callbacks("on_sanity_check_end")
+    run.sanity_checking = False
+    random_state.restore(run.strategy)
+    run.reset_metrics()  # values of a few batches are not results
+
+
+def _evaluate(run: Run) -> list[dict[str, float]]:
+    limits = run.settings.data
+    limit = limits.limit_val_batches if run.stage == "validate" else limits.limit_test_batches
+    if limit == 0:  # no hook is called either: those at the end of an epoch compute with what its steps have collected
+        return []
+    if run.stage == "validate":
+        loop = EvaluationLoop(run, run.sources.loader("val"), "validation")
+    else:
+        loop = EvaluationLoop(run, run.sources.loader("test"), "test")
+    with run.interruption:
+        loop.run()
+    return run.publisher.results(loop.logged, len(loop.num_batches))
+
+
+def _predict(run: Run) -> list[Any]:
+    if run.settings.data.limit_predict_batches == 0:
+        return []
+    loop = EvaluationLoop(run, run.sources.loader("predict"), "predict")
+    loop.keeps_outputs = run.return_predictions
+    with run.interruption:
+        loop.run()
+    if not run.return_predictions:
+        return []
+    predictions = loop.predictions()
+    return predictions[0] if len(predictions) == 1 else predictions
+
+
+def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], None] | None = None) -> None:
+    """Call the exception hooks and clean up; the caller raises the exception.
+
+    Args:
+        run: The failing run.
+        exception: The exception that ends the run.
+        leave: Called after the callbacks, while all processes can still communicate; for signals only.
+    """
+    # Only runs that break need these.
+    from dstrat.checkpoint.async_io import finish_write
+    from dstrat.launch.ended_peers import name_ended_ranks
+    from dstrat.launch.failures import kind_of
+
+    run.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
+    status = "interrupted" if run.interrupted else "failed"
+    notify: list[Callable[[], None]] = [
+        partial(run.strategy.on_exception, exception),
+        *(partial(hook, exception) for hook in run.hooks.of_callbacks("on_exception")),
+        *([partial(hook_of(run.datamodule, "on_exception", DataModule), exception)] if run.datamodule else []),
+    ]
+    last: list[Callable[[], None]] = []
+    if isinstance(exception, Interrupted | Terminated):
+        # After a failure the strategy closes its communication first, or other ranks would wait.  At a signal all ranks
+        # stop together: callbacks may still communicate, so the strategy comes last.
+        close = notify.pop(0)
+        notify += [leave, close] if leave else [close]
+        cluster = run.strategy.parts.cluster_environment
+        # Last, as the scheduler ends the processes then.
+        if cluster is not None and exception.signal == cluster.requeue_signal and run.is_global_zero:
+            last = [partial(_requeue, cluster)]
+    steps: list[Callable[[], None]] = [
+        partial(log_out_of_memory, run.strategy, exception),  # before anything is freed
+        partial(name_ended_ranks, exception),  # needs the process group, which the next steps close, as does
+        partial(finish_write, run.strategy, exception, logs=kind_of(exception) == "error"),
+        *notify,
+        *_cleanup_steps(run, status),
+        *_record_end(run, status, exception),
+        *last,
+    ]
+    for error in _run_all(steps):
+        _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
+
+
+def _requeue(cluster: ClusterEnvironment) -> None:
+    cluster.requeue()
+    _log.warning("the job is queued again, and resumes from its checkpoint with fit(resume='auto')")
+
+
+def _ordered_hooks(run: Run, name: Literal["setup", "teardown"]) -> list[Callable[[Stage], Any]]:
+    """Return a hook of the data module, of the callbacks, which may use its data, and of the module, in this order."""
+    of_data = [] if run.datamodule is None else [hook_of(run.datamodule, name, DataModule)]
+    return [*of_data, *run.hooks.of_callbacks(name), hook_of(run.module, name, TrainModule)]
+
+
+def _stop(run: Run, exception: Interrupted | Terminated) -> RunResult | None:
+    """Clean up after a signal, and return the result if another process called the Trainer; collective."""
+    outcomes: list[RunResult] = []
+
+    def leave() -> None:
+        outcomes.append(RunResult.of(run, None, stopped_by=exception.signal))
+
+    _on_exception(run, exception, leave=leave if run.ran_elsewhere else None)
+    # Launchers of other machines receive no result: the processes there raise.
+    return outcomes[0] if outcomes and run.strategy.node_rank == 0 else None
+
+
+def _finish(run: Run) -> None:
+    errors = _run_all(_cleanup_steps(run, "success"))
+    status = "failed" if errors else "completed"
+    errors += _run_all(_record_end(run, status, errors[0] if errors else None))
+    for error in errors[1:]:
+        _log.error("another step of the cleanup after the run failed too", exc_info=error)
+    if errors:
+        raise errors[0]
+
+
+def _cleanup_steps(run: Run, status: str) -> list[Callable[[], None]]:
+    return [
+        partial(run.publisher.finalize, status),
+        *(partial(hook, run.stage) for hook in _ordered_hooks(run, "teardown")),
+        run.strategy.teardown,
+        *([run.profiler.finish] if run.profiler else []),
+    ]
+
+
+def _record_end(run: Run, status: str, exception: BaseException | None) -> list[Callable[[], None]]:
+    recorder = run.recorder
+    return [] if recorder is None else [partial(recorder.end, run, status, exception)]
+
+
+def _run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
+    """Run all steps, also after one that fails, and return the errors."""
+    errors = []
+    for step in steps:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001, PERF203 - the caller logs or raises it
+            errors.append(error)
+    return errors

@@ -1,0 +1,110 @@
+"""Pipelines of causal language models: their layers in order, and what a stage computes."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dstrat import Pipeline
+from dstrat.errors import MisuseError
+from dstrat_transformers.models import base_model, blocks, count_labels, is_peft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+
+_INPUTS = ("input_ids", "inputs_embeds", "labels")
+
+
+def make_pipeline(model: Module, on_loss: Callable[[Tensor], None]) -> Pipeline:
+    """Return the pipeline of a causal language model: embedding, blocks, the last norm and the output layer.
+
+    Args:
+        model: The model of transformers.
+        on_loss: Called with the loss of each training batch.
+
+    Raises:
+        MisuseError: The model is no such one, or has further layers.
+    """
+    language_model: Any = model
+    layers = _layers(language_model)
+    body, head = language_model.base_model, layers[-1]
+
+    def compute(stage: Sequence[Module], value: Any, batch: Mapping[str, Any]) -> Any:
+        # The model itself computes masks and positions, and calls its layers: those of other stages return their input.
+        arguments = {name: argument for name, argument in batch.items() if name not in _INPUTS}
+        arguments |= {"use_cache": False, "input_ids" if layers[0] in stage else "inputs_embeds": value}
+        with _passing_through(layer for layer in layers[1:-1] if layer not in stage):
+            if head in stage:
+                return language_model(**arguments).logits
+            return body(**arguments).last_hidden_state
+
+    return Pipeline(
+        model=model,
+        layers=layers,
+        inputs=lambda batch: batch["input_ids"],
+        compute=compute,
+        loss=lambda logits, batch: causal_loss(language_model, logits, batch),
+        weight=lambda batch: count_labels(model, batch),
+        on_loss=on_loss,
+    )
+
+
+def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Return the loss of a causal language model, as its ``forward`` computes it.
+
+    Raises:
+        MisuseError: The batch has no labels.
+    """
+    if batch.get("labels") is None:
+        raise MisuseError(
+            f"a pipeline of {type(model).__name__} got a batch with {', '.join(batch)}: give it labels, as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
+        )
+    loss: Tensor = model.loss_function(
+        logits=logits, labels=batch["labels"], vocab_size=model.config.get_text_config().vocab_size
+    )
+    return loss
+
+
+def _layers(model: Any) -> list[Module]:
+    """Return the layers in order.
+
+    Raises:
+        MisuseError: The model has others.
+    """
+    name, advice = type(model).__name__, "leave pp out"
+    if is_peft(model) or getattr(base_model(model), "loss_type", None) != "ForCausalLM":
+        raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have pipelines: {advice}")
+    body, decoder = model.base_model, blocks(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inside = {id(block) for block in decoder}
+    children = [child for child in body.children() if any(True for _ in child.parameters())]
+    others = [child for child in children if child is not embedding and not inside & set(map(id, child.children()))]
+    outer = [child for child in model.children() if child is not body and any(True for _ in child.parameters())]
+    if body is model or len(others) != 1 or outer != [head] or children[-1] is not others[0]:
+        names = ", ".join(child_name for child_name, child in body.named_children() if child in children)
+        raise MisuseError(
+            f"{name} has the layers {names}, and a pipeline is known for an embedding, blocks, one norm and an output "
+            f"layer: {advice}, or define configure_pipeline in a subclass of HFModule"
+        )
+    return [embedding, *decoder, others[0], head]
+
+
+@contextmanager
+def _passing_through(layers: Iterable[Module]) -> Iterator[None]:
+    """In this context layers return their first argument."""
+    changed = list(layers)
+    for layer in changed:
+        layer.forward = _first_argument
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.forward
+
+
+def _first_argument(value: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001 - as layers are called
+    return value

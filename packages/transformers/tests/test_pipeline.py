@@ -1,0 +1,110 @@
+"""Models of transformers with stages: losses of one device, shared weights, written folders."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from dstrat.errors import MisuseError
+from dstrat_mesh import MeshStrategy
+from dstrat_transformers import HFModule
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import small
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("llama")]
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OPTIONS = {"trainer_options": {"max_epochs": 1, "gradient_clip_val": 0.5}}
+
+
+def strategy(**sizes):
+    return MeshStrategy(start_method="fork", **sizes)
+
+
+def models():
+    torch.manual_seed(1)
+    gemma = transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=4, attn_implementation="eager")
+    return {
+        "llama": small.llama(num_hidden_layers=3, tie_word_embeddings=False),
+        "llama with shared embeddings": small.llama(num_hidden_layers=3),
+        "qwen3": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8)),
+        "gemma2": transformers.Gemma2ForCausalLM(gemma),
+    }
+
+
+def written(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+def check_same(seen, reference, folder, reference_folder):
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    assert seen["val"] == pytest.approx(reference["val"], rel=1e-6)
+    expected = written(reference_folder)
+    assert written(folder).keys() == expected.keys()
+    for name, value in written(folder).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama with shared embeddings", "qwen3", "gemma2"])
+def test_stages_have_the_losses_of_one_device(tmp_path, name):
+    reference = small.train(tmp_path / "one", model=models()[name], **OPTIONS)
+    seen = small.train(tmp_path / "two", strategy(pp=2), 2, model=models()[name], **OPTIONS)
+    check_same(seen, reference, tmp_path / "two", tmp_path / "one")
+
+
+LAYOUTS = [{"pp": 2, "dp_shard": 2, "microbatches": 4}, {"pp": 2, "tp": 2}, {"pp": 4}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_stages_go_together_with_other_axes(tmp_path, sizes):
+    name = "llama with shared embeddings"
+    reference = small.train(tmp_path / "one", model=models()[name], **OPTIONS)
+    seen = small.train(tmp_path / "four", strategy(**sizes), 4, model=models()[name], **OPTIONS)
+    check_same(seen, reference, tmp_path / "four", tmp_path / "one")
+
+
+def test_a_model_that_is_made_in_stages_has_the_first_values_of_one_device(tmp_path):
+    accumulate = {"trainer_options": {"max_epochs": 1, "accumulate_grad_batches": 2}}
+    reference = small.train(tmp_path / "one", model=small.new_llama(), **accumulate)
+    seen = small.train(tmp_path / "two", strategy(pp=2), 2, model=small.new_llama(), **accumulate)
+    check_same(seen, reference, tmp_path / "two", tmp_path / "one")
+
+
+def others():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
+    return {
+        "BloomForCausalLM has the layers word_embeddings, word_embeddings_layernorm, h, ln_f, and a pipeline is known "
+        "for an embedding": transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)),
+        "LlamaForSequenceClassification is no model ...ForCausalLM": transformers.LlamaForSequenceClassification(
+            small.config()
+        ),
+    }
+
+
+@pytest.mark.parametrize("message", others())
+def test_a_model_with_other_layers_is_refused(message):
+    with pytest.raises(MisuseError) as error:
+        HFModule(others()[message]).configure_pipeline()
+    assert str(error.value).startswith(message)
