@@ -147,23 +147,18 @@ LIBRARIES = {"tutorial-cluster.md": ("torchx",), "tutorial-strategy.md": ("copie
 
 
 def run_commands(commands: list[str], folder: Path) -> str:
-    """Run commands of a tutorial side by side, as & does; return what they print."""
-    running = []
+    """Run commands of a tutorial, those with a final & beside the next one; return what they print."""
+    site = folder / "site"  # where pip installs
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
+    modules = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "dstrat": ("-m", "dstrat"), "pip": PIP}
+    text, running = "", []
     for command in commands:
         program, *arguments = command.removesuffix(" &").split()
-        site = folder / "site"  # where pip installs
-        module = {
-            "python": (),
-            "torchrun": ("-m", "torch.distributed.run"),
-            "dstrat": ("-m", "dstrat"),
-            "pip": ("-m", "pip"),
-        }[program]
         if program == "pip":
-            arguments += ["--quiet", "--no-index", "--no-build-isolation", f"--target={site}"]
-        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
+            arguments += ["--no-build-isolation", "--no-index", f"--target={site}"]
         running.append(
             subprocess.Popen(
-                (sys.executable, *module, *arguments),
+                (sys.executable, *modules[program], *arguments),
                 cwd=folder,
                 env={**os.environ, **environ},
                 stdout=subprocess.PIPE,
@@ -171,9 +166,15 @@ def run_commands(commands: list[str], folder: Path) -> str:
                 text=True,
             )
         )
-    outputs = [started.communicate() for started in running]
-    assert [started.returncode for started in running] == [0] * len(running), outputs
-    return "".join(printed + errors for printed, errors in outputs)
+        if not command.endswith(" &"):
+            outputs = [started.communicate() for started in running]
+            assert [started.returncode for started in running] == [0] * len(running), outputs
+            text += "".join(printed + errors for printed, errors in outputs)
+            running = []
+    return text
+
+
+PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
 
 
 def run_own_loop(program: str, folder: Path) -> str:

@@ -52,9 +52,9 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text_colum
         rows: Their cells as plain text, which is escaped.
         text_columns: Names of the columns that are aligned to the left; numbers are aligned to the right.
     """
-    words = frozenset(text_columns)
+    names_of_text = frozenset(text_columns)
     # Inline styles, as frontends remove style elements from outputs.
-    styles = [f"text-align:{'left' if name in words else 'right'}" for name in head]
+    styles = [f"text-align:{'left' if name in names_of_text else 'right'}" for name in head]
 
     def line(tag: str, cells: Sequence[str]) -> str:
         written = (
