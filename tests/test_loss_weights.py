@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -11,7 +12,8 @@ from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import OwnLoop, TrainModule, build
+from dstrat import OwnLoop, Pipeline, TrainModule, build
+from dstrat.plugins.io import PortableCheckpointIO
 
 STRATEGIES = {"replicas": ["ddp", "bagua"], "shards": ["fsdp", "model_parallel"]}
 if find_spec("deepspeed"):
@@ -136,6 +138,70 @@ def test_tokens_count_alike_in_batches_and_ranks_of_uneven_numbers(kind):
             assert logged["train_loss_epoch"] == pytest.approx(train_loss, rel=1e-6), case
             assert logged["val_loss"] == pytest.approx(val_loss, rel=1e-6), case
             assert logged["samples"] == 2
+
+
+# A mesh: replicas, shards, split layers and stages of a pipeline
+
+
+class OnMesh(Tokens):
+    """Splits its layers over ``tp``, and may be a pipeline."""
+
+    def configure_model(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.device_mesh is not None and "tp" in self.device_mesh.mesh_dim_names:
+            parallelize_module(self.net, self.device_mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def configure_pipeline(self):
+        return Pipeline(
+            model=self.net,
+            loss=lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), labels(*batch).flatten()),
+            weight=lambda batch: batch[1].sum(),
+        )
+
+    def on_train_end(self):
+        self.trainer.save_checkpoint(self.folder / "end", weights_only=True)
+
+
+def on_mesh(cluster, folder, accumulate, clip_val, **layout):
+    from dstrat_mesh import MeshStrategy
+
+    # torch's, about in-place operations on the output of a stage, which nobody changes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    module = OnMesh()
+    module.folder = folder
+    replicas = cluster.world_size // (layout.get("tp", 1) * layout.get("pp", 1))
+    trainer = quiet_trainer(
+        MeshStrategy(**layout), cluster, max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip_val
+    )
+    trainer.fit(module, DataLoader(TensorDataset(*samples()), batch_size=4 // replicas))
+
+
+LAYOUTS = {
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"pp": 2}],
+    4: [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}],
+}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_tokens_count_alike_in_each_layout_of_a_mesh(ranks, tmp_path):
+    cases = {
+        (str(layout), *settings): {
+            **layout,
+            "folder": tmp_path / f"{index}-{settings}",
+            "accumulate": settings[0],
+            "clip_val": settings[1],
+        }
+        for index, layout in enumerate(LAYOUTS[ranks])
+        for settings in SETTINGS
+    }
+    in_ranks(each, ranks, function=on_mesh, cases=cases)
+    for case, arguments in cases.items():
+        trained = PortableCheckpointIO().load_checkpoint(arguments["folder"] / "end")["state_dict"]
+        right = ON_ONE_DEVICE[case[1:]][0]
+        torch.testing.assert_close(
+            dict(trained), right, rtol=1e-6, atol=1e-6, msg=lambda text, case=case: f"{case} {text}"
+        )
 
 
 # A loop of one's own

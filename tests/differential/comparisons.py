@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.differential.differences import close, differences, first_difference
-from tests.differential.divisions import division_differences
+from tests.differential.divisions import compare_division
 from tests.differential.programs import global_batch_program, random_program
 from tests.differential.running import DEFAULTS, Program, library_of, train
 
@@ -23,7 +23,8 @@ def compare(what: str, seed: int, folder: Path) -> list[str]:
         spec = random_program(seed)
         return differences(spec, *(train(library, spec, folder / library) for library in ("lightning", "dstrat")))
     if what == "divisions":
-        return division_differences(seed, folder)
+        comparison = compare_division(seed, folder)
+        return [str(comparison.spec), *comparison.differences] if comparison.differences else []
     if what == "lightning_ddp":
         # With another seed, or without shuffle, Lightning has another order.
         spec = {**global_batch_program(seed), "shuffle": True, "seed_everything": True}

@@ -77,6 +77,8 @@ class BaguaStrategy(ParallelStrategy):
         ConflictError: Options are given beside an instance.
     """
 
+    allows_new_optimizers = False  # the algorithm has those of the setup
+
     def __init__(
         self,
         algorithm: str | Algorithm = "gradient_allreduce",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -141,11 +142,10 @@ def test_a_table_of_a_plan_is_aligned(core_catalog):
 
 def test_a_notebook_shows_a_plan_as_a_table_with_escaped_cells(core_catalog):
     plan = make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ={}, interactive=False)
-    assert plan._repr_html_().startswith(
-        "<table><tr><th>strategy</th><td>single_device</td><td>the first choice for 1 "
-    )
+    words = re.sub(r"<[^>]*>", " ", plan._repr_html_()).split()
+    assert words[:6] == ["strategy", "single_device", "the", "first", "choice", "for"]
     row = dataclasses.replace(plan.choices[0], value="<b>")
-    assert "<td>&lt;b&gt;</td>" in dataclasses.replace(plan, choices=(row,))._repr_html_()
+    assert ">&lt;b&gt;</td>" in dataclasses.replace(plan, choices=(row,))._repr_html_()
 
 
 def test_facts_for_whoever_runs_the_plan(catalog):

@@ -203,6 +203,8 @@ class Strategy(ABC):
             write it without the others.
         saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
             value of ``"gradients"``, which is empty if there are none.
+        allows_new_optimizers: Whether :attr:`optimizers` may be set during a training.  Then :meth:`setup_optimizers`
+            is called again, with these.
         evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         timeout: How long a process waits for the others; None if there are none.
@@ -224,6 +226,7 @@ class Strategy(ABC):
     accumulates_gradients: bool = False
     replicates_state: bool = True
     saves_gradients: bool = False
+    allows_new_optimizers: bool = True
     evaluates_together: bool = False
     allows_inference_mode: bool = True
     timeout: timedelta | None = None
@@ -509,7 +512,8 @@ class Strategy(ABC):
             if self._module is not None:
                 stack.enter_context(keep_ties(self._module))
                 # As cpu() does; after an error a layer may be on the meta device, without memory.
-                self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
+                with keep_ties(self._module):
+                    self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
 
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""
@@ -813,7 +817,11 @@ class Strategy(ABC):
         check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer; collective."""
+        """Return the full state of an optimizer; collective.
+
+        A strategy with ``replicates_state=False`` need not override it and :meth:`load_optimizer_state`: checkpoints
+        gather the entries of :meth:`sharded_optimizer_state`, and :meth:`load_sharded_optimizer_state` loads full ones.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -871,7 +879,8 @@ class Strategy(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters, with this process's shards; collective.
 
-        Of sharded parameters it has zeros before the first step, as a template.
+        A process that has the state of some parameters only returns their entries.  Of sharded parameters it has zeros
+        before the first step, as a template.
         """
         return named_state(optimizer, self.module)
 

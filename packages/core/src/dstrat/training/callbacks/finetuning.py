@@ -47,7 +47,8 @@ class BaseFinetuning(Callback):
                 return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
 
     Checkpoints have the added groups and the names of frozen parameters, so that a resumed training continues exactly.
-    :meth:`finetune_function` is called once for each epoch, also for one that is interrupted and resumed.
+    :meth:`finetune_function` is called once for each epoch, also for one that is interrupted and resumed.  It has to
+    decide alike on all ranks, which is checked.
 
     Some strategies cannot unfreeze parameters during a training, and raise an error.
     """
@@ -207,6 +208,36 @@ class BaseFinetuning(Callback):
         for optimizer in trainer.optimizers:
             self.finetune_function(module, trainer.current_epoch, optimizer)
         self._note(module, trainer.optimizers)
+        self._check_ranks(trainer, module)
+
+    def _check_ranks(self, trainer: Trainer, module: TrainModule) -> None:
+        """Raise an error if this rank trains other parameters than rank 0, or with other rates; collective.
+
+        Raises:
+            MisuseError: It does; replicas would diverge, or wait for each other's gradients.
+        """
+        strategy = trainer.strategy
+        if strategy.world_size == 1:
+            return
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        trained: dict[str, tuple[bool, float | None]] = {
+            name: (parameter.requires_grad, None) for parameter, name in names.items()
+        }
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in names:  # an optimizer of a sharded model may have tensors of its own
+                        trained[names[parameter]] = (parameter.requires_grad, float(group["lr"]))
+        of_rank_0: dict[str, tuple[bool, float | None]] = strategy.broadcast(trained)
+        # Stages of a pipeline have different parameters.
+        different = [name for name, value in trained.items() if of_rank_0.get(name, value) != value]
+        if different:
+            raise MisuseError(
+                f"{type(self).__name__}.finetune_function has set requires_grad or the learning rate of "
+                f"{different[0]!r} otherwise on rank {strategy.global_rank} than on rank 0, in epoch "
+                f"{trainer.current_epoch}: decide by what all ranks have in common, such as the epoch, or a value that "
+                "is logged with sync_dist=True"
+            )
 
     def _note(self, module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
         """Record the added groups and the frozen parameters by name, for checkpoints."""

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from dstrat.checkpoint.strategy_state import CURRENT_WEIGHTS, replaced_weights
-from dstrat.errors import ConflictError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.plugins.options import check_keywords
 from dstrat.training.callbacks.averaged_weights import AveragedWeights, move_towards
 from dstrat.training.callbacks.callback import Callback
@@ -81,15 +81,32 @@ class WeightAveraging(Callback):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:  # noqa: ARG002 - for subclasses
         """Return whether to update the average now; by default after every optimizer step.
 
+        It has to return the same on all ranks, which average their own weights or shards without communication.  A
+        difference is an error when the average is used: in a validation, a checkpoint or at the end.
+
         Args:
             step_idx: Index of the last optimizer step, from 0; None at the end of an epoch.
             epoch_idx: Index of the ending epoch, from 0; None after a step.
         """
         return step_idx is not None
 
-    @property
-    def _has_average(self) -> bool:
-        return self._average is not None and self._average.num_updates > 0
+    def _has_average(self, trainer: Trainer) -> bool:
+        """Return whether there is an average, which all ranks have; collective.
+
+        Raises:
+            MisuseError: The ranks have updated it in different steps.
+        """
+        updates, strategy = 0 if self._average is None else self._average.num_updates, trainer.strategy
+        if strategy.world_size > 1:
+            counts = torch.tensor([updates, -updates], device=strategy.root_device)
+            most, least = strategy.reduce(counts, reduce_op="max").tolist()
+            if most != -least:
+                raise MisuseError(
+                    f"{type(self).__name__}.should_update has returned True {updates} times on rank "
+                    f"{strategy.global_rank} of {strategy.world_size}, and between {-least} and {most} times on all: "
+                    "decide by what all ranks have in common, such as step_idx and epoch_idx"
+                )
+        return updates > 0
 
     @property
     def _is_swapped(self) -> bool:
@@ -161,7 +178,7 @@ class WeightAveraging(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._has_average:
+        if self._has_average(trainer):
             self._swap(trainer)
 
     @override
@@ -176,7 +193,7 @@ class WeightAveraging(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._has_average:
+        if self._has_average(trainer):
             self._swap(trainer)
         elif trainer.is_global_zero:
             _log.warning("%s never took the weights into an average: they stay as trained", type(self).__name__)
@@ -195,7 +212,7 @@ class WeightAveraging(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         self._catch_up(trainer, checkpoint)
-        if not self._has_average:
+        if not self._has_average(trainer):
             return
         assert self._average is not None  # noqa: S101 - there is one
         strategy, state = trainer.strategy, checkpoint["state_dict"]
