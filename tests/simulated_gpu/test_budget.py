@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, GradientSyncStrategy, OwnLoop, Trainer, TrainModule
+from dstrat import Callback, GradientSyncStrategy, OwnLoop, Trainer, TrainModule, build
 from dstrat.testing.simulated_gpu import synchronizations
 
 FIRST, LAST = 4, 11  # steps that are watched; those before compile, allocate and agree
@@ -111,8 +111,9 @@ def test_a_step_on_one_device_never_waits_for_it():
 
 
 def own_loop(cluster, strategy):
-    loop = OwnLoop(strategy=strategy, accelerator="simulated_gpu", devices=cluster.world_size, plugins=[cluster])
-    return loop.launch(_own_steps)
+    devices = cluster.world_size
+    built = build(strategy=strategy, accelerator="simulated_gpu", devices=devices, plugins=[cluster])
+    return OwnLoop(built).launch(_own_steps)
 
 
 def _own_steps(loop):

@@ -17,7 +17,7 @@ from dstrat.data.prefetch import prefetch
 from dstrat.testing import simulated_gpu
 from dstrat_fsdp import FSDPStrategy
 
-DEVICE = torch.device("simgpu", 0)
+DEVICE = "simgpu:0"
 
 
 class Net(TrainModule):
@@ -74,7 +74,9 @@ def test_training_equals_that_on_the_cpu_bit_for_bit():
 
 
 def copied(batches):
-    return prefetch(((batch, False) for batch in batches), lambda batch: batch.to(DEVICE, non_blocking=True), DEVICE)
+    return prefetch(
+        ((batch, False) for batch in batches), lambda batch: batch.to(DEVICE, non_blocking=True), torch.device(DEVICE)
+    )
 
 
 def test_batches_arrive_whole_while_steps_compute():
@@ -180,9 +182,8 @@ def test_a_sharded_module_is_never_whole_on_a_device():
 
 
 def first_mask(cluster, seed):
+    trainer, net = make_trainer(cluster, strategy="ddp", limit_train_batches=1), Drawing()
     torch.manual_seed(seed)
-    trainer = make_trainer(cluster, strategy="ddp", max_epochs=1, limit_train_batches=1)
-    net = Drawing()
     trainer.fit(net, loader())
     return net.drawn
 

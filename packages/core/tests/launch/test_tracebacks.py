@@ -96,13 +96,13 @@ def test_frames_of_libraries_that_call_the_program_within_ours_go_too():
 def test_an_error_that_our_code_raises_by_accident_keeps_its_frames():
     error, names = frames_after_fit(WrongState())
     assert isinstance(error, AttributeError)
-    assert names[:2] == ["_launch_stage", "execute"]
+    assert names[:2] == ["launch", "execute"]
 
 
 def test_all_frames_are_shown_on_request(monkeypatch):
     monkeypatch.setenv("DSTRAT_FULL_TRACEBACK", "1")
     _, names = frames_after_fit(Failing())
-    assert names[:2] == ["_launch_stage", "execute"]
+    assert names[:2] == ["launch", "execute"]
 
 
 def test_a_failed_rank_reports_the_frames_of_the_program():

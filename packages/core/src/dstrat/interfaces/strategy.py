@@ -510,6 +510,7 @@ class Strategy(ABC):
             for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
                 stack.callback(component.teardown)
             if self._module is not None:
+                stack.enter_context(keep_ties(self._module))
                 # As cpu() does; after an error a layer may be on the meta device, without memory.
                 with keep_ties(self._module):
                     self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those

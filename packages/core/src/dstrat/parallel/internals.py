@@ -68,3 +68,17 @@ def count_collectives() -> int:
         with contextlib.suppress(RuntimeError):  # the backend does not count
             count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
     return count
+
+
+# Pinned memory
+
+
+def empty_host_cache() -> None:
+    """Give pinned memory that is free back to the system, since torch 2.12."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    accelerator = torch.accelerator.current_accelerator()
+    if empty is None or accelerator is None:
+        return
+    # A device that a package adds may have no such allocator, and torch 2.13 does not look: the process would crash.
+    if accelerator.type != torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - there is no public name
+        empty()

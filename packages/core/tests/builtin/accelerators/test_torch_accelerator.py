@@ -1,11 +1,16 @@
 """Any type of device of torch; tests/simulated_gpu runs the same class on one."""
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 
 from dstrat.builtin.accelerators.torch_accelerator import TorchAccelerator
 from dstrat.errors import DeviceError
 from dstrat.interfaces.accelerator import initialized_device_type
+
+GUIDE = Path(__file__).parents[5] / "docs" / "publish.md"
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an XPU")
@@ -39,3 +44,15 @@ def test_devices_have_their_own_index():
 
 def test_this_process_has_initialized_no_device():
     assert initialized_device_type() is None
+
+
+def test_records_of_the_guide_make_accelerators_of_their_type():
+    program = (GUIDE.read_text().partition("\nNPU = ")[2]).partition("\n```")[0]
+    scope = {}
+    exec(f"from dstrat import Component\nNPU = {program}", scope)
+    for name, backend in (("NPU", "hccl"), ("NEURON", "neuron")):
+        record = scope[name]
+        module, _, class_name = record.target.partition(":")
+        accelerator = getattr(import_module(module), class_name)(**record.options)
+        assert (accelerator.device_type, record.process_group_backend) == (record.device_type, backend)
+        assert not accelerator.is_available()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, TrainModule
 from dstrat.builtin.precision.mixed import MixedPrecision
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RankFailedError
 from dstrat.parallel.loss_weights import LossWeights
 from dstrat.training.metrics.reduction import Options
@@ -328,8 +330,6 @@ def test_a_rank_without_a_weight_fails_before_it_communicates(quiet_trainer, ave
 
 
 def test_a_strategy_that_cannot_weigh_losses_says_so(quiet_trainer):
-    from dstrat.builtin.single_device import SingleDeviceStrategy
-
     class Votes(SingleDeviceStrategy):
         weighs_losses = False
 
@@ -337,6 +337,34 @@ def test_a_strategy_that_cannot_weigh_losses_says_so(quiet_trainer):
         ConflictError, match="batch 0, and Votes cannot weigh losses as it is set up, since it does not"
     ):
         quiet_trainer(strategy=Votes(), max_epochs=1).fit(Weighted(), numbers())
+
+
+# Cost
+
+
+@pytest.mark.parametrize(("accumulate", "reduced", "scaled"), [(1, 6, 0), (3, 4, 2), (4, 4, 2)])
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_weights_are_reduced_and_those_of_several_batches_scale(
+    quiet_trainer, accumulate, reduced, scaled, is_weighted
+):
+    calls = Counter()
+
+    class Counting(SingleDeviceStrategy):
+        def mean_weight(self, weight):
+            calls["reduced"] += 1
+            return super().mean_weight(weight)
+
+        def scale_gradients(self, optimizer, factor):
+            calls["scaled"] += 1
+            super().scale_gradients(optimizer, factor)
+
+    class Plain(Weighted):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            return outputs if is_weighted else self.layer(batch[0]).mean()
+
+    quiet_trainer(strategy=Counting(), max_epochs=1, accumulate_grad_batches=accumulate).fit(Plain(), numbers(6))
+    assert (calls["reduced"], calls["scaled"]) == ((reduced, scaled) if is_weighted else (0, 0))
 
 
 # Nothing is read from a device: a tensor on the meta device has no value

@@ -46,6 +46,8 @@ class Checkpoints(StrategyTests):
         for rank, (layout, sizes) in enumerate(self.job(state_sizes, pair, subject=self.subject, work=work)):
             if layout is None:
                 not_declared(f"{self.alias} does not declare its memory (memory_layout returns None)")
+            if layout.assumption:
+                not_declared(f"{self.alias} declares its memory for some modules: {layout.assumption}")
             declared = {"module": layout.parameters + layout.host, "optimizer": layout.optimizer_state + layout.host}
             for name, size in sizes.items():
                 if size > _LARGER * declared[name]:

@@ -153,7 +153,8 @@ class ManualOptimizer(OptimizerProxy):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         def prepared() -> Any:  # called within the strategy's step, so that hooks get the closure's gradients unscaled
             loss = closure() if closure is not None else None
-            self.apply_weights()
+            if self.total_weight is not None:
+                self.apply_weights()
             self._strategy.unscale_gradients(self.optimizer)
             for hook in self._before_step:
                 hook(self.optimizer)
@@ -169,7 +170,8 @@ class ManualOptimizer(OptimizerProxy):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and the weights of their losses; arguments go to the optimizer's ``zero_grad``."""
         self.optimizer.zero_grad(*args, **kwargs)
-        self.clear_weights()
+        if self.total_weight is not None:
+            self.clear_weights()
 
     # Weights of the losses since the last step, or since the gradients were cleared
 

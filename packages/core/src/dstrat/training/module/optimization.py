@@ -158,7 +158,7 @@ class OptimizationMethods:
         clip_val = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         if clip_val:
             algorithm = gradient_clip_algorithm or trainer.gradient_clip_algorithm
-            if (manual := trainer.fit_loop.manual_optimization) is not None:
+            if not self.automatic_optimization and (manual := trainer.fit_loop.manual_optimization) is not None:
                 manual.apply_weights(_unwrap(optimizer))
             trainer.strategy.clip_gradients(_unwrap(optimizer), clip_val, algorithm)
 
