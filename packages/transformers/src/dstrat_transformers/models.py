@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -131,18 +130,22 @@ def count_labels(model: Module, batch: Mapping[str, Any]) -> Tensor | None:
     # Labels of a regression are floating point; there each sample counts the same anyway.
     if labels is None or not hasattr(labels, "dim") or labels.dtype.is_floating_point or labels.dim() == 0:
         return None
-    shifts = labels.dim() > 1 and _shifts_labels(type(base := base_model(model)), getattr(base, "loss_type", None))
-    if shifts and not getattr(base.config, "is_encoder_decoder", False):  # whose decoders get shifted inputs instead
-        labels = labels[..., 1:]  # nothing predicts the first token
-    return (labels != IGNORED_LABEL).sum()
+    counted: Tensor = labels
+    if labels.dim() > 1 and _shifts_labels(base_model(model)):
+        counted = labels[..., 1:]  # nothing predicts the first token
+    return (counted != IGNORED_LABEL).sum()
 
 
-@functools.cache
-def _shifts_labels(model_class: type[Module], loss_type: str | None) -> bool:
-    """Return whether the loss of a class of models is that of causal language models, which predict the next token."""
+def _shifts_labels(model: Any) -> bool:
+    """Return whether the loss of a model is that of causal language models, in which each token predicts the next."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    if loss_type in LOSS_MAPPING:
+    if getattr(
+        getattr(model, "config", None), "is_encoder_decoder", False
+    ):  # the inputs of its decoder are shifted instead
+        return False
+    if (loss_type := getattr(model, "loss_type", None)) in LOSS_MAPPING:
         return LOSS_MAPPING[loss_type] is ForCausalLMLoss
     # The default where the name of the class, such as GPT2LMHeadModel, has no type; some compute a loss of their own.
-    return "loss_function" in inspect.unwrap(model_class.forward).__code__.co_names
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
