@@ -138,7 +138,8 @@ import nox  # noqa: E402 - not there before the lines above
 nox.options.default_venv_backend = "none"
 FIRST = ("lint", "types", "layers", "tests")  # in one environment
 nox.options.sessions = FIRST
-REST = ("environments", "wheels", "complete", "neighbours", "third_party", "hpu", "xla")  # of what CI runs
+# What CI runs in other environments.
+REST = ("environments", "wheels", "complete", "neighbours", "third_party", "hpu", "simulated_gpu", "xla")
 
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -234,7 +235,8 @@ def editable_packages() -> list[str]:
 def neighbours_environment() -> Path:
     """Return the programs of the environment that has what users install beside dstrat."""
     requirements = dependency_group("neighbours")
-    tested = [package for package in PACKAGES if package.name in ("core", "ddp", "deepspeed", "fsdp", *ADAPTERS)]
+    strategies = ("ddp", "deepspeed", "fsdp", "mesh")
+    tested = [package for package in PACKAGES if package.name in ("core", *strategies, *ADAPTERS)]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)
     inputs = (CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in tested))
@@ -427,6 +429,20 @@ def hpu(session: nox.Session) -> None:
     marked = ("-m", f"{DEFAULT} and not wheels")
     arguments = pytest_arguments(session, HPU / "tests", by_default=workers(more=1))
     run(session, programs, "pytest", *marked, *arguments, **environ)
+
+
+@nox.session
+def simulated_gpu(session: nox.Session) -> None:
+    """Tests on simulated GPUs, whose C++ part is compiled once for each torch (a minute); it needs a compiler.
+
+    It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Other arguments go to
+    pytest.  Other sessions have no such device: torch has one type of device beside the CPU in a process.
+    """
+    programs = workspace()
+    run(session, programs, "python", "-m", "dstrat.testing.simulated_gpu.extension")
+    arguments = pytest_arguments(session, ROOT / "tests" / "simulated_gpu", by_default=workers(more=1))
+    environ = {"OMP_NUM_THREADS": "1", "DSTRAT_SIMULATED_GPUS": "4"}
+    run(session, programs, "pytest", "-m", DEFAULT, *arguments, **environ)
 
 
 def simulator_of_hpu(session: nox.Session, programs: Path) -> str:

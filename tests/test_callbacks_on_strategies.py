@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import BackboneFinetuning, Callback, ModelPruning, TrainModule, Tuner
-from dstrat.errors import ConflictError
+from dstrat.errors import ConflictError, MisuseError
+from dstrat.strategies import SingleDeviceStrategy
 
 DATA = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 
@@ -75,6 +76,67 @@ def test_a_backbone_is_unfrozen_on_several_ranks_as_on_one_device():
 
 def unfrozen(cluster, strategy):
     return losses_of(strategy, BackboneFinetuning(unfreeze_backbone_at_epoch=2), cluster)
+
+
+class Switch(Callback):
+    """Trains on with another optimizer from an epoch on, or from a batch of it."""
+
+    def __init__(self, epoch=2, batch=None):
+        self.epoch, self.batch = epoch, batch
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == self.epoch and self.batch is None:
+            trainer.strategy.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == self.epoch and self.batch == batch_idx:
+            trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+
+def by_hand(switch):
+    """The losses of the same training in a loop of torch."""
+    module, losses = Net(), []
+    optimizer = module.configure_optimizers()
+    for epoch in range(4):
+        for index, batch in enumerate(loader(8)):
+            if (epoch, index) == (switch.epoch, switch.batch or 0):
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            loss = module.training_step(batch, index)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("switch", [Switch(), Switch(epoch=1, batch=1)], ids=["epoch", "batch"])
+def test_an_optimizer_that_a_callback_sets_steps_from_then_on(switch):
+    assert losses_of("single_device", switch) == pytest.approx(by_hand(switch), rel=1e-5)
+
+
+def test_ranks_go_on_with_an_optimizer_that_a_callback_sets():
+    expected = by_hand(Switch())
+    cases = {name: {"strategy": name} for name in ("ddp", "fsdp")}
+    for of_cases in in_ranks(each, 2, function=switched, cases=cases):
+        for losses in of_cases.values():
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def switched(cluster, strategy):
+    return losses_of(strategy, Switch(), cluster)
+
+
+def test_a_strategy_that_keeps_its_optimizer_refuses_another_one():
+    class Keeping(SingleDeviceStrategy):
+        allows_new_optimizers = False
+
+    with pytest.raises(MisuseError, match="Keeping trains with the optimizers of configure_optimizers to its end"):
+        losses_of(Keeping(), Switch())
+
+
+def test_optimizers_are_not_set_outside_of_a_fit():
+    with pytest.raises(MisuseError, match=r"trainer\.optimizers was set outside of a fit"):
+        quiet_trainer("single_device").optimizers = []
 
 
 def test_pruned_ranks_train_as_one_device():

@@ -56,7 +56,11 @@ def programs(page: str) -> list[str]:
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 PACKAGE = ("publish.md", "testing.md")
 """Pages whose blocks with a title are together the files of a package."""
-TUTORIALS = [page for page in PAGES if page.startswith("tutorial-")]
+NOTEBOOK = "tutorial-notebook.md"
+"""The page whose programs are cells: tests/neighbours/test_notebook.py runs them in a kernel."""
+OF_NEIGHBOURS = (NOTEBOOK, "tutorial-adapters.md")
+"""Pages that tests/neighbours runs, beside the libraries that they use."""
+TUTORIALS = [page for page in PAGES if page.startswith("tutorial-") and page not in OF_NEIGHBOURS]
 """Pages whose blocks with a title are files, and whose console blocks are commands with a part of what they print."""
 
 
@@ -67,7 +71,7 @@ def test_every_block_of_the_guides_is_of_a_kind_that_is_tested() -> None:
             if page == "clusters.md":  # whose scripts the tests of clusters run
                 assert block.title, block
             elif block.title or block.kind in {"toml", "console"}:
-                assert page in (*PACKAGE, *TUTORIALS), (page, block)
+                assert page in (*PACKAGE, *TUTORIALS, *OF_NEIGHBOURS), (page, block)
 
 
 # Programs
@@ -116,23 +120,60 @@ def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_the
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # dozens of processes, each of which imports torch
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_the_commands_of_a_tutorial_print_what_it_shows(page: str, tmp_path: Path) -> None:
+    for module in LIBRARIES.get(page, ()):
+        pytest.importorskip(module)
+    check_commands(page, tmp_path)
+
+
+def check_commands(page: str, folder: Path) -> None:
     for block in blocks(page):
         if block.title:
-            (tmp_path / block.title).write_text(block.text)
-    for block in blocks(page):
-        if block.kind != "console":
-            continue
-        command, *shown = block.text.splitlines()
-        prompt, python, script, *arguments = command.split()
-        assert (prompt, python) == ("$", "python"), command
-        program = WarmProgram(tmp_path / script, *arguments)
-        printed, errors = program.communicate(timeout=150)
-        assert program.returncode == 0, errors
-        lines = without_numbers((printed + errors).replace(f"{tmp_path}/", ""))
-        remaining = iter(lines)
-        assert [line for line in without_numbers("\n".join(shown)) if line not in remaining] == [], lines
+            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.title).write_text(block.text)
+        if block.kind == "console":
+            lines = block.text.splitlines()
+            commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+            shown = [line for line in lines if not line.startswith("$ ")]
+            printed = without_numbers(run_commands(commands, folder).replace(f"{folder}/", ""))
+            remaining = iter(printed)
+            assert [line for line in without_numbers("\n".join(shown)) if line not in remaining] == [], printed
+
+
+LIBRARIES = {"tutorial-cluster.md": ("torchx",), "tutorial-strategy.md": ("copier",)}
+"""Libraries of a tutorial that not every environment has."""
+
+
+def run_commands(commands: list[str], folder: Path) -> str:
+    """Run commands of a tutorial side by side, as & does; return what they print."""
+    running = []
+    for command in commands:
+        program, *arguments = command.removesuffix(" &").split()
+        site = folder / "site"  # where pip installs
+        module = {
+            "python": (),
+            "torchrun": ("-m", "torch.distributed.run"),
+            "dstrat": ("-m", "dstrat"),
+            "pip": ("-m", "pip"),
+        }[program]
+        if program == "pip":
+            arguments += ["--quiet", "--no-index", "--no-build-isolation", f"--target={site}"]
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
+        running.append(
+            subprocess.Popen(
+                (sys.executable, *module, *arguments),
+                cwd=folder,
+                env={**os.environ, **environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [started.communicate() for started in running]
+    assert [started.returncode for started in running] == [0] * len(running), outputs
+    return "".join(printed + errors for printed, errors in outputs)
 
 
 def run_own_loop(program: str, folder: Path) -> str:
@@ -185,7 +226,7 @@ def test_the_program_of_the_command_lines_guide_trains_by_its_file_and_prints_it
         assert wrong.returncode == 2
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if programs(page) and page != NOTEBOOK])
 def test_the_programs_of_a_guide_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None
 ) -> None:

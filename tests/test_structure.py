@@ -15,6 +15,7 @@ SHORT_FOR_A_REASON = {
     "dstrat.cli.checkpoint.convert": "a command, as its siblings are",
     "dstrat.cli.main": "the entry point of the console script",
     "dstrat.launch.fork_server": "imported by multiprocessing's fork server, by its name",
+    "dstrat.testing.simulated_gpu.extension": "a program too, which compiles ahead of tests",
     "dstrat.testing.strategy.evaluation": "standard tests of one capability, as its siblings are",
     "dstrat.testing.strategy.records": "standard tests of one tier, as its siblings are",
     "dstrat.training.profilers.defaults": "names of profilers, without importing any",
@@ -255,3 +256,50 @@ def test_identifiers_have_no_vague_words(trees):
 def test_a_vague_word_is_found():
     tree = ast.parse("class KeptFiles:\n    def add(self, path):\n        self.found, test_what_it_is = path, 1\n")
     assert set(filter(is_vague, identifiers(tree))) == {"KeptFiles", "found"}
+
+
+# Modules that may name a type of device, and why; all others ask the accelerator what differs.
+NAME_A_DEVICE_TYPE = {
+    "dstrat.builtin.accelerators": "the accelerators themselves",
+    "dstrat.testing.simulated_gpu": "the simulated GPU",
+    "dstrat_colossalai.strategy": "a library for NVIDIA's GPUs alone",
+    "dstrat_deepspeed.optimizers": "operations that DeepSpeed compiles with CUDA's toolkit",
+    "dstrat_fairscale": "a library for NVIDIA's GPUs alone",
+    "dstrat_hpu": "the package of that type of device",
+    "dstrat_torchao": "8-bit floats of NVIDIA's tensor cores",
+    "dstrat_xla": "the package of that type of device",
+}
+_EVERYWHERE = {"cpu", "meta"}  # types that every torch has
+_MODULES_OF_DEVICES = {("torch", name) for name in ("cuda", "hpu", "mps", "mtia", "npu", "xpu")}
+
+
+def device_types(tree):
+    """Give the lines that compare with the type of a device, or use the module of one, such as torch.cuda."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = {getattr(side, "attr", getattr(side, "id", None)) for side in sides}
+            texts = {leaf.value for side in sides for leaf in ast.walk(side) if isinstance(leaf, ast.Constant)}
+            if names & {"type", "device_type"} and any(isinstance(text, str) for text in texts - _EVERYWHERE):
+                yield node.lineno
+        elif isinstance(node, ast.Attribute) and (getattr(node.value, "id", None), node.attr) in _MODULES_OF_DEVICES:
+            yield node.lineno
+
+
+def test_types_of_devices_are_named_by_accelerators_alone(trees):
+    excused = re.compile(rf"({'|'.join(map(re.escape, NAME_A_DEVICE_TYPE))})(\.|$)")
+    named = {
+        name: lines for name, tree in trees.items() if not excused.match(name) and (lines := [*device_types(tree)])
+    }
+    assert named == {}, "ask the accelerator: has_streams, supports_dtype, get_device_name ..."
+
+
+@pytest.mark.parametrize(
+    "line", ['device.type == "cuda"', 'device_type in ("cpu", "mps")', "torch.cuda.synchronize()", 'x.type != "xpu"']
+)
+def test_a_named_type_of_device_is_found(line):
+    assert [*device_types(ast.parse(line))] == [1]
+
+
+def test_the_types_that_every_torch_has_may_be_named():
+    assert [*device_types(ast.parse('device.type == "cpu" or kind == "cuda"'))] == []

@@ -25,7 +25,7 @@ def test_a_trainer_is_made_without_what_only_runs_and_checkpoints_need(tmp_path)
         "dstrat.data.loaders",
         "dstrat.training.loops.evaluation_loop",
         "dstrat.training.loops.fit_loop",
-        "dstrat.training.run",
+        "dstrat.training.execution",
     }
 
 

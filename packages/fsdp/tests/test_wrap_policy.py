@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from dstrat.errors import RequestError
-from dstrat_fsdp.wrap_policy import blocks_of
+from dstrat_fsdp.wrap_policy import blocks_of, outermost_layers
 
 
 def names(module, policy=None):
@@ -43,6 +43,18 @@ class Tied(nn.Module):
 
 def test_repeated_layers_in_a_list_are_blocks():
     assert sorted(names(BlockNet())) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_layer_with_several_names_is_one_block():
+    class Criterion(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+    model = BlockNet()
+    module = nn.ModuleDict({"model": model, "criterion": Criterion(model)})  # as losses of sentence-transformers do
+    assert sorted(names(module)) == ["model.blocks.0", "model.blocks.1", "model.blocks.2"]
+    assert len(outermost_layers(module)) == len(set(outermost_layers(module)))
 
 
 def test_repeated_stages_are_blocks_and_what_they_contain_is_not():

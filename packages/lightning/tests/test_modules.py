@@ -418,17 +418,43 @@ def test_a_logger_can_be_set_and_loops_say_what_to_do(library, make, tmp_path):
     view, logger = TrainerView(trainer()), library.loggers.CSVLogger(tmp_path)
     view.logger = logger
     assert view.logger is logger
-    with pytest.raises(AttributeError, match=r"fit_loop.epoch_loop of dstrat's Trainer has no attribute 'val_loop'"):
-        _ = view.fit_loop.epoch_loop.val_loop
+    with pytest.raises(AttributeError, match=r"fit_loop.epoch_loop of .* has no attribute 'manual_optimization'"):
+        _ = view.fit_loop.epoch_loop.manual_optimization
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_optimizers_can_depend_on_whether_the_fit_validates(library, make, validates):
+    net, data, trainer = make
+
+    class Asking(net):
+        def configure_optimizers(self):
+            # Both are asked by libraries that monitor val_loss where it exists, and else the loss.
+            has_loader = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+            monitor = "val_loss" if self.trainer.enable_validation else "loss"
+            seen.append((has_loader, monitor))
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
+
+    seen = []
+    data = data()
+    data.setup("fit")
+    loaders = (data.train_dataloader(), data.val_dataloader() if validates else None)
+    trainer().fit(Asking(), *loaders)
+    library.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Asking(), *loaders)
+    assert seen == [(validates, "val_loss" if validates else "loss")] * 2
 
 
 def test_a_checkpoint_io_of_lightning_has_a_counterpart(library, make):
     from dstrat.errors import RequestError
 
+    class OfALibrary(library.plugins.io.TorchCheckpointIO):
+        """Whose class has no counterpart by its own name."""
+
     _, _, trainer = make
-    io = library.plugins.io.TorchCheckpointIO()
-    with pytest.raises(RequestError, match=r"pass the one of dstrat: from dstrat.plugins import TorchCheckpointIO"):
-        trainer(plugins=[io])
+    for io in (library.plugins.io.TorchCheckpointIO(), OfALibrary()):
+        with pytest.raises(RequestError, match=r"pass the one of dstrat: from dstrat.plugins import TorchCheckpointIO"):
+            trainer(plugins=[io])
 
 
 def test_a_summary_is_allowed_beside_a_switched_off_default(library, make):

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Trainer, TrainModule
@@ -23,6 +24,12 @@ class Net(TrainModule):
             nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
         )
         self.losses, self.validated = [], []
+
+    def configure_model(self):
+        strategy = self.trainer.strategy
+        if getattr(strategy, "tensor_parallel_size", 1) > 1:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, strategy.device_mesh["tp"], plan)
 
     def configure_pipeline(self):
         return Pipeline(model=self.net, loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]))
@@ -51,6 +58,20 @@ class Net(TrainModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def predictions(strategy, world_size, batch_size, **options):
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    return torch.cat(trainer.predict(Net(), DataLoader(data(18), batch_size=batch_size)))
 
 
 def fit(strategy, world_size, batch_size, path=None, ckpt=None, max_steps=STEPS, accumulate=1, **options):

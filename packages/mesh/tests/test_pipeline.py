@@ -132,6 +132,36 @@ def test_layers_that_are_made_without_memory_have_the_values_of_one_device():
         assert found == expected
 
 
+class SharedNet(PipeNet):
+    """Has a parameter in the first and the last stage."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.enter, self.leave = nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x):
+        x = self.enter(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.leave(x))
+
+    def configure_pipeline(self):
+        layers = [self.first, self.enter, *self.blocks, self.leave, self.last]
+        return Pipeline(model=self, layers=layers, loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]))
+
+
+def shared_losses(cluster, **options):
+    return losses(cluster, WAYS["accumulation and clipping"], module_class=SharedNet, **options)
+
+
+def test_a_parameter_of_two_stages_is_trained_as_one():
+    expected = single_device_losses(SharedNet(), **WAYS["accumulation and clipping"])
+    cases = {str(options): options for options in ({"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "meta": True})}
+    for found in in_ranks(each, 4, function=shared_losses, cases=cases):
+        assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
 # What does not fit is refused
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from dstrat.errors import RankFailedError
+from dstrat.errors import MisuseError
 from dstrat_mesh import MeshStrategy
+from dstrat_transformers import HFModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -91,10 +93,37 @@ def test_a_model_that_is_made_in_stages_has_the_first_values_of_one_device(tmp_p
     check_same(seen, reference, tmp_path / "two", tmp_path / "one")
 
 
-def test_a_model_with_other_layers_is_refused(tmp_path):
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    with pytest.raises(RankFailedError) as failure:
-        small.train(tmp_path, strategy(pp=2), 2, model=transformers.GPT2LMHeadModel(config))
-    assert "GPT2LMHeadModel has the layers wte, wpe, h, ln_f, and a pipeline is known for an embedding" in str(
-        failure.value
-    )
+def others():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
+    return {
+        "BloomForCausalLM has the layers word_embeddings, word_embeddings_layernorm, h, ln_f, and a pipeline is known "
+        "for an embedding": transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)),
+        "LlamaForSequenceClassification is no model ...ForCausalLM": transformers.LlamaForSequenceClassification(
+            small.config()
+        ),
+    }
+
+
+@pytest.mark.parametrize("message", others())
+def test_a_model_with_other_layers_is_refused(message):
+    with pytest.raises(MisuseError) as error:
+        HFModule(others()[message]).configure_pipeline()
+    assert str(error.value).startswith(message)
+
+
+def training():
+    rows = small.rows(8)
+    return HFModule(models()["llama"]), {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.slow
+def test_verify_compares_the_layers_of_each_stage():
+    from click.testing import CliRunner
+
+    from dstrat.cli.main import commands
+
+    shown = CliRunner().invoke(commands, ["verify", f"{__name__}:training", "--strategy", "mesh(pp=2)", "--json"])
+    assert shown.exit_code == 0, shown.output
+    compared = {one["subject"]: one["compared"] for one in json.loads(shown.stdout)["comparisons"]}
+    assert compared["gradients"] > 20
+    assert compared["outputs of layers"] > 20

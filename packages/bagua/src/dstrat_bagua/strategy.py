@@ -77,6 +77,8 @@ class BaguaStrategy(ParallelStrategy):
         ConflictError: Options are given beside an instance.
     """
 
+    allows_new_optimizers = False  # the algorithm has those of the setup
+
     def __init__(
         self,
         algorithm: str | Algorithm = "gradient_allreduce",
@@ -166,7 +168,7 @@ class BaguaStrategy(ParallelStrategy):
         )
 
     def _find_unused(self, has_gradient: list[bool]) -> list[bool]:
-        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device)
+        flags = self.from_host(torch.tensor(has_gradient, dtype=torch.int32))
         return [bool(flag) for flag in self.reduce(flags, reduce_op="max").tolist()]
 
     def finish_training(self) -> None:

@@ -73,6 +73,7 @@ class ColossalAIStrategy(ParallelStrategy):
         ConflictError: It gets the CPU for a plugin that needs CUDA.
     """
 
+    allows_new_optimizers = False  # the booster has wrapped the optimizer
     allows_inference_mode = False
     plugin: ClassVar[str] = "gemini"
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dstrat.builtin.accelerators.cpu import CPUAccelerator as CPUAccelerator
     from dstrat.builtin.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
     from dstrat.builtin.accelerators.mps import MPSAccelerator as MPSAccelerator
+    from dstrat.builtin.accelerators.torch_accelerator import TorchAccelerator as TorchAccelerator
     from dstrat.plugins.known import *  # noqa: F403 - the classes of families that it lists
 
     def __getattr__(name: str) -> Any: ...  # a class of an installed plugin
@@ -26,6 +27,7 @@ _HOMES = {
     "CUDAAccelerator": "dstrat.builtin.accelerators.cuda",
     "Devices": "dstrat",
     "MPSAccelerator": "dstrat.builtin.accelerators.mps",
+    "TorchAccelerator": "dstrat.builtin.accelerators.torch_accelerator",
     "parse_devices": "dstrat",
 }
 

@@ -74,9 +74,9 @@ def test_short_names_of_precisions_mean_what_people_expect():
     assert synonyms == {"16": "16-mixed", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
 
 
-def test_gpu_stands_for_cuda_before_mps():
+def test_gpu_stands_for_cuda_before_others():
     members = [component for component in of_kind("accelerator") if "gpu" in component.groups]
-    assert [member.alias for member in sorted(members, key=lambda member: -member.auto)] == ["cuda", "mps"]
+    assert [member.alias for member in sorted(members, key=lambda member: -member.auto)] == ["cuda", "xpu", "mps"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from dstrat.cli.main import commands
+from dstrat.cli.runs.command import describe_seconds
+from dstrat.cli.runs.record import StageRun
+from dstrat.cli.runs.report import _throughput
 from dstrat.errors import DstratError
 from dstrat.launch.run_record import RECORD_FILE, this_process
 
@@ -123,6 +126,33 @@ def test_runs_as_json_have_everything(dstrat):
     assert listed[0]["memory"][1]["host"] == 3 * 2**30
 
 
+def test_a_run_is_its_fit_also_after_a_test_of_the_trainer(dstrat, folder):
+    test = begin(at=6, stage="test", plan={**PLAN, "strategy_alias": "other"}, metrics=None)
+    write(
+        folder / "logs" / "a", [begin(), epoch(10, 3), end(20, 5), test, end(0, 7, metrics={"test_loss": 1.0})], [0.5]
+    )
+    (listed,) = json.loads(dstrat("runs", "logs", "--json"))
+    assert (listed["step"], listed["plan"]["strategy_alias"]) == (20, "ddp")
+    assert listed["values"] == {"val_loss": 0.5, "test_loss": 1.0}
+
+
+def test_a_checkpoint_that_maximizes_a_value_sorts_by_it(dstrat, folder):
+    for name, value in (("a", 0.5), ("b", 0.75)):
+        write(folder / "logs" / name, [begin(monitor={"name": "val_loss", "mode": "max"}), end(10, 5)], [value])
+    assert [row[0] for row in rows(dstrat("runs", "logs", "--sort", "val_loss"))[1:]] == ["logs/b", "logs/a"]
+
+
+def test_hyperparameters_beside_a_record_are_listed(dstrat, folder):
+    (folder / "dstrat_logs" / "version_0" / "hparams.json").write_text('{"width": 16}')
+    (folder / "dstrat_logs" / "version_1" / "hparams.json").write_text("[half written")
+    assert [run["hyperparameters"] for run in json.loads(dstrat("runs", "--json"))] == [{"width": 16}, {}, {}, {}]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59.94, "59.9 s"), (61, "1:01"), (3 * 3600 + 61, "3:01:01")])
+def test_times_are_as_long_as_they_need_to_be(seconds, text):
+    assert describe_seconds(seconds) == text
+
+
 def test_a_run_of_this_process_is_running_and_one_of_another_machine_unknown(dstrat, folder):
     write(folder / "logs" / "a", [begin(process=this_process())])
     write(folder / "logs" / "b", [begin(process={**this_process(), "host": "elsewhere"})])
@@ -201,6 +231,27 @@ def test_a_report_is_one_page_that_loads_nothing(dstrat, folder):
         "dstrat-ddp 0.1.0",
     ):
         assert shown in page.text, shown
+
+
+def test_a_report_shows_speed_memory_and_attempts_to_scale(dstrat, folder):
+    half = {"device": 2**30, "host": 0, "host_before": 0}
+    first = [begin(), epoch(0, 2), {**failure(8), "traceback": "of rank 1"}, end(0, 8, "failed", traceback="of rank 0")]
+    second = [begin(2, 10), epoch(10, 12), epoch(20, 14), end(30, 20, memory=[half, {**half, "device": 2**31}])]
+    write(folder / "logs" / "a", [*first, *second], [1.0])
+    dstrat("report", "logs/a", "--output", "page.html")
+    html = (folder / "page.html").read_text()
+    page = Page(html)
+    assert "20 steps in 8.0 s, 2.5 per second" in page.text
+    assert "Until the first epoch 2.0 s" in page.text
+    assert re.findall(r"left: *([\d.]+)%; *width: *([\d.]+)%", html) == [("0.00", "40.00"), ("50.00", "50.00")]
+    assert {"50.00", "100.00"} <= set(re.findall(r"width: *([\d.]+)%", html))  # of the ranks' memory
+    assert "of rank 1" in page.text
+    assert "of rank 0" not in page.text  # which has lost the connection
+
+
+def test_throughput_is_that_between_epochs():
+    stage = StageRun(begin=begin(), end=end(40, 9), epochs=[epoch(0, 1), epoch(10, 3), epoch(30, 5)])
+    assert [(step, round(value, 6)) for step, value in _throughput(stage)] == [(10, 5.0), (30, 10.0), (40, 2.5)]
 
 
 def test_a_report_shows_times_of_phases_and_removed_checkpoints(dstrat, folder):

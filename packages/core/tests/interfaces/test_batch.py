@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from dstrat.errors import DstratError, MisuseError
-from dstrat.interfaces.batch import apply_to_tensors, move_to_device, mover_to, numbers_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, move_to_device, mover_to, numbers_to_tensors, pin_memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -235,3 +235,37 @@ def test_numbers_become_tensors_and_the_rest_stays():
     assert made["array"].tolist() == [0, 1]
     assert made["text"] == ("a", None)
     assert made["t"] is given["t"]
+
+
+class Pinnable(torch.Tensor):
+    """A tensor that is pinned on a machine without a device to pin it for."""
+
+    def pin_memory(self):
+        return self + 100
+
+
+class Movable(Encoding):
+    """The batch of a tokenizer, which moves itself."""
+
+    def to(self, device):
+        raise AssertionError("it is moved later")
+
+
+class PinsItself:
+    """An object that moves and pins itself."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        raise AssertionError("it is moved later")
+
+    def pin_memory(self):
+        return PinsItself(self.x.pin_memory())
+
+
+def test_objects_that_move_themselves_are_pinned_too():
+    x = torch.ones(2).as_subclass(Pinnable)
+    encoding, (graph, other) = pin_memory((Movable({"ids": x, "nested": [x]}, length=3), [PinsItself(x), "text"]))
+    assert (type(encoding), encoding.length, other) == (Movable, 3, "text")
+    assert [tensor.tolist() for tensor in (encoding["ids"], encoding["nested"][0], graph.x)] == [[101.0, 101.0]] * 3

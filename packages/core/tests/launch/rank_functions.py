@@ -1,5 +1,6 @@
 """What ranks run in tests that need torch and a process group."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -37,6 +38,18 @@ def get_stuck():
     if rank == 1:
         fall_asleep()
     dist.all_reduce(torch.ones(1))
+
+
+def abort_like_a_watchdog():
+    """A thread of native code aborts rank 0 while it waits; rank 1 sleeps."""
+    if os.environ["RANK"] == "1":
+        Path(os.environ["DSTRAT_JOB"], "asleep").touch()
+        fall_asleep()
+    while not Path(os.environ["DSTRAT_JOB"], "asleep").exists():
+        time.sleep(0.01)
+    library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    library.pthread_create(ctypes.byref(thread), None, library.abort, None)
+    fall_asleep()
 
 
 def fall_asleep():

@@ -21,8 +21,10 @@ from dstrat.launch.failures import (
     waits,
     write_failure,
 )
+from dstrat.launch.nccl_status import describe_collectives
 from dstrat.parallel.collectives import reduce_tensor
 from dstrat.training.loops.stopping import EvaluationVotes, Votes
+from dstrat.training.metrics.reduction import exchange_epoch, exchange_steps
 
 
 def raised_here(error):
@@ -157,6 +159,10 @@ SLEEPING = """Current thread 0x1 (most recent call first):
         (Votes.take, True),
         (Strategy.reduce_boolean_decision, True),
         (reduce_tensor, True),
+        (exchange_steps, True),
+        (exchange_epoch, True),
+        (Strategy.read_values, True),
+        (Strategy.run_step, False),  # a step computes in it
         (EvaluationVotes.between, False),  # a loader that computes is called in it
     ],
 )
@@ -164,6 +170,28 @@ def test_rank_waits_also_where_it_reads_the_result_of_a_collective_on_a_gpu(func
     code = function.__code__
     stack = f'Current thread 0x1 (most recent call first):\n  File "{code.co_filename}", line 7 in {code.co_name}'
     assert waits(stack, is_busy=True) is does_wait
+
+
+@pytest.mark.parametrize("stack", [WAITING, SLEEPING])
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_nccl_knows_better_than_the_stack_which_rank_waits(stack, is_busy):
+    pending = describe_collectives({"0": (3, 3), "1": (12, 11)})
+    assert pending == "NCCL: pending: collective 12 of group 1"
+    assert waits(f"{stack}\n{pending}", is_busy=is_busy)
+    assert not waits(f"{stack}\n{describe_collectives({'0': (3, 3), '1': (-1, -1)})}", is_busy=is_busy)
+
+
+IN_NATIVE_CODE = """Thread 0x1 (most recent call first):
+  File "train.py", line 7 in read_loss"""
+
+
+def test_rank_that_a_watchdog_aborts_has_waited_for_one_that_does_not():
+    aborted = end(0, code=-signal.SIGABRT, stack=IN_NATIVE_CODE)
+    assert hung_rank([aborted], {1: WAITING, 2: SLEEPING}, 3) == 2
+    assert hung_rank([aborted, end(1, "lost")], {2: SLEEPING}, 3) == 2
+    assert hung_rank([aborted, end(1, code=-signal.SIGSEGV)], {2: SLEEPING}, 3) is None
+    assert hung_rank([aborted], {1: WAITING}, 2) is None
+    assert hung_rank([end(0, code=-signal.SIGABRT, stack=SLEEPING)], {1: SLEEPING}, 2) is None  # it has aborted itself
 
 
 def test_rank_that_left_is_the_cause_only_where_nobody_failed_alone():

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dstrat.errors import LaunchError
+from dstrat.interfaces.accelerator import _is_unusable_after_fork
 from dstrat.launch.local import LocalLauncher
 from dstrat.launch.signals import Interrupts
 
@@ -130,3 +132,10 @@ def test_a_daemon_of_multiprocessing_is_told_what_can_start_ranks_there(start_me
         "Pool, of a DataLoader or of Celery's prefork pool, which may have no children of that kind: choose "
         "start_method='spawn', or train in the main process"
     )
+
+
+@pytest.mark.parametrize("uses_driver", [True, False])
+def test_a_driver_that_was_used_is_seen_though_the_device_is_not_initialized(uses_driver):
+    parent = os.getpid()
+    module = SimpleNamespace(_is_in_bad_fork=lambda: uses_driver and os.getpid() != parent)
+    assert _is_unusable_after_fork(module) is uses_driver

@@ -109,6 +109,13 @@ def test_rank_that_hangs_is_named_with_its_stack(launch):
     assert caught.value.exit_code is None
 
 
+def test_rank_for_which_a_watchdog_aborted_another_is_named(launch):
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 hung: rank 0 was aborted while it waited for it") as caught:
+        launch("abort_like_a_watchdog", start_method="fork")
+    assert "in fall_asleep" in caught.value.rank_traceback
+    assert "Stack of rank 0 when it was aborted:" in str(caught.value)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_never_arrives_is_named_with_its_stack(launch, rank):
     with pytest.raises(RankFailedError, match=f"rank {rank} of 2 hung: rank {1 - rank} timed out waiting") as caught:

@@ -57,7 +57,10 @@ def test_time_in_which_the_watcher_was_stopped_does_not_count():
     assert idle == [0.0, 0.5, 1.0, 0.0, 0.5]
 
 
-@pytest.mark.parametrize("done", [{"seconds": 0.5}, {"num_bytes": 100_000}, {"num_network_bytes": 1_000_000}])
+RECEIVES = {"seconds": 0.01, "num_network_bytes": 1_000_000}
+
+
+@pytest.mark.parametrize("done", [{"seconds": 0.5}, {"num_bytes": 100_000}, RECEIVES])
 def test_whatever_is_done_begins_a_new_count(done):
     nothing = {"seconds": 0.0, "num_bytes": 0, "num_network_bytes": 0}
     timer = IdleTimer(2.0)
@@ -66,6 +69,14 @@ def test_whatever_is_done_begins_a_new_count(done):
     ]
     assert idle == [0.0, 1.0, 0.0, 1.0]
     assert timer.update(None) == 0.0
+
+
+def test_network_of_other_jobs_is_no_activity_of_a_rank_that_sleeps():
+    timer = IdleTimer(2.0)
+    readings = [
+        Activity(time=time, seconds=3.0, num_bytes=0, num_network_bytes=int(time * 10**9)) for time in (0.0, 1.0, 2.0)
+    ]
+    assert [timer.update(reading) for reading in readings] == [0.0, 1.0, 2.0]
 
 
 def test_rank_of_a_job_on_several_machines_is_given_as_long_as_collectives_take(tmp_path):

@@ -65,6 +65,22 @@ def test_a_traceback_goes_from_the_call_of_fit_to_the_line_of_the_program():
     assert (causes[0], causes[-1]) == ("training_step", "forward")  # of torch, which the program has called
 
 
+def hidden(error):
+    """Return the frames that notebooks and pytest leave out."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return [frame.f_code.co_name for frame in frames if frame.f_locals.get("__tracebackhide__")]
+
+
+def test_frames_that_cannot_be_removed_are_marked_for_notebooks(monkeypatch):
+    error, _ = frames_after_fit(Failing())
+    assert hidden(error) == ["fit", "_launch"]
+    error, _ = frames_after_fit(WrongState())  # which may be a fault of ours
+    assert hidden(error) == []
+    monkeypatch.setenv("DSTRAT_FULL_TRACEBACK", "1")
+    error, _ = frames_after_fit(Failing())
+    assert hidden(error) == []
+
+
 def test_our_own_errors_end_at_the_line_of_the_program_that_calls_us():
     error, names = frames_after_fit(LogsTwice())
     assert isinstance(error, DstratError)
@@ -80,13 +96,13 @@ def test_frames_of_libraries_that_call_the_program_within_ours_go_too():
 def test_an_error_that_our_code_raises_by_accident_keeps_its_frames():
     error, names = frames_after_fit(WrongState())
     assert isinstance(error, AttributeError)
-    assert names[:2] == ["_launch_stage", "execute"]
+    assert names[:2] == ["launch", "execute"]
 
 
 def test_all_frames_are_shown_on_request(monkeypatch):
     monkeypatch.setenv("DSTRAT_FULL_TRACEBACK", "1")
     _, names = frames_after_fit(Failing())
-    assert names[:2] == ["_launch_stage", "execute"]
+    assert names[:2] == ["launch", "execute"]
 
 
 def test_a_failed_rank_reports_the_frames_of_the_program():

@@ -160,6 +160,28 @@ def test_tensors_of_a_device_travel_by_value_without_its_index():
     assert b"cuda:1" not in message
 
 
+@pytest.mark.parametrize(
+    ("backend", "device", "passed"),
+    [
+        ("nccl", torch.device("cuda", 1), torch.device("cuda", 1)),
+        ("cpu:gloo,cuda:nccl", torch.device("cuda", 1), None),
+        ("gloo", torch.device("cpu"), None),
+    ],
+)
+def test_nccl_is_told_its_device_when_the_group_opens(backend, device, passed, monkeypatch):
+    options = {}
+
+    def init_process_group(backend, **given):
+        options.update(given)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cluster = LoopbackCluster(0, 1, listener.getsockname()[1], listener)
+        open_process_group(cluster, backend=backend, timeout=TIMEOUT, device=device)
+        close_process_group()
+    assert options["device_id"] == passed
+
+
 def test_an_interface_is_selected_for_any_backend(monkeypatch):
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 

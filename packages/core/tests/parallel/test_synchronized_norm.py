@@ -55,3 +55,12 @@ def test_a_strategy_undoes_it_at_the_end():
     assert kinds(net) == [nn.SyncBatchNorm] * 3
     strategy.teardown()
     assert kinds(net) == [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm]
+
+
+def test_a_layer_that_two_parents_share_stays_one_layer():
+    layer = nn.BatchNorm1d(3)
+    net = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
+    synchronized = SynchronizedNorm(net)
+    assert net[0][0] is net[1][0]
+    synchronized.undo()
+    assert net[0][0] is net[1][0] is layer

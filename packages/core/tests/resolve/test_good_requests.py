@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 
 import pytest
 import torch
 
+from dstrat import parse_devices
+from dstrat.errors import DeviceError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.plugins.catalog import Catalog
 from dstrat.plugins.component import Component
@@ -139,11 +142,10 @@ def test_a_table_of_a_plan_is_aligned(core_catalog):
 
 def test_a_notebook_shows_a_plan_as_a_table_with_escaped_cells(core_catalog):
     plan = make_plan(Request(accelerator="cpu"), catalog=core_catalog, environ={}, interactive=False)
-    assert plan._repr_html_().startswith(
-        "<table><tr><th>strategy</th><td>single_device</td><td>the first choice for 1 "
-    )
+    words = re.sub(r"<[^>]*>", " ", plan._repr_html_()).split()
+    assert words[:6] == ["strategy", "single_device", "the", "first", "choice", "for"]
     row = dataclasses.replace(plan.choices[0], value="<b>")
-    assert "<td>&lt;b&gt;</td>" in dataclasses.replace(plan, choices=(row,))._repr_html_()
+    assert ">&lt;b&gt;</td>" in dataclasses.replace(plan, choices=(row,))._repr_html_()
 
 
 def test_facts_for_whoever_runs_the_plan(catalog):
@@ -306,3 +308,36 @@ def test_a_plugin_that_offers_the_names_of_defaults_changes_nothing_for_others(s
     plan = make_plan(Request(accelerator="cpu"), catalog=Catalog({}), environ={}, interactive=False)
     owners = {choice.subject: choice.owner.split()[0] for choice in plan.choices if choice.owner}
     assert (owners["precision"], owners["cluster"]) == ("dstrat", "dstrat")
+
+
+class OneEach(Accelerator):
+    """A device of which each process sees its own."""
+
+    process_group_backend = "gloo"
+
+    def is_available(self):
+        return True
+
+    def auto_device_count(self):
+        return 1
+
+    def parse_devices(self, devices):
+        return parse_devices(devices, everything=1, limit=1, name="own")
+
+    def get_parallel_devices(self, indices):
+        return [torch.device("meta", index) for index in indices]
+
+
+@pytest.mark.parametrize("devices", [None, 2, "auto"])
+def test_processes_that_see_one_device_each_use_their_first_one(devices, catalog):
+    asked = {} if devices is None else {"devices": devices}
+    request = Request(accelerator=OneEach(), strategy="many", **asked)
+    plan = make_plan(request, catalog=catalog, environ=TORCHRUN, interactive=False)
+    assert (plan.device_indices, plan.world_size) == ((0, 0), 2)
+    reasons = {choice.subject: choice.reason for choice in plan.choices}
+    assert reasons["devices"] == "one for each process that was started, which sees its own"
+
+
+def test_more_devices_than_there_are_stay_an_error_where_dstrat_starts_the_processes(catalog):
+    with pytest.raises(DeviceError, match="devices=2 is more than there are"):
+        make_plan(Request(accelerator=OneEach(), devices=2), catalog=catalog, environ={}, interactive=False)

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel
 
 from dstrat.interfaces.strategy import Strategy
+from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.step_module import StepModule
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class DataParallelStrategy(Strategy):
         return True
 
     def model_to_device(self) -> None:
-        self.module.to(self.root_device)
+        with keep_ties(self.module):
+            self.module.to(self.root_device)
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is shared among devices too
         self.model = replicated(StepModule(self.module), self.parallel_devices)

@@ -76,6 +76,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     """
 
     replicates_state = False
+    allows_new_optimizers = False  # the engine has the optimizer, and the parameters in its buffers
 
     def __init__(
         self,

@@ -234,7 +234,8 @@ class _Stage3Gradients(UnusedGradients):
 
     The first backward pass of a step overwrites the buffers, but only of the parameters that it uses: others still have
     the gradients of an earlier step.  And only the last pass sends gradients to an optimizer on the CPU, again only of
-    the parameters that it uses.
+    the parameters that it uses.  A parameter whose gradients come in several parts of a pass, each of which would
+    overwrite the one before, is an error.
     """
 
     def __init__(self, optimizer: Any, *, sends_in_step: bool) -> None:
@@ -242,14 +243,34 @@ class _Stage3Gradients(UnusedGradients):
         self._sends_in_step = sends_in_step
         self._may_be_filled = set(internals.gradient_buffers(optimizer))  # a checkpoint may bring gradients
         self._used: set[int] = set()
+        self._arrived: set[int] = set()  # in this backward pass
+        self._pass = optimizer.micro_step_id
         self._partition = optimizer.partition_grads
+        self._reduce = optimizer.reduce_independent_p_g_buckets_and_remove_grads
         optimizer.partition_grads = self._partition_and_record
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._check_and_reduce
+
+    def _check_and_reduce(self, parameter: Any) -> None:
+        if not getattr(parameter, "ds_grad_is_ready", True):
+            self._reduce(parameter)  # a part of a gradient: the parameter comes again with the sum
+            return
+        if self._pass != self._optimizer.micro_step_id:
+            self._pass = self._optimizer.micro_step_id
+            self._arrived.clear()
+        if parameter.ds_id in self._arrived:
+            raise MisuseError(
+                f"{self._optimizer.param_names[parameter]} has got gradients several times in one backward pass, and "
+                "stage 3 keeps the last ones alone: checkpoint activations of shared layers with use_reentrant=False"
+            )
+        self._arrived.add(parameter.ds_id)
+        self._reduce(parameter)
 
     def _partition_and_record(self, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         self._used.update(parameter.ds_id for parameter in parameters)
         return self._partition(parameters, *args, **kwargs)
 
     def after_backward(self) -> None:
+        self._arrived.clear()
         if self._optimizer.micro_step_id == 0:
             buffers = internals.gradient_buffers(self._optimizer)
             for number in self._may_be_filled - self._used:
@@ -259,6 +280,7 @@ class _Stage3Gradients(UnusedGradients):
         self._used.clear()
 
     def before_step(self) -> None:
+        self._arrived.clear()
         if self._optimizer.offload_optimizer:
             internals.offload_gradients(self._optimizer, self._not_sent())
 
@@ -268,5 +290,6 @@ class _Stage3Gradients(UnusedGradients):
         return (parameter for parameter in parameters if parameter.ds_id not in sent)
 
     def forget(self) -> None:
+        self._arrived.clear()
         if self._optimizer.offload_optimizer:
             internals.forget_offloaded_gradients(self._optimizer)

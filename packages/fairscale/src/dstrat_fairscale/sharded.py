@@ -68,6 +68,7 @@ class DDPShardedStrategy(ParallelStrategy):
     """
 
     replicates_state = False
+    allows_new_optimizers = False  # they decide which rank has the gradients of a parameter
 
     def __init__(
         self,

@@ -156,8 +156,8 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
         MisuseError: A gradient is not reduced yet: ranks have summands, so no value of it is known.
     """
     local = [_summed_shard(gradient) for gradient in _gradients(parameters)]
-    for gradient in local:
-        gradient.clamp_(-largest, largest)
+    if local:
+        internals.clamp(local, largest)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -160,6 +160,23 @@ def allocate_meta_tensors(module: Module, device: torch.device) -> None:
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
+def move(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Move tensors to a device in place.
+
+    A device that a package adds to torch (``PrivateUse1``) has another type of tensor, which ``tensor.data = ...``
+    refuses: there the two tensors are swapped.
+    """
+    for tensor in tensors:
+        if tensor.device == device:
+            continue
+        moved = tensor.detach().to(device)
+        if torch._has_compatible_shallow_copy_type(tensor, moved):
+            tensor.data = moved
+        else:
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            torch.utils.swap_tensors(tensor, torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+
+
 def norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Return the 2-norm of each tensor, computed in one call, as ``torch.nn.utils`` does."""
     return torch._foreach_norm(tensors)
@@ -168,6 +185,12 @@ def norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a factor in place, in one call."""
     torch._foreach_mul_(tensors, factor)
+
+
+def clamp(tensors: list[Tensor], largest: float) -> None:
+    """Limit the values of tensors in place, in two calls."""
+    torch._foreach_clamp_min_(tensors, -largest)
+    torch._foreach_clamp_max_(tensors, largest)
 
 
 # Process groups and meshes

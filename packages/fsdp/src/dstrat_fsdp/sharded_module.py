@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -27,7 +29,6 @@ from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -62,6 +63,7 @@ class Sharding:
 
     def apply_to(self, layer: Module) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
+        self._move_to_device(layer)
         unit = fully_shard(
             layer,
             mesh=self.mesh,
@@ -76,7 +78,16 @@ class Sharding:
     def apply_to_root(self, root: Module) -> FSDPModule:
         """Shard the parameters outside of blocks, which are gathered for a full step."""
         policy = self._policy(cast_forward_inputs=False)
+        self._move_to_device(root)
         return fully_shard(root, mesh=self.mesh, mp_policy=policy, offload_policy=self.offload_policy)
+
+    def _move_to_device(self, layer: Module) -> None:
+        """Move the parameters that are not sharded yet to the mesh's device, as fully_shard does on most devices."""
+        device_type = self.mesh.device_type
+        if device_type != "cpu":
+            device = torch.device(device_type, torch.accelerator.current_device_index())
+            plain = (tensor for tensor in layer.parameters() if not isinstance(tensor, DTensor) and not tensor.is_meta)
+            internals.move(plain, device)
 
     def _policy_of(self, layer: Module) -> MixedPrecisionPolicy:
         if keeps_statistics(layer):  # torch computes in the dtype of their buffers, and accepts inputs of any dtype

@@ -139,8 +139,7 @@ class ShardedStrategy(ParallelStrategy):
         """Overwrite the values of all ranks by those of rank 0, before each keeps its shards only."""
         for submodule in module.modules():
             buffers = [buffer for buffer in submodule.buffers(recurse=False) if not buffer.is_meta]
-            for buffer in buffers:
-                buffer.data = buffer.to(self.root_device)
+            internals.move(buffers, self.root_device)
             parameters = list(submodule.parameters(recurse=False))
             plain = [tensor for tensor in parameters if not isinstance(tensor, DTensor) and not tensor.is_meta]
             # Back to where they were: the full module may not fit on the device, and torch moves a layer to it when

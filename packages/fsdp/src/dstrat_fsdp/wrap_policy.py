@@ -96,7 +96,7 @@ def outermost_layers(module: Module) -> list[Module]:
             f"{type(module).__name__} optimizes manually, and its parameter {names[0]!r} is in no layer whose forward "
             "could gather it: move it into one"
         )
-    layers = [layer for child in module.children() for layer in _callable_layers(child)]
+    layers = list(dict.fromkeys(layer for child in module.children() for layer in _callable_layers(child)))
     for layer in layers:
         _refuse_shared_parameters(layer, module)
     return layers
@@ -155,9 +155,10 @@ def _by_size(module: Module, is_block: Callable[[Module, int], bool]) -> list[Mo
 
 def _repeated(module: Module) -> list[Module]:
     # Layers with children first, such as those of a transformer; a plain sequence has none.
-    blocks = list(_siblings(module, lambda layer: any(True for _ in layer.children())))
+    # Each once: a layer may have several names, such as those of a model that its loss contains too.
+    blocks = dict.fromkeys(_siblings(module, lambda layer: any(True for _ in layer.children())))
     least = _SMALL * _numel(module)
-    return blocks or list(_siblings(module, lambda layer: _numel(layer) >= least))
+    return list(blocks or dict.fromkeys(_siblings(module, lambda layer: _numel(layer) >= least)))
 
 
 def _siblings(module: Module, is_candidate: Callable[[Module], bool]) -> Iterator[Module]:

@@ -79,6 +79,8 @@ class HivemindStrategy(SingleDeviceStrategy):
         ConflictError: Options exclude each other.
     """
 
+    allows_new_optimizers = False  # hivemind.Optimizer averages the state of the one of the setup
+
     def __init__(
         self,
         target_batch_size: int | None = None,

@@ -99,7 +99,8 @@ class TrainerView:
     @property
     def enable_validation(self) -> bool:
         """Whether the fit validates."""
-        return self._trainer.fit_loop.validation_loaders != []
+        sources = self._trainer.run.sources
+        return sources is not None and self._trainer.limit_val_batches != 0 and sources.validates()
 
     # Paths as texts
 
@@ -252,6 +253,9 @@ class FitLoopView:
     def epoch_loop(self) -> Any:
         """The counters within an epoch."""
         loop = self._trainer.fit_loop
+        sources = self._trainer.run.sources
+        # Libraries ask it before they choose what a scheduler monitors, as Lightning has no public name for it then.
+        has_validation = SimpleNamespace(is_defined=lambda: sources is not None and sources.has("val"))
         batches = SimpleNamespace(ready=loop.batches_done + 1, completed=loop.batches_done, processed=loop.batches_done)
         return EpochLoopView(
             global_step=loop.global_step,
@@ -260,6 +264,7 @@ class FitLoopView:
             max_steps=self._trainer.max_steps,
             batch_progress=SimpleNamespace(current=batches, is_last_batch=loop.is_last_batch),
             _batches_that_stepped=loop.global_step,
+            val_loop=SimpleNamespace(_data_source=has_validation),
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -22,6 +22,7 @@ from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,12 +74,15 @@ class PipelineRun:
         axes: Its sizes.
         schedule: Order of the passes.
         device: The device of this rank.
+        timeout: How long a stage waits for another one.
 
     Attributes:
         layers: A module with the layers of this stage only, under their names in the user's module.
     """
 
-    def __init__(self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: str, device: torch.device) -> None:
+    def __init__(
+        self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: str, device: torch.device, timeout: timedelta
+    ) -> None:
         self._module, self._axes, self._mesh, self._schedule = module, axes, mesh, schedule
         self._pipeline: Any = module.configure_pipeline()  # type: ignore[operator]  # checked by check_pipeline
         if not isinstance(self._pipeline, Pipeline):
@@ -88,7 +92,7 @@ class PipelineRun:
             )
         self._stages = Stages.of(module, self._pipeline, axes.pp)
         groups = axes.groups(PIPELINE)
-        backward, _ = dist.new_subgroups_by_enumeration(groups)
+        backward, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
         self.links = Links(
             stage=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),

@@ -221,7 +221,9 @@ class MeshStrategy(SharedBatchStrategy):
         )
         if self._pp == 1:
             return blocks_of(self.module, self._auto_wrap_policy)
-        self._pipeline = PipelineRun(self.module, self.device_mesh, self.axes, self._schedule, self.root_device)
+        self._pipeline = PipelineRun(
+            self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
+        )
         return blocks_of(self._pipeline.layers, self._auto_wrap_policy)
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:

@@ -242,7 +242,7 @@ class TorchFTStrategy(ParallelStrategy):
                 replicas.start()
             has_received = replicas.wait()
             # Copies, made again for each attempt: after an error in the average their values mean nothing.
-            buckets = GradientBuckets(parameters)
+            buckets = GradientBuckets(parameters, self.from_host)
             for tensor in buckets.tensors:
                 # In the group first, as each rank averages with those of its number; also if it has received a state,
                 # as another rank may have not.
@@ -323,6 +323,7 @@ class GradientBuckets:
 
     Args:
         parameters: The trainable parameters, the same on all ranks of all groups.
+        from_host: Returns a small tensor of the CPU on the device, without waiting for that.
 
     Attributes:
         tensors: The joined gradients, to be averaged in place.
@@ -331,20 +332,20 @@ class GradientBuckets:
         MisuseError: A gradient is sparse.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], from_host: Callable[[Tensor], Tensor]) -> None:
+        self._from_host = from_host
         self._by_dtype: dict[torch.dtype, list[Parameter]] = {}
         for parameter in parameters:
             self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self.tensors = [self._joined(members) for members in self._by_dtype.values()]
 
-    @staticmethod
-    def _joined(parameters: list[Parameter]) -> Tensor:
+    def _joined(self, parameters: list[Parameter]) -> Tensor:
         pieces = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         if any(piece.is_sparse for piece in pieces):
             raise MisuseError("replica groups average dense gradients, and an embedding has sparse=True: leave it out")
         # A parameter may have a gradient in another rank or group only: then the mean of its flags is above 0.
         flags = torch.tensor([float(each.grad is not None) for each in parameters], dtype=pieces[0].dtype)
-        return torch.cat([*(piece.reshape(-1) for piece in pieces), flags.to(pieces[0].device)])
+        return torch.cat([*(piece.reshape(-1) for piece in pieces), self._from_host(flags)])
 
     def write(self) -> None:
         """Overwrite the gradients of the parameters; those that have none in any rank of any group keep none."""

@@ -71,8 +71,9 @@ class GenerationCallback(Callback):
     def _generate(self, module: Any, prompt: str) -> Tensor:
         model = getattr(module, "model", module)
         inputs = self.tokenizer(prompt, return_tensors="pt").to(module.device)
-        devices = [module.device] if module.device.type == "cuda" else []  # fork_rng's default type of device is CUDA
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        device = module.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=device.type):
             torch.manual_seed(self.seed)
             tokens: Tensor = model.generate(**inputs, **self.generate_kwargs)
         return tokens

@@ -64,8 +64,8 @@ class HFModule(TrainModule):
             means are logged in evaluations, after the prefix of the stage.
         gradient_checkpointing: Whether layers compute their activations again in the backward pass; a dict is the
             ``gradient_checkpointing_kwargs`` of transformers.
-        tensor_parallel_plan: Styles of layers for tensor parallelism (``model_parallel``, ``mesh``), by their names
-            with ``*`` for numbers; None is the model's own plan.
+        tensor_parallel_plan: Styles of layers for ``model_parallel`` and ``mesh``, by their names with ``*`` for
+            numbers; None is the model's own plan.
 
     Attributes:
         model: The model; None before ``configure_model`` where a function makes it.

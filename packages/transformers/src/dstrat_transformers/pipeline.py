@@ -77,7 +77,7 @@ def _layers(model: Any) -> list[Module]:
     """
     name, advice = type(model).__name__, "leave pp out"
     if is_peft(model) or getattr(base_model(model), "loss_type", None) != "ForCausalLM":
-        raise MisuseError(f"{name} is no causal language model, and only these have pipelines: {advice}")
+        raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have pipelines: {advice}")
     body, decoder = model.base_model, blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inside = {id(block) for block in decoder}

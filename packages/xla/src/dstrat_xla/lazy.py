@@ -12,6 +12,7 @@ from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.samplers import RankBatchSampler, RepeatedBatches
 from dstrat.interfaces.batch import apply_to_tensors, move_to_device
 from dstrat.interfaces.strategy import Strategy
+from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat_xla import runtime
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
-    from torch.nn import Module
     from torch.optim import Optimizer
 
 T = TypeVar("T")
@@ -123,19 +123,6 @@ class LazySteps(Strategy):
                     *sizes,
                 )
         return super().process_dataloader(dataloader)
-
-
-@contextmanager
-def keep_ties(module: Module) -> Iterator[None]:
-    """Keep parameters tied that several layers share, as moving would give each layer a copy."""
-    users: dict[Any, list[tuple[Module, str]]] = {}
-    for layer in module.modules():
-        for name, parameter in layer.named_parameters(recurse=False):  # a parameter hashes by identity
-            users.setdefault(parameter, []).append((layer, name))
-    yield
-    for (first, first_name), *tied in users.values():
-        for layer, name in tied:
-            layer.register_parameter(name, getattr(first, first_name))
 
 
 def _uneven_sizes(loader: Any) -> tuple[int, int] | None:

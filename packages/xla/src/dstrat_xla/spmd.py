@@ -12,8 +12,9 @@ from torch import Tensor
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import DeviceError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat_xla import runtime
-from dstrat_xla.lazy import LazySteps, keep_ties
+from dstrat_xla.lazy import LazySteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

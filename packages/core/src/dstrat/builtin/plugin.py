@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from dstrat.plugins.component import Component, hookimpl
 
@@ -42,6 +43,19 @@ _CUDA = Component(
     supports_torch_distributed=True,
     devices_share_process=True,
 )
+_XPU = Component(
+    kind="accelerator",
+    alias="xpu",
+    target="dstrat.builtin.accelerators.torch_accelerator:TorchAccelerator",
+    summary="Intel GPUs",
+    options={"device_type": "xpu"},
+    auto=45,
+    groups=("gpu",),
+    device_type="xpu",
+    process_group_backend="xccl",
+    supports_torch_distributed=True,
+    devices_share_process=True,
+)
 _MPS = Component(
     kind="accelerator",
     alias="mps",
@@ -52,6 +66,17 @@ _MPS = Component(
     device_type="mps",
     process_group_backend="none",
     supports_torch_distributed=False,
+    devices_share_process=True,
+)
+# For tests on machines without a GPU: it is offered only where it is asked for.
+_SIMULATED_GPU = Component(
+    kind="accelerator",
+    alias="simulated_gpu",
+    target="dstrat.testing.simulated_gpu.accelerator:SimulatedGPUAccelerator",
+    summary="GPUs that are simulated on the CPU, for tests",
+    device_type="simgpu",
+    process_group_backend="simulated_ccl",
+    supports_torch_distributed=True,
     devices_share_process=True,
 )
 
@@ -119,7 +144,9 @@ def dstrat_components() -> list[Component]:
         _SINGLE_DEVICE,
         _CPU,
         _CUDA,
+        _XPU,
         _MPS,
+        *([_SIMULATED_GPU] if "DSTRAT_SIMULATED_GPUS" in os.environ else []),
         _TRUE,
         dataclasses.replace(_TRUE.variant("64-true", "everything in float64", precision="64-true"), synonyms=("64",)),
         _TRUE.variant("16-true", "everything in float16", precision="16-true"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dstrat.interfaces.strategy import Strategy
+from dstrat.interfaces.tied_parameters import keep_ties
 
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
@@ -55,7 +56,8 @@ class SingleDeviceStrategy(Strategy):
         return True
 
     def model_to_device(self) -> None:
-        self.module.to(self.root_device)
+        with keep_ties(self.module):
+            self.module.to(self.root_device)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002 - alone
         return tensor

@@ -32,10 +32,11 @@ def io_for(path: str | Path, default: CheckpointIO) -> CheckpointIO:
     """
     inner = default.file_io
     try:
+        target = as_path(path)
         # The exact types, as in is_builtin: a subclass may have another format, and reads its own checkpoints.
-        if type(inner) is TorchCheckpointIO and is_portable(as_path(path)):
+        if type(inner) is TorchCheckpointIO and is_portable(target):
             return PortableCheckpointIO()
-        if type(inner) is PortableCheckpointIO and as_path(path).is_file() and not is_portable(as_path(path)):
+        if type(inner) is PortableCheckpointIO and target.is_file() and not is_portable(target):
             return TorchCheckpointIO()
     except OSError as error:
         if isinstance(error, DstratError):

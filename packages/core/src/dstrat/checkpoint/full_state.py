@@ -16,13 +16,15 @@ from dstrat.checkpoint.portable.shards import holders, local_boxes
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import FlatShard
-from dstrat.interfaces.state_dict import is_extra_state, misfit
+from dstrat.interfaces.state_dict import groups_misfit, is_extra_state, misfit, named_state
+from dstrat.interfaces.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.optim import Optimizer
+
     from dstrat.checkpoint.portable.shards import LocalBox
-    from dstrat.interfaces.strategy import Strategy
 
 Key = TypeVar("Key")
 
@@ -195,6 +197,50 @@ def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
 
 def _slices(box: LocalBox) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.starts, box.tensor.shape, strict=True))
+
+
+# Optimizers of strategies that define the state of their ranks only
+
+
+def full_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the full state of an optimizer, on global rank 0 only if ranks have parts of it; collective.
+
+    It is gathered from ``sharded_optimizer_state``, unless the strategy defines ``optimizer_state``.  Entries of
+    parameters may be sharded, or exist on one rank each.
+    """
+    if strategy.replicates_state or type(strategy).optimizer_state is not Strategy.optimizer_state:
+        return strategy.optimizer_state(optimizer)
+    named = strategy.sharded_optimizer_state(optimizer)
+    names = [strategy.broadcast(sorted(named["state"]), src=rank) for rank in range(strategy.world_size)]
+    common = set(names[0]).intersection(*names)
+    entries = gather_state({name: named["state"][name] for name in sorted(common)}, strategy)
+    for rank, names_of_rank in enumerate(names):  # the entries of one rank at a time
+        local = {}
+        if rank == strategy.global_rank:
+            local = {name: named["state"][name] for name in names_of_rank if name not in common}
+        if common.issuperset(names_of_rank):
+            continue
+        received = strategy.broadcast(apply_to_tensors(local, Tensor.cpu), src=rank)
+        if strategy.is_global_zero:
+            entries |= received
+    return number_parameters({**named, "state": entries}) if strategy.is_global_zero else {}
+
+
+def load_full_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the result of :func:`full_optimizer_state`; collective.
+
+    Raises:
+        CheckpointError: It is the state of other parameters.
+    """
+    if strategy.replicates_state or type(strategy).load_optimizer_state is not Strategy.load_optimizer_state:
+        strategy.load_optimizer_state(optimizer, state)
+        return
+    received = strategy.broadcast(dict(state))
+    current = named_state(optimizer, strategy.module)["param_groups"]
+    names, saved = ([group["params"] for group in groups] for groups in (current, received["param_groups"]))
+    if (mismatch := groups_misfit(optimizer, names, saved)) is not None:
+        raise CheckpointError(mismatch)
+    strategy.load_sharded_optimizer_state(optimizer, name_parameters(received, names))
 
 
 # Names and numbers of parameters

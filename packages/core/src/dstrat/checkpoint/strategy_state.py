@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import check_names, is_extra_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -107,7 +108,10 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     if strategy.checkpoint_io.is_collective:
         optimizers = {"optimizers": [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]}
     else:
-        optimizers = {"optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]}
+        from dstrat.checkpoint.full_state import full_optimizer_state  # imports DTensor, which one device does not need
+
+        states = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
+        optimizers = {"optimizer_states": states}
     return {
         **optimizers,
         "world_size": strategy.world_size,
@@ -295,7 +299,11 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     states = checkpoint["optimizers" if is_named else "optimizer_states"]
     check_same_number("optimizers", strategy.optimizers, states, path)
     check_same_number("schedulers", strategy.lr_schedulers, checkpoint["lr_schedulers"], path)
-    load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
+    load: Callable[[Optimizer, Any], None] = strategy.load_sharded_optimizer_state
+    if not is_named:
+        from dstrat.checkpoint.full_state import load_full_optimizer_state  # as above
+
+        load = partial(load_full_optimizer_state, strategy)
     for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
         which = f"of optimizer {number}, " if len(states) > 1 else ""
         with _naming_checkpoint(path, which, _MISMATCH_ADVICE):

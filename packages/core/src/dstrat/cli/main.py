@@ -33,6 +33,7 @@ _HOMES = {
     "submit": "dstrat.cli.submit",
     "test": "dstrat.cli.test",
     "validate": "dstrat.cli.training.commands",
+    "verify": "dstrat.cli.verify.command",
 }
 
 _OPTIONS_OF_TEST = ("--help", "--json", "--kind", "--tier", "-h")

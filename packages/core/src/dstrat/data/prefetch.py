@@ -1,4 +1,4 @@
-"""Prefetch of the next batch to a CUDA device during a step."""
+"""Prefetch of the next batch to a device with streams during a step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def prefetch(
     Args:
         batches: On the host, each with whether it is the last.
         move: Brings a batch to the device, on the current stream.
-        device: A CUDA device.
+        device: A device of torch's current accelerator, which has streams.
     """
-    copies = torch.cuda.Stream(device)
+    copies = torch.Stream(device)
 
-    def start(host_batch: Any) -> tuple[Any, torch.cuda.Event]:
+    def start(host_batch: Any) -> tuple[Any, torch.Event]:
         pinned = pin_memory(host_batch)  # from other memory, the copy would block the host until the step has ended
         # So that the memory of an old batch is reused only when no step reads it, without record_stream.
-        copies.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(copies):
+        copies.wait_stream(torch.accelerator.current_stream(device))
+        with copies:
             return move(pinned), copies.record_event()
 
-    ready: tuple[Any, torch.cuda.Event, bool] | None = None
+    ready: tuple[Any, torch.Event, bool] | None = None
     for host_batch, is_last in batches:
         # Queued before the batch is yielded, and so before its step: the copy does not wait for that one.
         following = (*start(host_batch), is_last)
@@ -45,8 +45,8 @@ def prefetch(
         yield _awaited(ready, device)
 
 
-def _awaited(copied: tuple[Any, torch.cuda.Event, bool], device: torch.device) -> tuple[Any, bool]:
+def _awaited(copied: tuple[Any, torch.Event, bool], device: torch.device) -> tuple[Any, bool]:
     """Make the current stream wait for a copy; return its batch."""
     batch, event, is_last = copied
-    torch.cuda.current_stream(device).wait_event(event)
+    torch.accelerator.current_stream(device).wait_event(event)
     return batch, is_last

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +57,12 @@ class Accelerator(ABC):
 
     averages_in_collectives: bool = True
     """Whether the backend of its collectives has a mean; strategies sum and divide where it has none."""
+
+    has_streams: bool = False
+    """Whether ``torch.Stream`` and ``torch.Event`` serve it, and copies from pinned memory run beside computation.
+
+    Batches are copied ahead then, and copies from the host are queued without waiting for the device.
+    """
 
     @abstractmethod
     def is_available(self) -> bool:
@@ -118,11 +127,15 @@ class Accelerator(ABC):
                 ``"backward"``.
         """
 
-    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
-        """Return statistics of the hardware, such as bytes of memory in use, by name.
+    def get_device_name(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware has models
+        """Return the name of the device's model, such as ``"NVIDIA H100 80GB HBM3"``; empty where it has none.
 
-        This method and the next three get the device by its name in the process, see :meth:`device_in_process`.
+        This method and the next four get the device by its name in the process, see :meth:`device_in_process`.
         """
+        return ""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
+        """Return statistics of the hardware, such as bytes of memory in use, by name."""
         return {}
 
     def memory_summary(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware counts
@@ -138,3 +151,38 @@ class Accelerator(ABC):
 
     def teardown(self) -> None:
         """Release the resources of :meth:`setup`; a later run in the same process calls that again."""
+
+
+def initialized_device_type() -> str | None:
+    """Return the type of device that this process has initialized; None if there is none, or torch is not imported.
+
+    Most drivers do not survive a fork: copies of this process could not use the device.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    current = torch.accelerator.current_accelerator()  # the one that torch is built for, or a plugin adds
+    if current is None:
+        return None
+    module = torch.get_device_module(current)
+    is_initialized = getattr(module, "is_initialized", None)  # MPS has none
+    is_used = (is_initialized is not None and is_initialized()) or _is_unusable_after_fork(module)
+    return current.type if is_used else None
+
+
+def _is_unusable_after_fork(module: Any) -> bool:
+    """Return whether torch would refuse a device in a copy of this process, by a copy that does nothing else.
+
+    Args:
+        module: Torch's module of the type of device.
+    """
+    # torch.cuda.is_available() uses the driver too, and does not initialize the device.
+    is_in_bad_fork = getattr(module, "_is_in_bad_fork", None)
+    if is_in_bad_fork is None:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 about threads, of which the copy has none
+        pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0

@@ -39,10 +39,16 @@ def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
     return _apply(batch, _classify_numeric, lambda tensor: tensor, convert)
 
 
-def move_to_device(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """Return the batch with each tensor, and each object with a ``to`` for devices, on the device.
 
     A batch that is on the device already is returned unchanged.  Copies from pinned memory do not wait for the device.
+
+    Args:
+        batch: Nested tensors and objects.
+        device: The device.
+        non_blocking: Whether objects copy without waiting too.  What reads the copies must come after them in a stream
+            of the device; on a device without streams they could be read before they are complete.
 
     Raises:
         MisuseError: An object in the batch holds tensors and cannot be moved.
@@ -53,10 +59,10 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.is_pinned())
 
-    return _apply(batch, _classify_movable, move, lambda other: _move_object(other, device))
+    return _apply(batch, _classify_movable, move, lambda other: _move_object(other, device, non_blocking))
 
 
-def mover_to(device: torch.device) -> Callable[[Any], Any]:
+def mover_to(device: torch.device, *, non_blocking: bool = False) -> Callable[[Any], Any]:
     """Return a function that moves batches as :func:`move_to_device` does, for many calls.
 
     On the CPU most batches are plain lists or tuples of tensors that need no move, which a fast path recognizes.
@@ -64,7 +70,7 @@ def mover_to(device: torch.device) -> Callable[[Any], Any]:
     from torch import Tensor
 
     def move(batch: Any) -> Any:
-        return move_to_device(batch, device)
+        return move_to_device(batch, device, non_blocking=non_blocking)
 
     def look_and_move(batch: Any) -> Any:
         # Exact types: a subclass may have a method ``to`` of its own.
@@ -80,14 +86,27 @@ def mover_to(device: torch.device) -> Callable[[Any], Any]:
 
 
 def pin_memory(batch: Any) -> Any:
-    """Return the batch with its CPU tensors in pinned memory, without objects that move themselves."""
+    """Return the batch with its CPU tensors in pinned memory.
+
+    Of objects that move themselves, those with a method ``pin_memory`` and mappings are pinned, as torch's DataLoader
+    does; from other ones the host waits for each copy.
+    """
     import torch
 
     def pin(tensor: Tensor) -> Tensor:
         is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         return tensor.pin_memory() if is_plain else tensor
 
-    return _apply(batch, _classify_movable, pin, lambda other: other)
+    def pin_object(other: Any) -> Any:
+        method = getattr(other, "pin_memory", None)
+        if callable(method):
+            return method()
+        if not isinstance(other, MutableMapping):  # such as the batches of tokenizers
+            return other
+        keys, values, rebuild = _unpack(other, _NodeKind.MAPPING)
+        return rebuild(other, {key: pin_memory(value) for key, value in zip(keys, values, strict=True)})
+
+    return _apply(batch, _classify_movable, pin, pin_object)
 
 
 class _NodeKind(enum.Enum):
@@ -219,12 +238,11 @@ def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
     return copied
 
 
-def _move_object(batch: Any, device: torch.device) -> Any:
+def _move_object(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     """Move an object by its method ``to``; refuse one without it that holds tensors on another device."""
     method = _to_method(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if method is not None:
-        # On CUDA what reads the copy comes after it in the stream; elsewhere it could be read before it is complete.
-        options = {"non_blocking": True} if method.takes_non_blocking and device.type == "cuda" else {}
+        options = {"non_blocking": True} if method.takes_non_blocking and non_blocking else {}
         try:
             moved = batch.to(device, **options)
         except (TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from dstrat.interfaces.state_dict import (
     named_state,
     named_weights,
 )
+from dstrat.interfaces.tied_parameters import keep_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,10 +67,23 @@ class Components:
     precision_plugin: Precision | None = None
     launcher: Launcher | None = None
 
+    def __post_init__(self) -> None:
+        if self.parallel_devices is not None:
+            object.__setattr__(self, "parallel_devices", tuple(map(_indexed, self.parallel_devices)))
+
     def without_names(self) -> Components:
         """Return the components that are objects, without those that the user passed as an alias or a class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return a device with its index, as tensors on it have one; ``"cuda"`` is the first one of this type."""
+    import torch
+
+    device = torch.device(device)
+    has_index = device.type in ("cpu", "meta") or device.index is not None
+    return device if has_index else torch.device(device.type, 0)
 
 
 Parts = Components  # its first name
@@ -189,6 +203,8 @@ class Strategy(ABC):
             write it without the others.
         saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
             value of ``"gradients"``, which is empty if there are none.
+        allows_new_optimizers: Whether :attr:`optimizers` may be set during a training.  Then :meth:`setup_optimizers`
+            is called again, with these.
         evaluates_together: Whether evaluation steps communicate, so that every process must run as many.
         allows_inference_mode: Whether evaluation may run under ``torch.inference_mode``; otherwise ``no_grad``.
         timeout: How long a process waits for the others; None if there are none.
@@ -210,6 +226,7 @@ class Strategy(ABC):
     accumulates_gradients: bool = False
     replicates_state: bool = True
     saves_gradients: bool = False
+    allows_new_optimizers: bool = True
     evaluates_together: bool = False
     allows_inference_mode: bool = True
     timeout: timedelta | None = None
@@ -488,13 +505,15 @@ class Strategy(ABC):
 
         It is called at the end of every run, also after an error in any of the methods before it.
         """
-        if self._module is not None:
-            # As cpu() does; after an error a layer may be on the meta device, without memory.
-            self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
         self.optimizers, self.lr_schedulers = [], []
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        with ExitStack() as stack:  # each of them, also where nothing can be copied from a device after its error
+            for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
+                stack.callback(component.teardown)
+            if self._module is not None:
+                stack.enter_context(keep_ties(self._module))
+                # As cpu() does; after an error a layer may be on the meta device, without memory.
+                with keep_ties(self._module):
+                    self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
 
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""
@@ -548,7 +567,10 @@ class Strategy(ABC):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
-        return self.precision_plugin.convert_input(move_to_device(batch, device or self.root_device))
+        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        non_blocking = accelerator is not None and accelerator.has_streams
+        moved = move_to_device(batch, device or self.root_device, non_blocking=non_blocking)
+        return self.precision_plugin.convert_input(moved)
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
         """Run a step of the module in the precision; the four methods of steps call it, each for its step.
@@ -734,24 +756,24 @@ class Strategy(ABC):
         return 0
 
     def read_values(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Return the values of tensors with one element each, on any device, by one copy from the device.
+        """Return the values of tensors with one element each, on any devices, by one copy from each.
 
         A backend overrides it if computing on the values before the copy is expensive, as compiling a graph is.
         """
         import torch
 
         accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
-        if accelerator is None or accelerator.supports_dtype(torch.float64):
-            return torch.stack([tensor.reshape(()).to(torch.float64) for tensor in tensors]).tolist() if tensors else []
-        # One copy for each dtype: no other dtype holds all values of float32 and of the integers.
-        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+        has_float64 = accelerator is None or accelerator.supports_dtype(torch.float64)
+        # Without float64 one copy for each dtype: no other dtype holds all values of float32 and of the integers.
+        groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for index, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, {})[index] = tensor.reshape(())
+            dtype = torch.float64 if has_float64 else tensor.dtype
+            groups.setdefault((tensor.device, dtype), {})[index] = tensor.reshape(())
         values = [0.0] * len(tensors)
-        for same in by_dtype.values():
+        for (_, dtype), same in groups.items():
             # A single one is copied as it is: stacked, it would be one more graph of a lazy device.
-            tensors_of_dtype = [*same.values()]
-            read = torch.stack(tensors_of_dtype).tolist() if len(same) > 1 else [tensors_of_dtype[0].item()]
+            alike = [*same.values()]
+            read = torch.stack([tensor.to(dtype) for tensor in alike]).tolist() if len(alike) > 1 else [alike[0].item()]
             for index, value in zip(same, read, strict=True):
                 values[index] = float(value)
         return values
@@ -760,7 +782,7 @@ class Strategy(ABC):
         """Return whether all processes (or any of them) decided for it; collective."""
         import torch
 
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = self.from_host(torch.tensor(int(decision)))
         total = int(self.reduce(votes, reduce_op="sum"))
         return total == self.world_size if all else total > 0
 
@@ -769,6 +791,12 @@ class Strategy(ABC):
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this process on the CPU; backends that shard it over several devices override it."""
         return tensor.cpu()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """Return a small tensor of the CPU on :attr:`root_device`; the host does not wait where that has streams."""
+        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        # Up to 64 KiB of memory that is not pinned are copied by the driver before this returns.
+        return tensor.to(self.root_device, non_blocking=accelerator is not None and accelerator.has_streams)
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the full state of the module under its own (unwrapped) names; collective."""
@@ -789,7 +817,11 @@ class Strategy(ABC):
         check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer; collective."""
+        """Return the full state of an optimizer; collective.
+
+        A strategy with ``replicates_state=False`` need not override it and :meth:`load_optimizer_state`: checkpoints
+        gather the entries of :meth:`sharded_optimizer_state`, and :meth:`load_sharded_optimizer_state` loads full ones.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -847,7 +879,8 @@ class Strategy(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters, with this process's shards; collective.
 
-        Of sharded parameters it has zeros before the first step, as a template.
+        A process that has the state of some parameters only returns their entries.  Of sharded parameters it has zeros
+        before the first step, as a template.
         """
         return named_state(optimizer, self.module)
 

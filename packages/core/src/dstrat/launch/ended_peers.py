@@ -46,7 +46,10 @@ def name_ended_ranks(error: BaseException) -> None:
         error: What this rank fails with; other errors than that of a lost connection or a timeout stay as they are.
     """
     job = _current_job()
-    if this_rank() is not None or not isinstance(error, Exception) or job is None:
+    if not isinstance(error, Exception) or job is None:
+        return
+    # The supervisor sees all ranks of a job on one machine, which share a file.
+    if this_rank() is not None and job.cluster.store_file is not None:
         return
     kind = kind_of(error)
     processes = _read_processes(job)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dstrat.errors import LaunchError, PeerError, RankFailedError
+from dstrat.launch.nccl_status import has_pending
 from dstrat.launch.progress import waits_for_peers
 from dstrat.launch.tracebacks import fold_frames, is_ours
 
@@ -219,6 +220,13 @@ class RankEnd:
         return self.failure is not None or self.exit_code != 0
 
     @property
+    def was_aborted(self) -> bool:
+        """Whether a thread of native code aborted it, as NCCL's watchdog does after a timeout."""
+        # A crash of the main thread has that one as its current thread.
+        is_known = bool(self.stack) and "Current thread" not in self.stack
+        return self.failure is None and self.exit_code == -signal.SIGABRT and is_known
+
+    @property
     def failure_order(self) -> int:
         """Distance from the cause: 0 is a cause, 1 may be one, 2 follows from another rank's failure."""
         if self.failure is not None:
@@ -240,12 +248,14 @@ def hung_rank(ends: Sequence[RankEnd], running: Mapping[int, str], world_size: i
         world_size: Number of ranks in the job.
     """
     failures = [end for end in ends if end.is_failure]
-    if any(end.failure_order < 2 for end in failures):
-        return None
-    if not any(end.failure and end.failure.kind == "timeout" for end in failures):
-        return None
     # A rank that waits in a collective is not the one that blocks it; that one may be on another machine.
     blocking = [rank for rank in running if not waits(running[rank])]
+    # NCCL also aborts a rank that has lost a peer; then no rank is left that blocks the others.
+    timed_out = [end for end in failures if blocking and end.was_aborted]
+    if any(end.failure_order < 2 for end in failures if end not in timed_out):
+        return None
+    if not timed_out and not any(end.failure and end.failure.kind == "timeout" for end in failures):
+        return None
     if not blocking and len(ends) + len(running) < world_size:
         return None
     return min(blocking or running, default=None)  # where all wait, their collectives do not match
@@ -338,13 +348,15 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 def _describe_wait(end: RankEnd) -> str:
     """Return the clause about a rank that failed because it waited for another one."""
-    assert end.failure is not None  # noqa: S101 - an exit code alone does not show that a rank waited
+    if end.failure is None:
+        return f"rank {end.rank} was aborted while it waited for it, as by NCCL's watchdog after a timeout"
     verb = "timed out waiting for it" if end.failure.kind == "timeout" else "lost the connection"
     return f"rank {end.rank} {verb} ({end.failure.headline})"
 
 
 def _traceback_of(end: RankEnd) -> str:
-    assert end.failure is not None  # noqa: S101 - as above
+    if end.failure is None:
+        return f"Stack of rank {end.rank} when it was aborted:\n\n{end.stack or _NO_STACK}"
     return f"Traceback of rank {end.rank}:\n\n{end.failure.traceback}"
 
 
@@ -352,9 +364,12 @@ def waits(stack: str, *, is_busy: bool = False) -> bool:
     """Return whether a rank waits for its peers in a collective.
 
     Args:
-        stack: Its stacks, as faulthandler writes them; empty, or without the main thread, if not written yet.
+        stack: Its stacks, as faulthandler writes them; empty, or without the main thread, if not written yet.  With
+            NCCL they have its line about pending collectives.
         is_busy: Whether the rank uses a processor.
     """
+    if (pending := has_pending(stack)) is not None:
+        return pending
     _, current, main = stack.rpartition("Current thread")
     frames = map(" in ".join, _FRAME.findall(main)) if current else ()
     return waits_for_peers(frames, is_busy=is_busy)

@@ -160,6 +160,9 @@ class LocalJob:
             self.num_nodes == 1 and not self.reaches_other_jobs
         ):  # nothing of the job listens on an interface that other machines reach
             defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface())
+        if self.num_nodes > 1:
+            # Otherwise ranks of other machines learn of a failure when their collective times out.
+            defaults["TORCH_NCCL_PROPAGATE_ERROR"] = "1"
         return {
             **defaults,
             **environ,  # what the user has set wins over the defaults

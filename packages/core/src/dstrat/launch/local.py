@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dstrat.errors import LaunchError, RankFailedError
+from dstrat.interfaces.accelerator import initialized_device_type
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import command, external, processes, rank
 from dstrat.launch.fast_exit import leave_quickly_if_uncaught
@@ -119,7 +120,7 @@ class LocalLauncher(Launcher):
         if method in ("fork", "forkserver"):
             _refuse_daemon(method)
         if method == "fork":
-            _refuse_cuda()
+            _refuse_initialized_device()
             # Nothing is written: the fork inherits the function.
             return partial(processes.start_forked, job, call=call, interrupts=interrupts, watchdog=watchdog)
         try:
@@ -181,12 +182,12 @@ def _refuse_daemon(start_method: str) -> None:
         )
 
 
-def _refuse_cuda() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+def _refuse_initialized_device() -> None:
+    device_type = initialized_device_type()
+    if device_type is not None:
         raise LaunchError(
-            "start_method='fork' cannot be used after CUDA has been initialized in this process, as copies of it "
-            "cannot use CUDA: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
+            f"start_method='fork' cannot be used after {device_type!r} has been initialized in this process, as copies "
+            "of it cannot use it: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
         )
 
 

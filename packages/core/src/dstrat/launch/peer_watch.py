@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from dstrat.interfaces.cluster import this_machine
 from dstrat.launch.ended_peers import continue_stopped
 from dstrat.launch.failures import hang_error
+from dstrat.launch.nccl_status import has_pending, read_collectives, wait_of
 from dstrat.launch.progress import (
     MARGIN,
     PAUSE,
@@ -163,10 +164,15 @@ class PeerWatch(threading.Thread):
         """Publish the state of this rank, and end the job if it hangs."""
         stack = traceback.extract_stack(sys._current_frames()[self._main])  # noqa: SLF001 - there is no other way
         frames = [f"{frame.filename} in {frame.name}" for frame in reversed(stack)]
-        waits_in_collective = waits_for_peers(frames, is_busy=idle_seconds < self._limit)
+        collectives = read_collectives()  # of NCCL
+        waits_in_collective = (
+            waits_for_peers(frames, is_busy=idle_seconds < self._limit)
+            if collectives is None
+            else bool(has_pending(collectives))
+        )
         # A rank at work may be met in one of its collectives, which will end: it waits if it stays there.
-        previous, self._stack = self._stack, _format(stack)
-        waits_in_collective = waits_in_collective and self._stack == previous
+        previous, self._stack = self._stack, "\n".join(filter(None, [_format(stack), collectives]))
+        waits_in_collective = waits_in_collective and wait_of(self._stack) == wait_of(previous)
         silent_seconds = time.monotonic() - self._last_beat
         has_stack = silent_seconds > self._limit / 2 and (waits_in_collective or idle_seconds > self._limit / 2)
         self._publish(

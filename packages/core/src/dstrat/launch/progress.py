@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrat.launch.nccl_status import CollectivesNotes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import timedelta
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
 _IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redrawn writes a thousand
 _IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, which other jobs use too
+_NETWORK_SHARE = 0.002  # of one processor, which a process uses at least while it receives at that rate
 MARGIN = 1.0  # seconds; a peer's collective that ends by the same timeout reports more
 _PATIENCE = 5.0  # seconds that a rank in a collective waits longer than the hung one, so that the hung one is named
 PAUSE = 5.0  # seconds between two looks after which the watcher itself was stopped: a frozen container, Ctrl-Z
@@ -54,12 +57,12 @@ class Activity:
     def is_idle_since(self, before: Activity) -> bool:
         """Return whether the process was idle between two readings."""
         duration = self.time - before.time
-        # Both shrink when a descendant ends; that is activity too.
-        return (
-            abs(self.seconds - before.seconds) < _IDLE_SHARE * duration
-            and abs(self.num_bytes - before.num_bytes) < _IDLE_RATE * duration
-            and abs(self.num_network_bytes - before.num_network_bytes) < _IDLE_NETWORK_RATE * duration
-        )
+        # They shrink when a descendant ends; that is activity too.
+        seconds, num_bytes = abs(self.seconds - before.seconds), abs(self.num_bytes - before.num_bytes)
+        num_network_bytes = abs(self.num_network_bytes - before.num_network_bytes)
+        # On a machine with other jobs the network is always busy, also for a process that sleeps.
+        uses_network = num_network_bytes >= _IDLE_NETWORK_RATE * duration and seconds >= _NETWORK_SHARE * duration
+        return seconds < _IDLE_SHARE * duration and num_bytes < _IDLE_RATE * duration and not uses_network
 
 
 def read_activities(pids: Iterable[int]) -> dict[int, Activity]:
@@ -233,7 +236,9 @@ def watched_for_hangs(
     if limit is None or size == 1:
         yield None
         return
-    from dstrat.launch.rank import this_rank  # only runs of several processes need it
+    import torch.distributed  # only runs of several processes need it, and the supervisor imports this module
+
+    from dstrat.launch.rank import this_rank
 
     started = this_rank()
     # A rank that sees no peers waits for as long as they may be in a collective, and never less than the limit.
@@ -245,9 +250,14 @@ def watched_for_hangs(
         from dstrat.launch.peer_watch import PeerWatch  # which needs this module
 
         watch = PeerWatch(*limits, rank=rank, local_rank=local_rank, size=size)
+    notes = None
+    if started is not None and torch.distributed.is_nccl_available():
+        notes = CollectivesNotes(started.folder, os.getpid())
     try:
         yield watch.beat
     finally:
+        if notes is not None:
+            notes.close()
         watch.close()
 
 
@@ -367,7 +377,12 @@ def _prefixes_of_waits() -> tuple[str, ...]:
     assert torch.origin is not None  # noqa: S101 - likewise
     ours, theirs = Path(__file__).parents[1], Path(torch.origin).parent
     folders = [theirs / "distributed", theirs / "autograd", ours / "parallel"]
-    # On a GPU a collective returns at once, and the code that reads its result waits.  In the file of the votes that is
-    # one function: another one there yields batches, and is on the stack while a program's loader computes.
-    readers = [str(ours / "interfaces" / "strategy.py"), f"{ours / 'training' / 'loops' / 'stopping.py'} in take"]
-    return *(os.path.join(folder, "") for folder in folders), *readers  # noqa: PTH118 - the end of a folder's name
+    # On a GPU a collective returns at once, and the code that reads its result waits: single functions, as others of
+    # these files are on the stack while a step or a program's loader computes.
+    readers = {
+        ours / "interfaces" / "strategy.py": ("read_values", "reduce_boolean_decision"),
+        ours / "training" / "loops" / "stopping.py": ("take",),
+        ours / "training" / "metrics" / "reduction.py": ("exchange_", "_reduce_all"),
+    }
+    functions = [f"{file} in {name}" for file, names in readers.items() for name in names]
+    return *(os.path.join(folder, "") for folder in folders), *functions  # noqa: PTH118 - the end of a folder's name

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dstrat.errors import LaunchError, RankFailedError
 from dstrat.launch.failures import RankEnd, failure_error, hang_error, list_ranks, read_failure, waits
 from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
+from dstrat.launch.nccl_status import read_note, wait_of
 from dstrat.launch.progress import RankWatch, descendants_of, launched_file
 from dstrat.launch.rank import STACK_SIGNAL, signal_file, stack_file
 from dstrat.launch.signals import stop_signals
@@ -68,7 +69,7 @@ class Supervisor:
         self._idle: dict[int, float] = {}  # limits in seconds of ranks that hang, by rank
         self._before_launch: set[int] = set()  # ranks that run the script, and had not come to their launch then
         self._next_inspection, self._inspection_pause = 0.0, _FIRST_PAUSE
-        self._inspected: dict[int, str] = {}  # main threads' stacks of the last inspection, if all waited
+        self._inspected: dict[int, str] = {}  # waits of the last inspection, if all waited
 
     def run(self) -> None:
         """Wait until all ranks have exited with code 0.
@@ -185,7 +186,7 @@ class Supervisor:
         before, self._inspected = self._inspected, {}
         if all(waits(stack, is_busy=True) for stack in stacks.values()):
             # A rank at work may have been met in one of its collectives, which will end: it waits if it stays there.
-            self._inspected = {rank: stack.rpartition("Current thread")[2] for rank, stack in stacks.items()}
+            self._inspected = {rank: wait_of(stack) for rank, stack in stacks.items()}
             if self._inspected == before:
                 return True
             self._next_inspection = time.monotonic() + _FIRST_PAUSE
@@ -276,7 +277,8 @@ class Supervisor:
         _send(STACK_SIGNAL, [process.pid for process in ready])
         self._wait_until(lambda: all(map(_read_stack, files.values())), _DUMP)
         time.sleep(_POLL)  # the last one may still be writing
-        return {rank: _read_stack(file) for rank, file in files.items()}
+        notes = {process.rank: read_note(self.folder, process.pid) for process in silent}
+        return {rank: "\n".join(filter(None, [_read_stack(file), notes[rank]])) for rank, file in files.items()}
 
     def end_all(self) -> None:
         """End every rank and its descendants: SIGTERM, a grace period, SIGKILL."""

@@ -202,7 +202,7 @@ class EvaluationLoader:
 
 
 def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
-    """Return a loader's batches on the strategy's device; copies to CUDA overlap with the previous step."""
+    """Return a loader's batches on the strategy's device; with streams, copies overlap with the previous step."""
     move, device = strategy.batch_to_device, strategy.root_device
     if type(strategy).prefetch is not Strategy.prefetch and loads_in_workers(loader):
         return strategy.prefetch(batches, move)
@@ -213,4 +213,4 @@ def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Itera
 
 def _copies_ahead(strategy: Strategy) -> bool:
     # Not with a strategy's own transfer, which may rely on the stream or on the order of calls.
-    return strategy.root_device.type == "cuda" and type(strategy).batch_to_device is Strategy.batch_to_device
+    return strategy.accelerator.has_streams and type(strategy).batch_to_device is Strategy.batch_to_device

@@ -74,7 +74,7 @@ class GradientSyncStrategy(ParallelStrategy):
             return
         has_gradient = [parameter.grad is not None for parameter in parameters]
         # Only a process that lacks a gradient reads the result, because reading it synchronizes a GPU.
-        anywhere = self.reduce(torch.tensor(has_gradient, dtype=torch.int32, device=self.root_device), reduce_op="max")
+        anywhere = self.reduce(self.from_host(torch.tensor(has_gradient, dtype=torch.int32)), reduce_op="max")
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -43,6 +45,21 @@ def uses_nccl(backends: str) -> bool:
     return any(pair.rpartition(":")[2] == "nccl" for pair in backends.split(","))
 
 
+def nccl_counts() -> dict[str, tuple[int, int]]:
+    """Return the numbers of the collectives that NCCL began last and completed last, by group; empty without NCCL.
+
+    They are those of torch's flight recorder; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # noqa: SLF001 - there is no public one
+    if dump is None or not dist.is_initialized():
+        return {}
+    groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+    return {
+        group: (int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
+        for group, status in groups.items()
+    }
+
+
 def count_collectives() -> int:
     """Return how many collectives this process has begun, in all groups whose backend counts them."""
     count = 0
@@ -51,3 +68,17 @@ def count_collectives() -> int:
         with contextlib.suppress(RuntimeError):  # the backend does not count
             count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
     return count
+
+
+# Pinned memory
+
+
+def empty_host_cache() -> None:
+    """Give pinned memory that is free back to the system, since torch 2.12."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    accelerator = torch.accelerator.current_accelerator()
+    if empty is None or accelerator is None:
+        return
+    # A device that a package adds may have no such allocator, and torch 2.13 does not look: the process would crash.
+    if accelerator.type != torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - there is no public name
+        empty()

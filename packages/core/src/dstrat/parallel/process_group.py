@@ -24,6 +24,8 @@ from dstrat.parallel.job import TIMEOUT_HINT, Job, current_job, set_current_job
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.parallel.job import Channel
     from dstrat.plugins.catalog import Catalog
@@ -55,7 +57,9 @@ class _Rendezvous:
 _rendezvous: dict[object, _Rendezvous] = {}  # by address: a process may not listen on a port twice
 
 
-def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: timedelta) -> Job:
+def open_process_group(
+    cluster: ClusterEnvironment, *, backend: str, timeout: timedelta, device: torch.device | None = None
+) -> Job:
     """Open the default process group, or use the one that the user has opened already.
 
     When this returns, a group that it opened is open in all ranks, so any of them may close it.
@@ -64,6 +68,8 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
         cluster: The cluster environment, with the address of rank 0 and the rank of this process.
         backend: Name of the ``torch.distributed`` backend.
         timeout: How long a rank waits for the others, in this function and in each collective.
+        device: The device of this rank.  With it NCCL connects here, and not in the first collective, and makes groups
+            of some ranks from the connections that there are.
 
     Returns:
         The job: the store that all ranks share, with a separate prefix for this group.
@@ -87,6 +93,7 @@ def open_process_group(cluster: ClusterEnvironment, *, backend: str, timeout: ti
             rank=cluster.global_rank,
             world_size=cluster.world_size,
             timeout=timeout,
+            device_id=device if backend == "nccl" and device is not None and device.index is not None else None,
         )
         # Gloo fails in a rank that still connects when another one closes.
         job.wait_for_all_ranks("open the process group")

@@ -11,6 +11,7 @@ from torch.optim import LBFGS
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
+from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.collectives import broadcast_object, broadcast_tensors, gather_tensors, reduce_tensor
 from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.job import current_job
@@ -188,7 +189,9 @@ class ParallelStrategy(Strategy):
         and calls :func:`~dstrat.parallel.process_group.join_job` in it.
         """
         backend = self.process_group_backend or self.accelerator.process_group_backend
-        return open_process_group(self.cluster_environment, backend=backend, timeout=self.timeout)
+        return open_process_group(
+            self.cluster_environment, backend=backend, timeout=self.timeout, device=self.root_device
+        )
 
     def close_communication(self, *, aborts: bool) -> None:
         """Close communication, if it is open.
@@ -202,7 +205,8 @@ class ParallelStrategy(Strategy):
             close_process_group()
 
     def model_to_device(self) -> None:
-        self.module.to(self.root_device)
+        with keep_ties(self.module):
+            self.module.to(self.root_device)
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
         """Overwrite the parameters and buffers of all processes by those of global rank 0."""
@@ -226,9 +230,11 @@ class ParallelStrategy(Strategy):
         if self._synchronized_norm is not None:
             self._synchronized_norm.undo()
             self._synchronized_norm = None
-        super().teardown()
-        self.job = None
-        self.close_communication(aborts=False)
+        try:
+            super().teardown()
+        finally:
+            self.job = None
+            self.close_communication(aborts=False)
 
     # Steps
 
@@ -291,8 +297,11 @@ class SynchronizedNorm:
             for name, layer in parent.named_children()  # a layer that is the module itself has no parent to change
             if isinstance(layer, BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
+        synchronized: dict[int, Module] = {}  # of a layer that several parents share, there is one
         for parent, name, layer in self._replaced:
-            parent.add_module(name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
+            if id(layer) not in synchronized:
+                synchronized[id(layer)] = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+            parent.add_module(name, synchronized[id(layer)])
 
     def undo(self) -> None:
         """Restore the layers, with the trained weights, statistics and mode."""

@@ -191,19 +191,43 @@ def choose_devices(
         DeviceError: They do not exist, or make no sense.
         ClusterError: The processes cannot be spread evenly over the machines.
     """
+    facts = None if strategy is None else strategy.facts
+    per_node, uneven = divmod(num_started, num_nodes)
+    if num_started > 1 and (facts is None or facts.starts_processes):
+        own = _own_devices(requested, accelerator, per_node)
+        if own is not None and not uneven:
+            return own
     if requested is not None:
         return _requested_devices(requested, accelerator)
-    facts = None if strategy is None else strategy.facts
     # Processes that exist already decide: with more devices some would be idle, with fewer some would be shared.
     if num_started > 1 and (facts is None or facts.starts_processes):
-        if num_started % num_nodes:
+        if uneven:
             raise ClusterError(f"{num_started} processes were started, which num_nodes={num_nodes} cannot share evenly")
-        return _first_devices(accelerator, num_started // num_nodes, "one for each process that was started")
+        return _first_devices(accelerator, per_node, "one for each process that was started")
     number = accelerator.auto_device_count()
     limit = None if facts is None else max_devices(facts)
     if strategy is not None and limit is not None and limit < number:
         return _first_devices(accelerator, limit, f"the most that {strategy.name} uses")
     return _first_devices(accelerator, number, "what 'auto' stands for")
+
+
+def _own_devices(requested: Requested | None, accelerator: Accelerator, per_node: int) -> DeviceSelection | None:
+    """Return the first device for each process, if each sees one device only; None where that is not so.
+
+    A scheduler may give each process a device of its own, as SLURM does with ``--gpus-per-task=1``: then it is the
+    first one in each process.  Where a machine has only one device for all of them, NCCL says so.
+    """
+    if per_node == 1 or (requested is not None and requested.value not in (per_node, str(per_node), "auto", -1, "-1")):
+        return None
+    try:
+        accelerator.parse_devices(per_node)
+    except DeviceError:
+        if accelerator.auto_device_count() == 1:
+            reason = "one for each process that was started, which sees its own"
+            return DeviceSelection(indices=(0,) * per_node, count=per_node, reason=reason)
+    except Exception:  # noqa: BLE001 - of a plugin; it is raised when the devices are parsed
+        return None
+    return None
 
 
 def _requested_devices(requested: Requested, accelerator: Accelerator) -> DeviceSelection:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dstrat.errors import ClusterError, ConflictError, RequestError
+from dstrat.interfaces.accelerator import initialized_device_type
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.plan import PlanRow
 
@@ -146,9 +147,8 @@ def _local(
     reason = f"one per {'device' if per_node == constraints.num_devices else 'machine'}"
     if method == "popen" and constraints.test_runner is not None:
         # Running it again would run all tests again in each rank, and end this process after the first of them.
-        # Forked processes cannot use CUDA where this one has done so.
-        torch = sys.modules.get("torch")
-        method = "spawn" if torch is not None and torch.cuda.is_initialized() else "fork"
+        # Forked processes cannot use a GPU where this one has done so.
+        method = "fork" if initialized_device_type() is None else "spawn"
         reason += f"; {constraints.test_runner} runs this, and is no script to run again by 'popen'"
     if max_restarts:
         reason += f"; up to {max_restarts} restart{'s' if max_restarts > 1 else ''}"

@@ -152,9 +152,9 @@ def _kind_of_object(plugin: object) -> Kind:
             return kind
         if issubclass(cls, interface):
             raise RequestError(f"plugins=[{_shown(plugin)}] is no plugin: give it as {kind}={_shown(plugin)}")
-    # An object of another library of the same name, such as TorchCheckpointIO, has a counterpart here.
-    counterpart = cls.__name__ in dir(plugins)
-    advice = f"; pass the one of dstrat: from dstrat.plugins import {cls.__name__}" if counterpart else ""
+    # An object of another library, such as Lightning's TorchCheckpointIO or a subclass of it, has a counterpart here.
+    counterpart = next((base.__name__ for base in cls.__mro__ if base.__name__ in dir(plugins)), None)
+    advice = f"; pass the one of dstrat: from dstrat.plugins import {counterpart}" if counterpart else ""
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {module}{cls.__qualname__}: "

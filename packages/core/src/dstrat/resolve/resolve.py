@@ -124,6 +124,9 @@ def _decide(
     """Return the plan, and a function that composes its strategy."""
     catalog = get_catalog() if catalog is None else catalog
     environ = os.environ if environ is None else environ
+    num_nodes: Any = request.num_nodes
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
     hardware = _choose_hardware(request, catalog, environ)
     software = _choose_software(request, catalog, hardware, interactive=interactive)
     plan = _plan_of(request, hardware, software)
@@ -132,9 +135,6 @@ def _decide(
 
 
 def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, str]) -> _Hardware:
-    num_nodes: Any = request.num_nodes
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise RequestError(f"num_nodes={num_nodes!r} is not a number of machines: give 1 or more")
     wanted = requested_strategy(request.strategy, catalog)
     strategy = None if wanted is None else wanted.selection
     beside_strategy = requested_components(request, catalog)
@@ -149,7 +149,7 @@ def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, s
         requested.get("devices"),
         accelerator.instance,
         num_started=num_started(cluster),
-        num_nodes=num_nodes,
+        num_nodes=request.num_nodes,
         strategy=strategy,
     )
     return _Hardware(
@@ -159,7 +159,7 @@ def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, s
         accelerator=accelerator,
         devices=devices,
         precision=choose_precision(requested.get("precision"), accelerator, catalog),
-        num_nodes=num_nodes,
+        num_nodes=request.num_nodes,
     )
 
 

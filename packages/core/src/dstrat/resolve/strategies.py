@@ -131,8 +131,13 @@ def _all_names(value: object, catalog: Catalog) -> tuple[str, ...]:
     text = parse_alias(value) if isinstance(value, str) else None
     if text is None or text.owner is not None:
         return ()
-    alias = text.alias
-    synonyms = {name for offer in catalog.offers("strategy") if alias in offer.names for name in offer.names}
+    alias, records = text.alias, [offer.component for offer in catalog.offers("strategy")]
+    synonyms = {
+        name
+        for record in records
+        if alias == record.alias or alias in record.synonyms
+        for name in (record.alias, *record.synonyms)
+    }
     return (alias, *sorted(synonyms - {alias}))
 
 

@@ -16,6 +16,8 @@ from dstrat.training.run import RunningStage, TrainerFn, TrainerState, TrainerSt
 from dstrat.training.settings import setting
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from dstrat.checkpoint.paths import CheckpointPath, LocalPath
@@ -417,6 +419,15 @@ class TrainerProperties(NamedArguments):
         """
         # The strategy forgets its own in teardown.
         return self.strategy.optimizers or list(self._after_fit.optimizers)
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Iterable[Any]) -> None:
+        if not (self.is_running and self.is_fitting):
+            raise MisuseError(
+                "trainer.optimizers was set outside of a fit, which begins with those of configure_optimizers: "
+                "return them there, or set them in a hook of the fit"
+            )
+        self.strategy.optimizers = list(optimizers)
 
     @property
     def _after_fit(self) -> Optimization:

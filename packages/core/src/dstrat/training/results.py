@@ -1,4 +1,4 @@
-"""Result of a run: for the process that started it, and as a table for the user."""
+"""Result of a run, sent back to the process that started it."""
 
 from __future__ import annotations
 

@@ -288,6 +288,15 @@ def test_the_pointer_beside_the_checkpoints_can_be_loaded(fit, tmp_path, line_cl
     line_class.load_from_checkpoint(tmp_path / "last")
 
 
+def test_last_ckpt_is_the_last_checkpoint_whatever_its_name(fit, tmp_path):
+    fit(2, ModelCheckpoint(tmp_path, "{epoch}", save_last=True))
+    assert not (tmp_path / "last.ckpt").exists()
+    assert fit(3, ckpt_path=tmp_path / "last.ckpt").global_step == 18
+    (tmp_path / "last").unlink()
+    with pytest.raises(CheckpointError, match=r"last\.ckpt' does not exist: check the path"):
+        fit(3, ckpt_path=tmp_path / "last.ckpt")
+
+
 class MyDevice(SingleDeviceStrategy):
     """A strategy without an alias."""
 

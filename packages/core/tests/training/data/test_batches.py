@@ -40,10 +40,10 @@ class Announced(IterableDataset):
 
 
 class Conditions:
-    """What a mover asks of a trainer."""
+    """What a mover asks of a run."""
 
-    def __init__(self, strategy, datamodule=None):
-        self.strategy, self.datamodule = strategy, datamodule
+    def __init__(self, strategy, module, datamodule=None):
+        self.strategy, self.module, self.datamodule = strategy, module, datamodule
 
 
 def found(loader, count):
@@ -88,8 +88,7 @@ def cpu(quiet_trainer):
 
 def test_batches_are_moved_when_they_are_due(cpu, line):
     noted = []
-    trainer = Conditions(cpu)
-    assert device_to_copy_ahead_to(trainer, line) is None
+    assert device_to_copy_ahead_to(Conditions(cpu, line)) is None
 
     def move(batch, dataloader_idx):
         noted.append((batch, dataloader_idx))
@@ -103,7 +102,7 @@ def test_batches_are_moved_when_they_are_due(cpu, line):
 
 def test_a_batch_that_is_on_the_device_stays_the_same_object(cpu, line):
     batch = [torch.ones(2), {"x": torch.ones(2)}]
-    assert batch_mover(Conditions(cpu), line)(batch, 0) is batch
+    assert batch_mover(Conditions(cpu, line))(batch, 0) is batch
 
 
 @pytest.mark.parametrize("owner", ["module", "data module"])
@@ -125,7 +124,7 @@ def test_overridden_transfer_hooks_are_called_in_their_order(cpu, make_line, own
         pass
 
     module, data = (make_line(Module), None) if owner == "module" else (make_line(), Data())
-    move = batch_mover(Conditions(cpu, data), module)
+    move = batch_mover(Conditions(cpu, module, data))
     assert move([], 1) == [("before", 1), ("transfer", "cpu", 1), ("after", 1)]
 
 

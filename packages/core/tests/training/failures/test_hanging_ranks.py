@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from dstrat import Callback, Trainer
 from dstrat.errors import MisuseError, RankFailedError
+from dstrat.launch.nccl_status import describe_collectives
 from dstrat.launch.rank import stack_file, this_rank
 
 
@@ -118,6 +119,22 @@ def test_rank_that_waits_for_the_work_of_another_without_a_collective_is_no_hang
         flag.touch()
 
     fit([Misbehaves("setup", 0, prepare_data), Misbehaves("setup", 1, wait_for_flag)], hang_seconds=0.5)
+
+
+def spin_in_a_kernel():
+    """Use a processor outside of torch's folders, as the host does while it waits for a GPU."""
+    note = this_rank().folder / f"collectives-{os.getpid()}.txt"
+    note.write_text(describe_collectives({"0": (5, 4)}))
+    while True:
+        os.utime(note)
+
+
+def test_rank_with_a_pending_collective_waits_wherever_its_host_is(fit):
+    hook = "on_train_batch_start"
+    deeds = [Misbehaves(hook, 0, spin_in_a_kernel), Misbehaves(hook, 1, fall_asleep)]
+    with pytest.raises(RankFailedError, match="rank 1 of 2 hung: no progress for 1 s, and rank 0 waited") as caught:
+        fit(deeds, hang_seconds=1.0)
+    assert "NCCL: pending: collective 5 of group 0" in str(caught.value)
 
 
 def test_rank_that_works_for_long_is_no_hang(fit):

@@ -50,9 +50,10 @@ class ThrowsInValidation(Throws):
 
 
 class SavesInValidation(ThrowsInValidation):
+    saves_checkpoints = False
+
     def on_validation_epoch_end(self, trainer, module):
-        if not trainer.sanity_checking:
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.target)
 
 
 def test_those_of_a_sanity_check_do_not_change_the_training(quiet_trainer, line, loader):
@@ -63,7 +64,9 @@ def test_those_of_a_sanity_check_do_not_change_the_training(quiet_trainer, line,
 
 
 def test_a_checkpoint_within_a_validation_has_those_of_its_start(quiet_trainer, line, loader, tmp_path):
-    options = {"num_sanity_val_steps": 0, "callbacks": SavesInValidation(tmp_path / "saved")}
+    callback = SavesInValidation()
+    callback.target = tmp_path / "saved"
+    options = {"num_sanity_val_steps": 0, "callbacks": callback}
     quiet_trainer(accelerator=Dice(), max_epochs=1, **options).fit(line, loader(), loader())
     saved = PortableCheckpointIO().load_rank(tmp_path / "saved", 0)
     assert int(saved["device_random"]) == 6

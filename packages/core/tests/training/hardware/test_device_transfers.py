@@ -75,6 +75,39 @@ def test_values_on_a_device_are_read_by_the_strategy_when_they_are_due(quiet_tra
     assert strategy.read == [2, 2, 2]  # after steps 3 and 6, and at the end of the epoch
 
 
+# Devices and the end of a run
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("mps"), "cuda:1", "cpu"])
+def test_a_device_without_an_index_is_the_first_one(device):
+    expected = {"cuda": torch.device("cuda", 0), "cuda:1": torch.device("cuda", 1), "cpu": torch.device("cpu")}
+    assert SingleDeviceStrategy(device).root_device == expected.get(device, torch.device("mps", 0))
+
+
+class Broken(nn.Linear):
+    """A layer from whose device nothing can be read after an error."""
+
+    def _apply(self, function, recurse=True):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class NotesEnd(PortableCheckpointIO):
+    has_ended = False
+
+    def teardown(self):
+        super().teardown()
+        self.has_ended = True
+
+
+def test_everything_is_closed_where_the_module_cannot_be_copied_from_its_device():
+    io = NotesEnd()
+    strategy = build(strategy=SingleDeviceStrategy(checkpoint_io=io), accelerator="cpu")
+    strategy.connect(Broken(2, 2))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        strategy.teardown()
+    assert io.has_ended
+
+
 # Batches
 
 

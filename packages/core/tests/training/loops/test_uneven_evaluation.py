@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dstrat.training.loops import stopping
+from dstrat.training.loops.evaluation_loop import pad_to_longest
 
 
 @pytest.fixture
@@ -231,3 +232,16 @@ def test_a_limit_and_several_loaders_count_divided_batches(quiet_trainer, make_l
 def test_predictions_keep_the_batches_of_one_device(quiet_trainer, line, loader, averaging):
     trainer = quiet_trainer(strategy=averaging(), devices=2)
     assert [len(batch) for batch in trainer.predict(line, loader(count=8))] == [8]
+
+
+class NeverAgrees:
+    """A strategy whose processes are not to communicate."""
+
+    def reduce_boolean_decision(self, decision, **options):
+        raise AssertionError("it communicates for each batch")
+
+
+def test_processes_with_known_lengths_pad_without_agreeing_on_each_batch():
+    padded = pad_to_longest([[1], [2]], [[0]], NeverAgrees(), 4)
+    assert list(padded) == [([1], True), ([2], True), ([2], False), ([2], False)]
+    assert list(pad_to_longest([], [[0]], NeverAgrees(), 1)) == [([0], False)]

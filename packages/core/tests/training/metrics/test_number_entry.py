@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import weakref
 
 import pytest
@@ -96,3 +97,18 @@ def test_numbers_and_tensors_of_any_type_count(value):
     kept.take(value, 1)
     kept.take(value, 1)
     assert kept.local_epoch_value == 2 * float(value)
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_outputs_of_cuda_graphs_are_copied_as_a_replay_overwrites_them(has_graphs, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    if has_graphs:
+        monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", sys)
+    kept, output = entry(on_step=True), torch.ones((), device="meta")
+    kept.take(output, 1)
+    output.add_(1)  # as a replay does, of which the tensor's version knows nothing
+    if has_graphs:
+        assert kept.local_latest.device.type == "meta"
+    else:
+        with pytest.raises(MisuseError, match="has been changed in place"):
+            kept.local_latest  # noqa: B018 - it raises

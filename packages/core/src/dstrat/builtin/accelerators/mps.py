@@ -6,37 +6,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dstrat.builtin.accelerators.devices import parse_devices
-from dstrat.interfaces.accelerator import Accelerator
+from dstrat.builtin.accelerators.torch_accelerator import TorchAccelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from dstrat.interfaces.accelerator import Devices
 
-
-class MPSAccelerator(Accelerator):
+class MPSAccelerator(TorchAccelerator):
     """The one GPU of Apple silicon; it has no float64."""
 
     process_group_backend = "none"  # no backend of torch supports its tensors, and there is one device only
+    has_streams = False  # and a copy that does not block may be read before it is complete
 
-    def is_available(self) -> bool:
-        return torch.backends.mps.is_available()
+    def __init__(self) -> None:
+        super().__init__("mps")
 
     def auto_device_count(self) -> int:
-        return int(self.is_available())
-
-    def parse_devices(self, devices: Devices) -> list[int]:
-        count = self.auto_device_count()
-        return parse_devices(devices, everything=count, limit=count, name="mps")
-
-    def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
-        return [torch.device("mps", index) for index in indices]
+        return int(torch.backends.mps.is_available())
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
         return dtype != torch.float64 and dtype.itemsize > 1  # nor 8-bit floats
+
+    def setup(self, device: torch.device | None = None) -> None:
+        """Do nothing: there is one device, which is always the current one."""
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is only one
         """Return bytes of memory: in use, and held by the driver."""

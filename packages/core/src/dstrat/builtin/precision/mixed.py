@@ -117,7 +117,8 @@ class MixedPrecision(Precision):
         if self._module is None:
             raise MisuseError(f"precision {self.flag!r} has no device yet: connect a module, or pass device='cuda'")
         tensors = itertools.chain(self._module.parameters(), self._module.buffers())
-        return next((tensor.device.type for tensor in tensors), "cpu")
+        # On meta are the layers of other ranks, in a pipeline.
+        return next((tensor.device.type for tensor in tensors if not tensor.is_meta), "cpu")
 
 
 # Loss scale for float16

@@ -15,6 +15,7 @@ from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes, host_
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.errors import CheckpointError, StoreError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.parallel.internals import empty_host_cache
 from dstrat.parallel.job import current_job, rank_and_size
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 
@@ -217,8 +218,7 @@ class StagingMemory:
     def release(self) -> None:
         """Free the memory."""
         self._chunks = []
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
-        if self._pins and empty_host_cache is not None:
+        if self._pins:
             empty_host_cache()  # otherwise torch would keep the memory locked for itself
         self._pins = False
 

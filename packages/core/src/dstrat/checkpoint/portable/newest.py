@@ -104,9 +104,14 @@ def forget(path: CheckpointPath) -> None:
 def resolve(path: CheckpointPath) -> CheckpointPath:
     """Return the checkpoint at a path: the path itself, or the target of the pointer at that path.
 
+    Programs that were written for files name ``last.ckpt``; where the last checkpoint has another name, the pointer
+    beside it has that name.
+
     Raises:
         CheckpointError: The pointer does not name a checkpoint beside it.
     """
+    if path.name == LAST + _SUFFIX and _is_pointer(path.parent / LAST) and not path.exists():
+        path = path.parent / LAST
     if _is_pointer(path):
         return _target(path)
     if path.name == LAST and not path.exists():  # a crash came after the first checkpoint, before its pointer

@@ -212,15 +212,19 @@ def _measure(
     )
 
 
-def load_factory(name: str) -> Callable[[], Any]:
+def load_factory(name: str, argument: str = "--model") -> Callable[[], Any]:
     """Return the function of ``package.module:function``, also of a module in the working directory.
+
+    Args:
+        name: The name.
+        argument: Where it was given, for messages.
 
     Raises:
         RequestError: There is none.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise RequestError(f"--model {name!r} must look like package.module:factory, a function without arguments")
+        raise RequestError(f"{argument} {name!r} must look like package.module:factory, a function without arguments")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as python -m does
@@ -228,11 +232,11 @@ def load_factory(name: str) -> Callable[[], Any]:
         with contextlib.redirect_stdout(sys.stderr):  # what the module prints does not get into JSON
             module = importlib.import_module(module_name)
     except ImportError as error:
-        raise RequestError(f"--model {name!r}: {module_name} cannot be imported from here ({error})") from error
+        raise RequestError(f"{argument} {name!r}: {module_name} cannot be imported from here ({error})") from error
     factory: Any = getattr(module, attribute, None)
     if not callable(factory):
         problem = "is no function" if factory is not None else "does not exist"
-        raise RequestError(f"--model {name!r}: {attribute!r} {problem} in {module.__file__}")
+        raise RequestError(f"{argument} {name!r}: {attribute!r} {problem} in {module.__file__}")
     return factory  # type: ignore[no-any-return]  # checked on the line above
 
 

@@ -17,7 +17,7 @@ from dstrat.cli.runs.record import check_metric, default_metric, find_runs, is_h
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dstrat.cli.runs.record import Run
+    from dstrat.cli.runs.record import RecordedRun
 
 NO_RUNS = "there are no runs here: a Trainer records each beside its logs, below dstrat_logs by default"
 
@@ -72,7 +72,7 @@ def _fitting(headers: list[str], rows: list[list[str]], width: int) -> tuple[lis
     return headers, rows
 
 
-def _common_metric(listed: Sequence[Run]) -> list[str]:
+def _common_metric(listed: Sequence[RecordedRun]) -> list[str]:
     names = [name for run in listed if (name := default_metric(run)) is not None]
     return [max(names, key=names.count)] if names else []
 
@@ -84,7 +84,7 @@ def _rank(value: float | None, *, is_higher: bool) -> tuple[bool, float]:
     return False, -value if is_higher else value
 
 
-def _row(run: Run, metrics: Sequence[str]) -> list[str]:
+def _row(run: RecordedRun, metrics: Sequence[str]) -> list[str]:
     values = [run.last_values.get(name) for name in metrics]
     return [
         run.name,
@@ -97,7 +97,7 @@ def _row(run: Run, metrics: Sequence[str]) -> list[str]:
     ]
 
 
-def describe_strategy(run: Run) -> str:
+def describe_strategy(run: RecordedRun) -> str:
     """Return strategy and number of ranks, such as ``"ddp x2"``."""
     plan = run.plan
     return f"{plan['strategy_alias']} x{plan['world_size']}" if plan["world_size"] > 1 else str(plan["strategy_alias"])
@@ -120,7 +120,7 @@ def describe_time(seconds: float) -> str:
     return time.strftime("%d %b %H:%M" if then[0] == now[0] else "%d %b %Y", then)
 
 
-def _as_dict(run: Run) -> dict[str, Any]:
+def _as_dict(run: RecordedRun) -> dict[str, Any]:
     return {
         "folder": str(run.folder.absolute()),
         "status": run.status,

@@ -91,7 +91,7 @@ class StageRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
     """A recorded run: all that was written to one log folder.
 
     Attributes:
@@ -172,7 +172,7 @@ class Run:
         return values | {name: curve[-1].value for name, curve in self.curves.items()}
 
 
-def read_run(folder: Path) -> Run | None:
+def read_run(folder: Path) -> RecordedRun | None:
     """Return the run of a log folder; None if it has no record."""
     stages: list[StageRun] = []
     for event in read_events(folder):
@@ -189,10 +189,10 @@ def read_run(folder: Path) -> Run | None:
             stages[-1].epochs.append(event)
         elif kind == "checkpoint":
             stages[-1].checkpoints.append(event)
-    return Run(folder=folder, stages=tuple(stages)) if stages else None
+    return RecordedRun(folder=folder, stages=tuple(stages)) if stages else None
 
 
-def find_runs(roots: Iterable[Path]) -> list[Run]:
+def find_runs(roots: Iterable[Path]) -> list[RecordedRun]:
     """Return the runs in folders and a few levels below, the oldest first."""
     folders = dict.fromkeys(folder for root in roots for folder in _log_folders(root, _DEPTH))
     runs = [run for folder in folders if (run := read_run(folder)) is not None]
@@ -212,7 +212,7 @@ def _log_folders(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _log_folders(folder / entry.name, depth - 1)
 
 
-def select_runs(names: Sequence[str]) -> list[Run]:
+def select_runs(names: Sequence[str]) -> list[RecordedRun]:
     """Return the runs that a user names: by folder, by the end of its path, such as ``version_3`` or ``3``, or "last".
 
     Raises:
@@ -221,7 +221,7 @@ def select_runs(names: Sequence[str]) -> list[Run]:
     return [_select(name) for name in names]
 
 
-def _select(name: str) -> Run:
+def _select(name: str) -> RecordedRun:
     run = read_run(Path(name))
     if run is not None:
         return run
@@ -240,7 +240,7 @@ def _select(name: str) -> Run:
     raise RequestError(f"there is no run {name!r} here: {hint}")
 
 
-def check_metric(name: str, runs: Sequence[Run]) -> None:
+def check_metric(name: str, runs: Sequence[RecordedRun]) -> None:
     """Check that a run has logged a value of this name.
 
     Raises:
@@ -254,7 +254,7 @@ def check_metric(name: str, runs: Sequence[Run]) -> None:
         raise RequestError(f"no run has logged {name!r}: {hint}")
 
 
-def default_metric(run: Run) -> str | None:
+def default_metric(run: RecordedRun) -> str | None:
     """Return the name of a run's most telling value: the one that ranks its checkpoints, or a loss."""
     monitor = run.main.begin.get("monitor")
     if monitor is not None and monitor["name"] in run.last_values:
@@ -263,7 +263,7 @@ def default_metric(run: Run) -> str | None:
     return min(losses, key=lambda name: (not name.startswith("val"), len(name)), default=None)
 
 
-def is_higher_better(metric: str, runs: Sequence[Run]) -> bool:
+def is_higher_better(metric: str, runs: Sequence[RecordedRun]) -> bool:
     """Return whether larger values of a metric are better, as a ModelCheckpoint of a run says; False if none does."""
     monitors = [run.main.begin.get("monitor") for run in runs]
     return any(each is not None and each["name"] == metric and each["mode"] == "max" for each in monitors)

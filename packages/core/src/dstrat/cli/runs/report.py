@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from dstrat.cli.estimate.command import Estimate
-    from dstrat.cli.runs.record import Run, StageRun
+    from dstrat.cli.runs.record import RecordedRun, StageRun
 
 _STAGES = ("train_", "val_", "test_")
 _INTERVALS = ("_step", "_epoch")
@@ -53,7 +53,7 @@ def report(run: str, output: Path | None, model: str | None, batch_size: int | N
     click.echo(f"wrote {path}")
 
 
-def _estimate(run: Run, model: str | None, batch_size: int | None) -> Estimate | None:
+def _estimate(run: RecordedRun, model: str | None, batch_size: int | None) -> Estimate | None:
     """Return the estimated memory of a rank, for the strategy and the devices of a run."""
     if model is None:
         return None
@@ -74,7 +74,7 @@ def _estimate(run: Run, model: str | None, batch_size: int | None) -> Estimate |
     return estimates[0] if estimates else None
 
 
-def _content(run: Run, estimate: Estimate | None) -> dict[str, Any]:
+def _content(run: RecordedRun, estimate: Estimate | None) -> dict[str, Any]:
     environment = {**run.main.begin["environment"]}
     environment["variables"] = " ".join(f"{key}={value}" for key, value in environment["variables"].items())
     command = shlex.join(run.main.begin["command"])
@@ -100,7 +100,7 @@ def _content(run: Run, estimate: Estimate | None) -> dict[str, Any]:
     }
 
 
-def _facts(run: Run) -> dict[str, str]:
+def _facts(run: RecordedRun) -> dict[str, str]:
     """Return the facts at the top of the page by name."""
     first = default_metric(run)
     names = sorted(run.last_values, key=lambda name: (name != first, not name.startswith("val"), name))
@@ -108,7 +108,7 @@ def _facts(run: Run) -> dict[str, str]:
     return {**values, "optimizer steps": str(run.main.step), "time": describe_seconds(run.seconds)}
 
 
-def _charts(run: Run) -> Iterator[tuple[str, list[Curve]]]:
+def _charts(run: RecordedRun) -> Iterator[tuple[str, list[Curve]]]:
     """Yield a title and curves for each quantity; those of training and validation share a chart."""
     groups: defaultdict[str, list[Curve]] = defaultdict(list)
     for name, points in run.curves.items():
@@ -194,7 +194,7 @@ def _memory(stage: StageRun, estimate: Estimate | None) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_estimate(run: Run, estimate: Estimate | None) -> str:
+def _describe_estimate(run: RecordedRun, estimate: Estimate | None) -> str:
     if estimate is None:
         return (
             f"dstrat report {run.name} --model package.module:factory adds the estimate, as dstrat estimate makes it."
@@ -212,7 +212,7 @@ def _gib(size: int) -> str:
 # Time line and checkpoints
 
 
-def _segments(run: Run) -> Iterator[dict[str, Any]]:
+def _segments(run: RecordedRun) -> Iterator[dict[str, Any]]:
     begin = run.begin_time
     total = max(stage.end_time for stage in run.stages) - begin or 1.0
 
@@ -245,7 +245,7 @@ def _traceback(stage: StageRun) -> str:
     return str((stage.failure or stage.end or {}).get("traceback", ""))
 
 
-def _checkpoint(run: Run, event: Mapping[str, Any]) -> dict[str, Any]:
+def _checkpoint(run: RecordedRun, event: Mapping[str, Any]) -> dict[str, Any]:
     path = str(event["path"])
     is_local = "://" not in path
     return {

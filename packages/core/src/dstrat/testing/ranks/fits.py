@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from dstrat.checkpoint.full_state import full_optimizer_state
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.portable.shards import local_tensor
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
-from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.interfaces.checkpoint_io import CheckpointIO, FlatShard
+from dstrat.interfaces.memory import TrainingSize
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.ranks.jobs import Subject, open_strategy, run_in_team
 from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, Net, dataset
@@ -24,6 +27,7 @@ from dstrat.training.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dstrat.interfaces.memory import MemoryLayout
     from dstrat.testing.ranks.team import RankContext
 
 
@@ -246,8 +250,66 @@ def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[
 def full_state(strategy: Any) -> dict[str, Any]:
     """Return the state of a strategy's module and optimizer as plain values; of the first rank; collective."""
     module = strategy.module_state_dict()
-    optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+    optimizers = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
     return {"module": _plain(module), "optimizer": _plain(optimizers)}
+
+
+def state_sizes(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[MemoryLayout | None, dict[str, int]]:
+    """Train; return the memory that the strategy declares, and the bytes of a rank's state for a checkpoint.
+
+    Args:
+        rank_context: This rank.
+        subject: The strategy.
+        work: A training with AdamW in float32.
+    """
+    end = _StateSizes(rank_context.world_size)
+    make_trainer(rank_context, subject, work, [end]).fit(NETS[work.net](work, subject.configure_model))
+    return end.layout, end.sizes
+
+
+class _StateSizes(Callback):
+    """Records the declared memory, and the size of what the strategy returns for a portable checkpoint."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.layout: MemoryLayout | None = None
+        self.sizes: dict[str, int] = {}
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        strategy, work = trainer.strategy, module.shape
+        numels = [parameter.numel() for parameter in NETS[work.net](work, None).parameters()]
+        self.layout = strategy.memory_layout(_training_size(module, strategy, numels, self.world_size))
+        optimizers = [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        self.sizes = {"module": _num_bytes(strategy.sharded_module_state()), "optimizer": _num_bytes(optimizers)}
+
+
+def _training_size(module: torch.nn.Module, strategy: Any, numels: list[int], world_size: int) -> TrainingSize:
+    """Return the size of a training with AdamW in float32, from the numbers of elements of the parameters."""
+    size = torch.float32.itemsize
+    return TrainingSize(
+        module=module,
+        precision=strategy.precision_plugin,
+        device_type=strategy.root_device.type,
+        world_size=world_size,
+        ranks_per_machine=world_size,
+        parameters=size * sum(numels),
+        trainable_parameters=size * sum(numels),
+        trainable_numel=sum(numels),
+        largest_parameter=size * max(numels),
+        module_buffers=0,
+        optimizer_state=size * sum(2 * numel + 1 for numel in numels),  # two moments, and the number of steps
+        optimizer_temporaries=0,
+        timeline=((0, size * sum(numels)),),
+    )
+
+
+def _num_bytes(state: Any) -> int:
+    """Return the size of a nested state's tensors in this process."""
+    if isinstance(state, torch.Tensor | FlatShard):
+        local = local_tensor(state)
+        return local.numel() * local.element_size()
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_num_bytes, children))
 
 
 def saves(rank_context: RankContext, subject: Subject, accelerator: str) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from dstrat.testing.ranks.fits import (
     one_device,
     round_trip,
     saves,
+    state_sizes,
 )
 from dstrat.testing.ranks.jobs import run_in_team
 from dstrat.testing.strategy.base import StrategyTests
-from dstrat.testing.suite import fail, standard
+from dstrat.testing.suite import fail, not_declared, standard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 64  # 8 steps
 _SAVE_AT = 3
+_LARGER = 1.5  # shares of a small net are uneven; gathered by two ranks, they are twice as large
 
 
 class Checkpoints(StrategyTests):
@@ -37,6 +39,24 @@ class Checkpoints(StrategyTests):
     @standard("processes", "checkpoints")
     def test_a_checkpoint_keeps_the_optimizer_state(self, world_size: int, checkpoint_format: str) -> None:
         self._check_round_trip("optimizer", "optimizer's state", world_size, checkpoint_format)
+
+    @standard("processes", "checkpoints")
+    def test_the_state_for_a_checkpoint_is_no_larger_than_declared(self, pair: int) -> None:
+        work = Fit(samples=24, accelerator=self.accelerator)
+        for rank, (layout, sizes) in enumerate(self.job(state_sizes, pair, subject=self.subject, work=work)):
+            if layout is None:
+                not_declared(f"{self.alias} does not declare its memory (memory_layout returns None)")
+            if layout.assumption:
+                not_declared(f"{self.alias} declares its memory for some modules: {layout.assumption}")
+            declared = {"module": layout.parameters + layout.host, "optimizer": layout.optimizer_state + layout.host}
+            for name, size in sizes.items():
+                if size > _LARGER * declared[name]:
+                    fail(
+                        f"rank {rank} of {pair} returns {size} bytes as the state of the {name} for a checkpoint, and "
+                        f"memory_layout declares {declared[name]} on each rank: a save gathers what is divided",
+                        expected=f"sharded_{name}_state returns what the rank has: DTensors, FlatShards, or entries of "
+                        "this rank's parameters only.",
+                    )
 
     @standard("processes", "checkpoints")
     def test_a_checkpoint_is_written_once_and_every_rank_waits_for_it(self, pair: int) -> None:

@@ -170,10 +170,11 @@ class RetainedCheckpoints:
 
     def older_than_newest(self, paths: list[str]) -> list[str]:
         """Return the existing ones of some paths that are older than the newest retained checkpoint."""
-        retained = [path for path in (*self._ranking.scores, self.last_path) if path and as_path(path).exists()]
-        newest = max((written_ns(as_path(path)) for path in retained), default=0)
-        existing = [path for path in paths if path not in retained and as_path(path).exists()]
-        return [path for path in existing if written_ns(as_path(path)) < newest]
+        retained = {*self._ranking.scores, self.last_path} - {""}
+        existing = {name: path for name in (*retained, *paths) if (path := as_path(name)).exists()}
+        times = {name: written_ns(path) for name, path in existing.items()}
+        newest = max((times[name] for name in retained & times.keys()), default=0)
+        return [name for name in paths if name not in retained and times.get(name, newest) < newest]
 
     def update_link(self) -> None:
         """Point the link to the last checkpoint, which is complete.

@@ -297,8 +297,9 @@ def _restore_on_exit(module: nn.Module, stack: ExitStack) -> None:
         stack.callback(setattr, layer, "training", layer.training)
     module.eval()
     stack.callback(RandomState.capture().restore)
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    stack.enter_context(torch.random.fork_rng(devices=devices))
+    devices = {parameter.device for parameter in module.parameters() if not parameter.is_cpu}  # meta ones end earlier
+    for device in devices:
+        stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
     stack.enter_context(torch.no_grad())
 
 

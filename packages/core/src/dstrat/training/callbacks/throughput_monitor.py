@@ -179,9 +179,9 @@ class ThroughputMonitor(Callback):
 
 def _peak_of(trainer: Trainer) -> float | None:
     device, dtype = trainer.strategy.root_device, trainer.strategy.precision_plugin.compute_dtype
-    if device.type != "cuda":
+    name = trainer.strategy.accelerator.get_device_name(device)
+    if not name:
         return None
-    name = torch.cuda.get_device_name(device)
     peak = peak_flops(name, dtype, allows_tf32=torch.get_float32_matmul_precision() != "highest")
     if peak is None and trainer.is_global_zero:
         _log.info(
@@ -290,7 +290,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, allows_tf32: bool) -> fl
     float32.  A card with a power limit does not reach them.
 
     Args:
-        device_name: Result of ``torch.cuda.get_device_name``, such as ``"NVIDIA H100 80GB HBM3"``.
+        device_name: Result of :meth:`Accelerator.get_device_name`, such as ``"NVIDIA H100 80GB HBM3"``.
         dtype: Dtype of the matrix products: float16, bfloat16 or float32.
         allows_tf32: Whether torch may compute float32 products in TensorFloat-32.
     """

@@ -273,10 +273,10 @@ def device_batches(
 
 def device_to_copy_ahead_to(run: Run) -> torch.device | None:
     """Return the device to which batches can be copied during the previous step; None if they cannot."""
-    # Only with CUDA, and without a user's transfer code, which may rely on the order of calls or on the stream.
+    # Only with streams, and without a user's transfer code, which may rely on the order of calls or on the stream.
     strategy = run.strategy
     is_ours = not any(_hook_owners(run)) and not overrides(strategy, "batch_to_device", Strategy)
-    return strategy.root_device if is_ours and strategy.root_device.type == "cuda" else None
+    return strategy.root_device if is_ours and strategy.accelerator.has_streams else None
 
 
 def prefetching_strategy(run: Run, loader: Any) -> Strategy | None:
@@ -315,7 +315,8 @@ def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
     if overrides(strategy, "batch_to_device", Strategy):
         to_device = strategy.batch_to_device
         return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
-    move, convert = mover_to(strategy.root_device), strategy.precision_plugin.convert_input
+    move = mover_to(strategy.root_device, non_blocking=strategy.accelerator.has_streams)
+    convert = strategy.precision_plugin.convert_input
     return lambda batch, dataloader_idx: convert(move(batch))  # noqa: ARG005 - likewise
 
 

@@ -29,7 +29,6 @@ class CompiledOptimization:
         compiled: Numbers of batches and optimizer steps in one call.
 
     Attributes:
-        optimizers: The result of the module's ``optimizers`` method.
         is_in_backward: Always False.
 
     Raises:
@@ -41,7 +40,6 @@ class CompiledOptimization:
     def __init__(self, run: Run, compiled: CompiledSteps) -> None:
         _check(run, compiled)
         self._run = run
-        self.optimizers = run.strategy.optimizers
         self._training_step = run.profiled("training_step", bind_step(run.strategy, run.module, "training_step"))
         self._loop, self._steps = run.fit_loop, compiled.optimizer_steps
         self._accumulate, self._name = run.settings.steps.accumulate_grad_batches, type(run.strategy).__name__

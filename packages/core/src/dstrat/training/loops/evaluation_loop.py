@@ -79,6 +79,7 @@ class EvaluationLoop:
         self.keeps_outputs = purpose == "predict"
         self._outputs: list[list[Any]] = []
         self._votes: EvaluationVotes | None = None
+        self._at_most: int | None = None
         self.batches_seen = Counter[int]()
         self.current_batches: list[int | None] = []
         self._step_communicates = False
@@ -107,6 +108,7 @@ class EvaluationLoop:
         self.loaders = [loader for loader, _ in prepared]
         self._passed_loaders = passed  # undivided, for padding batches of a rank without any
         self._longest: list[int] | None = None
+        self._are_known: list[bool] = []  # whether all ranks know the length of a loader
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
             if limited != count:
@@ -158,7 +160,7 @@ class EvaluationLoop:
         ]
         if purpose != "predict":
             self.logged.start_epoch()
-        self._outputs = []
+        self._outputs, self._at_most = [], at_most
         self._votes = None
         if run.world_size > 1:
             self._votes = EvaluationVotes(run.strategy, run.interruption, beat=run.beat)
@@ -233,12 +235,14 @@ class EvaluationLoop:
     def _missing_batches(self, counts: list[int | None], at_most: int | None) -> list[int]:
         """Return how many batches this rank has less than the rank with the most, for each loader; collective."""
         strategy = self._run.strategy
+        if self._longest is None:  # kept until the loaders change: one collective, not one per validation
+            lengths = [-1 if count is None else count for count in self.num_batches]
+            unknown = [int(count is None) for count in self.num_batches]
+            most = strategy.reduce(strategy.from_host(torch.tensor([*lengths, *unknown])), reduce_op="max")
+            longest, any_unknown = most.reshape(2, -1).tolist()
+            self._longest, self._are_known = longest, [not number for number in any_unknown]
         if strategy.evaluates_together:  # these pad in any case
             return [0] * len(counts)
-        if self._longest is None:
-            lengths = [-1 if count is None else count for count in self.num_batches]
-            most = strategy.reduce(torch.tensor(lengths, device=strategy.root_device), reduce_op="max")
-            self._longest = most.tolist()  # kept until the loaders change: one collective, not one per validation
         longest = [_smaller(count, at_most) or 0 for count in self._longest]
         return [0 if count is None else most - count for count, most in zip(counts, longest, strict=True)]
 
@@ -342,7 +346,7 @@ class EvaluationLoop:
         if self._votes is None:
             return self._batches_of_rank(dataloader_idx, host_batches, loader)
         if self._run.strategy.evaluates_together:
-            return self._batches_together(dataloader_idx, host_batches, self._votes)
+            return self._batches_together(dataloader_idx, host_batches, items, self._votes)
         return self._votes.between(self._batches_of_rank(dataloader_idx, host_batches, loader))
 
     def _batches_of_rank(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
@@ -358,12 +362,16 @@ class EvaluationLoop:
         return (batch for batch, _ in copied)
 
     def _batches_together(
-        self, dataloader_idx: int, host_batches: Iterable[Any], votes: EvaluationVotes
+        self, dataloader_idx: int, host_batches: Iterable[Any], items: int | None, votes: EvaluationVotes
     ) -> Iterator[Any]:
         """Yield the batches of this process, and run padding steps while other processes still have batches."""
-        run, loader = self._run, self._passed_loaders[dataloader_idx]
-        for index, (host_batch, counts) in enumerate(pad_to_longest(host_batches, loader, run.strategy)):
-            batch = self._mover(host_batch, dataloader_idx)
+        run, loader, longest = self._run, self._passed_loaders[dataloader_idx], None
+        if items is not None and self._longest is not None and self._are_known[dataloader_idx]:
+            longest = (_smaller(self._longest[dataloader_idx], self._at_most) or 0) // self._per_item
+        padded = pad_to_longest(host_batches, loader, run.strategy, longest)
+        ahead = None if longest is None else device_to_copy_ahead_to(run)  # votes keep their order
+        copied = device_batches(padded, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
+        for index, (batch, counts) in enumerate(copied):
             if counts:
                 yield batch
             else:
@@ -387,25 +395,28 @@ def _smaller(count: int | None, at_most: int | None) -> int | None:
 
 
 def pad_to_longest(
-    batches: Iterable[Any], substitutes: Iterable[Any], strategy: Strategy
+    batches: Iterable[Any], substitutes: Iterable[Any], strategy: Strategy, longest: int | None = None
 ) -> Iterator[tuple[Any, bool]]:
     """Yield this process's batches, then padding until every process has finished; collective.
 
-    Before each batch the processes agree whether any of them has one, since their numbers may be unknown.
+    Where their numbers are unknown, the processes agree before each batch whether any of them has one.
 
     Args:
         batches: The batches of this process.
         substitutes: Loader of a padding batch, if this process has no batch at all.
         strategy: Whose ``evaluates_together`` is True.
+        longest: Number of batches of the process with the most; None where it is unknown.
 
     Yields:
         A batch, and whether it is this process's own, not padding.
     """
     iterator, nothing = iter(batches), object()
     last = nothing
-    while True:
+    for index in itertools.count():
+        if index == longest:
+            return
         batch = next(iterator, nothing)
-        if not strategy.reduce_boolean_decision(batch is not nothing, all=False):
+        if longest is None and not strategy.reduce_boolean_decision(batch is not nothing, all=False):
             return
         if batch is not nothing:
             last = _copied(batch)

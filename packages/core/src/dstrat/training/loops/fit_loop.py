@@ -13,12 +13,13 @@ from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.optimizers import Optimization
 from dstrat.parallel.loss_weights import LossWeights
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
 from dstrat.training.loops.manual_optimization import ManualOptimization
-from dstrat.training.loops.optimization import AutomaticOptimization
+from dstrat.training.loops.optimization import AutomaticOptimization, NewOptimizers
 from dstrat.training.loops.position import Pending, Position, ResumeState, rank_state
 from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
 from dstrat.training.loops.steps import count_arguments
@@ -28,6 +29,8 @@ from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from torch.optim import Optimizer
 
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.run import Run
@@ -55,6 +58,7 @@ class FitLoop(Position):
         self.data = TrainingData(run)
         self.logged = LoggedValues(training=True)
         self._optimization: AutomaticOptimization | ManualOptimization | CompiledOptimization | None = None
+        self._optimizers: list[Optimizer] = []  # those that are stepped
         self.pending = Pending()
         self._has_skipped = False
 
@@ -79,11 +83,6 @@ class FitLoop(Position):
         limits = self._limits
         enough = self.epochs_done >= limits.min_epochs and self.global_step >= limits.min_steps
         return self._run.should_stop and enough
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers that ``TrainModule.optimizers`` returns: proxies in manual optimization."""
-        return self._run.strategy.optimizers if self._optimization is None else self._optimization.optimizers
 
     @property
     def manual_optimization(self) -> ManualOptimization | None:
@@ -112,6 +111,7 @@ class FitLoop(Position):
         else:
             self._optimization = ManualOptimization(run)
         self._schedulers = SchedulerSteps(run)
+        self._optimizers = list(run.strategy.optimizers)
 
     def run(self) -> None:
         """Train until ``max_epochs`` or ``max_steps`` is reached, or ``should_stop`` or a signal stops the training."""
@@ -268,6 +268,8 @@ class FitLoop(Position):
         self._profiler_step = run.profiler.step if run.profiler else None
 
     def _train_batch(self, batch: Any, batch_idx: int, *, is_last: bool) -> None:
+        if self._run.strategy.optimizers != self._optimizers:
+            self._take_new_optimizers()
         if not self.in_group:
             self.group_divisor = 1 if self._accumulate == 1 else self._group_size()
         in_group = self.in_group + 1
@@ -291,6 +293,30 @@ class FitLoop(Position):
                 outputs = _outputs_for_hooks(outputs)
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
+
+    def _take_new_optimizers(self) -> None:
+        """Go on with the optimizers that a callback has set in place of those of ``configure_optimizers``.
+
+        Raises:
+            MisuseError: The strategy has prepared the former ones for a whole training.
+        """
+        run, strategy = self._run, self._run.strategy
+        if not strategy.allows_new_optimizers or isinstance(self._optimization, CompiledOptimization):
+            raise MisuseError(
+                f"strategy.optimizers was set in a fit, and {type(strategy).__name__} trains with the optimizers of "
+                "configure_optimizers to its end: change their param_groups, or begin another fit with the weights"
+            )
+        optimization = Optimization(optimizers=tuple(strategy.optimizers), schedulers=tuple(strategy.lr_schedulers))
+        strategy.setup_optimizers(NewOptimizers(run.settings.steps, optimization))
+        self._optimizers = list(strategy.optimizers)
+        if isinstance(self._optimization, ManualOptimization):
+            self._optimization = ManualOptimization(run)
+        else:
+            self._optimization = AutomaticOptimization(run)
+            if self.in_group:
+                self._optimization.go_on_accumulating()
+        self._schedulers = SchedulerSteps(run)
+        self._look_up()
 
     def _skip_batch(self, *, applies: bool) -> None:
         """Skip a batch that is None, for example from a ``collate_fn`` without a usable sample.

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.run import Run
+    from dstrat.training.settings import StepSettings
 
 
 class OptimizerProxy:
@@ -75,6 +77,22 @@ class OptimizerProxy:
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+class NewOptimizers:
+    """Settings of a fit whose optimizers are there already, as ``setup_optimizers`` of a strategy reads them.
+
+    Args:
+        steps: The other settings.
+        optimization: The optimizers, and the schedulers.
+    """
+
+    def __init__(self, steps: StepSettings, optimization: Optimization) -> None:
+        self.is_fitting = True
+        self.accumulate_grad_batches = steps.accumulate_grad_batches
+        self.gradient_clip_val = steps.gradient_clip_val
+        self.gradient_clip_algorithm = steps.gradient_clip_algorithm
+        self.configure_optimizers = lambda: optimization
+
+
 def _nothing() -> None:
     """Do nothing: the gradients have been computed."""
 
@@ -100,14 +118,12 @@ class AutomaticOptimization:
         run: Has the module, the strategy and the hooks.
 
     Attributes:
-        optimizers: The result of the module's ``optimizers`` method.
         is_in_backward: Whether a backward pass of the current batch has begun.
     """
 
     def __init__(self, run: Run) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self._run, self._module, self._strategy = run, module, strategy
-        self.optimizers = strategy.optimizers
         self._optimizer = _single(strategy.optimizers)
         self._training_step = run.profiled("training_step", bind_step(strategy, module, "training_step"))
         self._backward = run.profiled("backward", bind_backward(strategy))

@@ -215,7 +215,7 @@ class Votes:
             seconds_per_step = (time.monotonic() - last_time) / (step - last_step)
             interval = min(MAX_STEPS_BETWEEN_VOTES, 1 + int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))
         # Negative, so that the maximum is the shortest interval of any rank.
-        ballot = torch.tensor([*requests, -interval], device=self._strategy.root_device)
+        ballot = self._strategy.from_host(torch.tensor([*requests, -interval]))
         *agreed, steps = self._strategy.reduce(ballot, reduce_op="max").tolist()
         if self._beat is not None:
             self._beat()  # all ranks have come here: the job does not hang

@@ -193,8 +193,8 @@ class LoggedValues:
         if is_metric(value):
             self._entries[name] = MetricEntry(name, options, **where, metric=value, module=module)
         else:
-            has_peers = module.trainer.world_size > 1
-            self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers)
+            has_peers, accelerator = module.trainer.world_size > 1, module.trainer.strategy.accelerator
+            self._entries[name] = NumberEntry(name, options, **where, has_peers=has_peers, accelerator=accelerator)
         entry = self._entries[name]
         try:
             self._check_names(entry, has_loggers=bool(module.trainer.loggers))

@@ -67,8 +67,8 @@ class LocalSummary(NamedTuple):
         Options of display and loggers are excluded, since only rank 0 uses them.
         """
         same = [(name, *_common(options)) for name, options in sorted(self.names.items())]
-        # Not hash(), which differs between processes; as a float64 the 32 bits are exact.
-        return zlib.crc32(repr(same).encode()) + 1 if same else 0
+        # Not hash(), which differs between processes; 24 bits are exact as a float32 too.
+        return zlib.crc32(repr(same).encode()) % (2**24 - 1) + 1 if same else 0
 
 
 def _common(options: Options) -> Options:
@@ -172,7 +172,8 @@ def _gather(
     # Tensors are copied on the device below: reading them would wait for the device.
     numbers = [0.0 if isinstance(x, Tensor) else x for s in shares for x in (s.total, s.weight)]
     padding = [0.0] * (2 * rows - len(numbers))
-    sent = torch.tensor([*header, *numbers, *padding], dtype=torch.float64, device=strategy.root_device)
+    dtype = torch.float64 if strategy.accelerator.supports_dtype(torch.float64) else torch.float32
+    sent = strategy.from_host(torch.tensor([*header, *numbers, *padding], dtype=dtype))
     for index, value in enumerate(x for s in shares for x in (s.total, s.weight)):
         if isinstance(value, Tensor):
             sent[len(header) + index] = value

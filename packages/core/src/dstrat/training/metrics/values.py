@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,11 @@ from dstrat.training.metrics.reduction import Contribution
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dstrat.interfaces.accelerator import Accelerator
     from dstrat.training.metrics.reduction import Options
 
+
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded by torch.compile(mode="reduce-overhead")
 
 DATALOADER_SUFFIX = "/dataloader_idx_"
 """The separator between a name and the index of one of several loaders."""
@@ -128,6 +132,7 @@ class NumberEntry(LoggedValue):
         in_step: Whether it is logged in steps, or around them.
         training: Whether it is logged in training.
         has_peers: Whether there are other ranks to reduce over.
+        accelerator: The hardware of logged tensors; None for the CPU.
 
     Attributes:
         weighs: Whether the weight of a value matters.
@@ -138,6 +143,7 @@ class NumberEntry(LoggedValue):
     """
 
     __slots__ = (
+        "_accelerator",
         "_device_total",
         "_last_weight",
         "_total",
@@ -151,8 +157,18 @@ class NumberEntry(LoggedValue):
         "weight",
     )
 
-    def __init__(self, name: str, options: Options, *, in_step: bool, training: bool, has_peers: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        *,
+        in_step: bool,
+        training: bool,
+        has_peers: bool = True,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         super().__init__(name, options, in_step=in_step, training=training)
+        self._accelerator = accelerator
         self.reduction = options.reduction(name)
         self.adds = self.reduction in ("mean", "sum")
         sync = False if options.rank_zero_only else options.sync_dist
@@ -223,7 +239,7 @@ class NumberEntry(LoggedValue):
         if not self.on_epoch or (not isinstance(weight, Tensor) and not weight):
             return
         if isinstance(weight, Tensor):
-            weight = weight.to(value.device if isinstance(value, Tensor) else weight.device, _dtype_of_totals(weight))
+            weight = weight.to(value.device if isinstance(value, Tensor) else weight.device, self._dtype_of_totals)
             weighted = torch.where(weight > 0, value * weight, torch.zeros_like(weight))  # as a value may be nan
             self._device_total = self._added_on_device(weighted, 1.0)
         elif isinstance(value, Tensor):
@@ -238,11 +254,18 @@ class NumberEntry(LoggedValue):
         value = value.detach()
         if value.dim():
             value = value.reshape(())
+        if _CUDA_GRAPHS in sys.modules:
+            value = value.clone()  # the next replay of a graph overwrites its outputs
         self._version = version_of(value)  # the tensor is not copied, but must not change until it is read
         self.latest, self._last_weight = value, weight or 0.0
         if self.on_epoch and weight:
             self.weight += weight
             self._device_total = self._added_on_device(value, weight)
+
+    @property
+    def _dtype_of_totals(self) -> torch.dtype:
+        has_float64 = self._accelerator is None or self._accelerator.supports_dtype(torch.float64)
+        return torch.float64 if has_float64 else torch.float32
 
     def _added_on_device(self, value: Tensor, weight: float) -> Tensor:
         total = self._device_total
@@ -251,7 +274,8 @@ class NumberEntry(LoggedValue):
             with torch.inference_mode(mode=False), torch.no_grad():
                 # Copied to the device, and with a dimension: a lazy device makes zeros created on it, and any 0-dim
                 # zero, a constant of the graph, and would compile the first step of each epoch again.
-                total = torch.zeros(1, dtype=_dtype_of_totals(value)).to(value.device)
+                has_streams = self._accelerator is not None and self._accelerator.has_streams
+                total = torch.zeros(1, dtype=self._dtype_of_totals).to(value.device, non_blocking=has_streams)
                 if not self.adds:
                     return total.copy_(value)
         elif total.device != value.device:
@@ -323,10 +347,6 @@ class NumberEntry(LoggedValue):
         if self.adds:
             return on_device + total
         return on_device.clamp(min=total) if self.reduction == "max" else on_device.clamp(max=total)
-
-
-def _dtype_of_totals(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def _extreme(reduction: str, one: float, other: float) -> float:

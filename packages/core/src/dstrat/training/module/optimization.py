@@ -100,7 +100,8 @@ class OptimizationMethods:
 
         In manual optimization each is a :class:`~dstrat.training.loops.manual_optimization.ManualOptimizer`.
         """
-        optimizers = self.trainer.fit_loop.optimizers
+        manual = self.trainer.fit_loop.manual_optimization
+        optimizers = self.trainer.optimizers if manual is None else manual.optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:

@@ -1,0 +1,1 @@
+"""``dstrat verify``: a training with a strategy, compared with one device."""

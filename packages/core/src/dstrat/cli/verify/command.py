@@ -1,0 +1,101 @@
+"""``dstrat verify``: whether a strategy computes the same as one device, on CPU processes."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.cli.components import loaded_catalog
+from dstrat.cli.output import json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from dstrat.cli.verify.compare import Comparison
+    from dstrat.cli.verify.training import Training
+    from dstrat.interfaces.strategy import Strategy
+
+_MOST_NAMES = 5
+
+
+@click.command(short_help="Compare a training with a strategy with one device.")
+@click.argument("training", metavar="TRAINING")
+@click.option("--strategy", "alias", required=True, help='Alias, or "alias(option=value)".')
+@click.option("--devices", default=2, show_default=True, type=click.IntRange(1), help="Number of CPU processes.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="Number of training steps.")
+@click.option("--tolerance", default=1e-5, show_default=True, help="Largest relative difference that counts as none.")
+@json_option
+def verify(training: str, alias: str, devices: int, steps: int, tolerance: float, as_json: bool) -> None:
+    """Train a few steps on one device and with a strategy, on CPU processes, and print what differs and where first.
+
+    TRAINING is a script, which is run up to its first trainer.fit; or package.module:factory, a function that returns
+    (module, batch), with a batch for all processes together.  The outputs of layers, sample by sample, and the
+    gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, as
+    random numbers depend on the layout.  Exits with 1 if something differs.
+    """
+    from dstrat.cli.verify.training import read
+
+    catalog = loaded_catalog()
+    read_training = read(training, steps)  # first, as it may register the strategy
+    comparisons = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
+    differs = any(one.differing for one in comparisons)
+    if as_json:
+        values = [asdict(one) for one in comparisons]
+        print_json({"strategy": alias, "devices": devices, "same": not differs, "comparisons": values})
+    else:
+        _print(comparisons, f"{alias} on {devices} CPU processes", tolerance)
+    sys.exit(1 if differs else 0)
+
+
+def _compare(training: Training, offer: Any, devices: int, tolerance: float) -> list[Comparison]:
+    from dstrat.cli.verify import compare
+    from dstrat.cli.verify.training import record
+
+    with tempfile.TemporaryDirectory(prefix="dstrat_verify_") as folder:
+        records = {}
+        for shows_gradients in (True, False):
+            for name, strategy, count in (("one", "single_device", 1), ("other", _strategy(offer), devices)):
+                path = Path(folder, f"{name}-{shows_gradients}")
+                path.mkdir()
+                record(training, strategy, count, path, shows_gradients=shows_gradients)
+                records[name, shows_gradients] = compare.read_records(path)
+    (one,), others = records["one", True], records["other", True]
+    return [
+        compare.compare_values(one, others[0], tolerance),
+        compare.compare_outputs(one, others, tolerance),
+        compare.compare_gradients(one, others[0], tolerance),
+        compare.compare_losses(records["one", False][0], records["other", False][0], tolerance),
+    ]
+
+
+def _strategy(offer: Any) -> Strategy:
+    """Return a new strategy, whose processes are forked: they have everything that this process has read."""
+    from dstrat.resolve.selection import select_offer
+
+    strategy: Strategy = select_offer(offer, loaded_catalog()).instance
+    if strategy.start_method is not None:
+        strategy.start_method = "fork"
+    return strategy
+
+
+def _print(comparisons: list[Comparison], run: str, tolerance: float) -> None:
+    rows = []
+    for one in comparisons:
+        verdict = "differ" if one.differing else "same" if one.compared else "not compared"
+        counted = f"{one.compared}" if one.compared == one.total else f"{one.compared} of {one.total}"
+        rows.append((one.subject, counted, verdict, f"{one.largest:.1e}" if one.compared else ""))
+    print_table(rows, ["", "compared", "", "largest difference"])
+    differing = [one for one in comparisons if one.differing]
+    if not differing:
+        click.echo(f"\n{run} is the same as one device, up to {tolerance:g}")
+        return
+    for one in differing:
+        names = [f"  {name} ({difference:.1e})" for name, difference in one.differing[:_MOST_NAMES]]
+        more = len(one.differing) - len(names)
+        names += [f"  and {more} more"] if more > 0 else []
+        click.echo("\n".join(["", f"{one.subject} that differ, in the order of computation:", *names]))
+    first = differing[0]
+    click.echo(f"\n{run} is not the same as one device, first in {first.subject}: {first.differing[0][0]!r}")

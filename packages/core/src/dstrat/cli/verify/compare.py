@@ -1,0 +1,129 @@
+"""Comparison of the records of two runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.cli.verify.training import LEARNING_RATE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+_NEGLIGIBLE = 1e-6  # share of the norm of all gradients, below which one is 0 but for rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The comparison of one kind of values.
+
+    Attributes:
+        subject: The kind.
+        compared: Number of values that were compared.
+        total: Number of all values; the others have no counterpart, such as outputs of layers that are split.
+        largest: Largest relative difference.
+        differing: Names of the values that differ, in the order in which they are computed, with the differences.
+    """
+
+    subject: str
+    compared: int
+    total: int
+    largest: float
+    differing: list[tuple[str, float]]
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the processes, by rank."""
+    paths = sorted(folder.glob("*.pt"), key=lambda path: int(path.stem))
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def compare_values(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Comparison:
+    """Compare the values of parameters and buffers before the first step."""
+    pairs = ((name, other["before"].get(name), value) for name, value in one["before"].items())
+    return _comparison("first values", len(one["before"]), _differences(pairs), tolerance)
+
+
+def compare_gradients(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Comparison:
+    """Compare the gradients of the first step, in the order of the backward pass."""
+    expected, found = _gradients(one), _gradients(other)
+    total = float(torch.stack([value.norm() for value in expected.values()]).norm()) if expected else 0.0
+    pairs = ((name, found.get(name), value) for name, value in reversed(expected.items()))
+    return _comparison("gradients", len(expected), _differences(pairs, total * _NEGLIGIBLE), tolerance)
+
+
+def _gradients(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    before, after = record["before"], record["after"]
+    return {
+        name: (before[name].double() - after[name].double()) / LEARNING_RATE
+        for name in record["names"]
+        if name in before and name in after
+    }
+
+
+def compare_losses(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Comparison:
+    """Compare the losses of the steps."""
+    pairs = (
+        (f"step {number}", torch.tensor(found), torch.tensor(expected))
+        for number, (found, expected) in enumerate(zip(other["losses"], one["losses"], strict=True), 1)
+    )
+    return _comparison("losses", len(one["losses"]), _differences(pairs), tolerance)
+
+
+def compare_outputs(one: Mapping[str, Any], others: Sequence[Mapping[str, Any]], tolerance: float) -> Comparison:
+    """Compare the outputs of layers in the first step, sample by sample.
+
+    Args:
+        one: The record of one device.
+        others: Those of all processes with the strategy.
+        tolerance: Largest relative difference.
+    """
+    differences: dict[str, float] = {}
+    for name, calls in one["outputs"].items():
+        if len(calls) != 1:  # it is called several times, in an order that depends on microbatches
+            continue
+        shape, expected = calls[0]
+        for other in others:
+            (first, count), found = other["share"], other["outputs"].get(name, [])
+            samples = one["samples"]
+            is_comparable = other["samples"] * count == samples and len(expected) % samples == 0
+            if not is_comparable or {of_call for of_call, _ in found} != {shape}:  # never called, or split
+                continue
+            rows = torch.cat([checksums for _, checksums in found])
+            selected = expected.reshape(samples, -1, 2)[first::count].reshape(-1, 2)
+            if len(rows) == len(selected):  # otherwise it was computed again in the backward pass, or gathered
+                norm = selected[:, 0].clamp(min=float(selected[:, 0].max()) * _NEGLIGIBLE).clamp(min=1e-30)
+                difference = float(((rows - selected).abs() / norm[:, None]).nan_to_num(nan=math.inf).max())
+                differences[name] = max(difference, differences.get(name, 0.0))
+    return _comparison("outputs of layers", len(one["outputs"]), differences, tolerance)
+
+
+def _differences(pairs: Iterable[tuple[str, Tensor | None, Tensor]], least: float = 0.0) -> dict[str, float]:
+    """Return the relative differences of found values from expected ones; those of integers are 0 or infinite."""
+    differences = {}
+    for name, found, expected in pairs:
+        if found is None or found.shape != expected.shape:
+            differences[name] = math.inf
+            continue
+        difference = float((found.double() - expected.double()).norm())
+        norm = max(float(expected.double().norm()), least)
+        differences[name] = 0.0 if difference == 0 else difference / norm if norm else math.inf
+        if math.isnan(differences[name]):
+            differences[name] = math.inf
+    return differences
+
+
+def _comparison(subject: str, total: int, differences: Mapping[str, float], tolerance: float) -> Comparison:
+    return Comparison(
+        subject=subject,
+        compared=len(differences),
+        total=total,
+        largest=max(differences.values(), default=0.0),
+        differing=[(name, value) for name, value in differences.items() if not value <= tolerance],
+    )

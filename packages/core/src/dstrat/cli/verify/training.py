@@ -1,0 +1,283 @@
+"""Training to verify, of a factory or a script, and its runs with records of values."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import runpy
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from dstrat.cli.estimate.command import load_factory
+from dstrat.cli.estimate.fake_step import read_training
+from dstrat.errors import MisuseError, RequestError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.training.callbacks.callback import Callback
+from dstrat.training.loops.sources import DataSources
+from dstrat.training.module.train_module import TrainModule
+from dstrat.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.nn import Module
+
+    from dstrat.interfaces.strategy import Strategy
+
+LEARNING_RATE = 2.0**20
+"""Of one step of plain SGD, which shows the gradients of any strategy: parameters vanish beside them."""
+
+_COPIED_OPTIONS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+_CHECKED = 1_000_003  # a prime: the weights of a checksum repeat at no power of two
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A training to verify.
+
+    Attributes:
+        module: The module; each run has a copy.
+        batches: The batches of all processes together.
+        options: Further arguments of the Trainer.
+        make_optimizers: Returns the optimizers of a module, if that has no ``configure_optimizers``.
+    """
+
+    module: TrainModule
+    batches: list[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    make_optimizers: Callable[[Module], Any] | None = None
+
+
+def read(source: str, steps: int) -> Training:
+    """Return the training of ``script.py`` or of ``package.module:factory``, without dropout.
+
+    Args:
+        source: The script, of which the first fit counts, or the factory.
+        steps: Number of batches.
+
+    Raises:
+        RequestError: There is no such script or factory.
+        MisuseError: It makes no training.
+    """
+    torch.manual_seed(0)
+    training = _of_script(source, steps) if source.endswith(".py") else _of_factory(source, steps)
+    for layer in training.module.modules():
+        if isinstance(layer, _DropoutNd):  # random numbers depend on the layout
+            layer.p = 0.0
+    return training
+
+
+def _of_factory(source: str, steps: int) -> Training:
+    returned = load_factory(source, "TRAINING")()
+    setup = read_training(returned, repr(source))
+    if setup.is_example or not isinstance(setup.module, TrainModule):
+        raise MisuseError(
+            f"{source!r} returned a {type(setup.module).__name__}{' without a batch' * setup.is_example}: return "
+            "(module, batch) with a TrainModule"
+        )
+    make_optimizers = setup.make_optimizers if len(returned) == 3 else None
+    return Training(module=setup.module, batches=[setup.batch] * steps, make_optimizers=make_optimizers)
+
+
+class _Reached(BaseException):
+    """A script has come to its first fit."""
+
+    def __init__(self, trainer: Trainer, sources: DataSources) -> None:
+        self.trainer, self.sources = trainer, sources
+
+
+def _of_script(source: str, steps: int) -> Training:
+    if not Path(source).is_file():
+        raise RequestError(f"there is no script {source!r}")
+
+    def reach(
+        trainer: Trainer,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> NoReturn:
+        datamodule = args[0] if args else kwargs.get("datamodule")
+        raise _Reached(trainer, DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}))
+
+    fit, arguments, path = Trainer.fit, sys.argv[:], sys.path[:]
+    Trainer.fit = reach  # type: ignore[method-assign,assignment]  # until the script comes to it
+    sys.argv[:] = [source]
+    sys.path.insert(0, str(Path(source).resolve().parent))
+    try:
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(source, run_name="__main__")
+    except _Reached as reached:
+        trainer, sources = reached.trainer, reached.sources
+    else:
+        raise MisuseError(f"{source!r} ended without a call of trainer.fit: verify a script that trains")
+    finally:
+        Trainer.fit, sys.argv[:] = fit, arguments  # type: ignore[method-assign]
+        sys.path[:] = path
+    if sources.datamodule is not None:
+        sources.datamodule.prepare_data()
+        sources.datamodule.setup("fit")
+    batches = list(itertools.islice(sources.loader("train"), steps))
+    if not batches:
+        raise MisuseError(f"the training loader of {source!r} has no batch")
+    options = {name: getattr(trainer, name) for name in _COPIED_OPTIONS}
+    return Training(module=sources.module, batches=batches, options=options)
+
+
+# A run, and its records
+
+
+def record(
+    training: Training, strategy: Strategy | str, devices: int, folder: Path, *, shows_gradients: bool, **options: Any
+) -> None:
+    """Train, and write a record of each process into a folder.
+
+    Args:
+        training: The training.
+        strategy: The strategy.
+        devices: Number of its devices.
+        folder: An existing folder.
+        shows_gradients: Whether one step with plain SGD shows gradients, instead of all steps with the user's
+            optimizer.
+        **options: Further arguments of the Trainer.
+    """
+    module = copy.deepcopy(training.module)
+    if training.make_optimizers is not None:
+        make = training.make_optimizers
+        module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]
+    batches = training.batches
+    if shows_gradients:
+        batches = batches[:1]
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)  # type: ignore[method-assign]
+        options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    torch.manual_seed(0)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        callbacks=[Recorder(folder)],
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **{**training.options, **options},
+    )
+    trainer.fit(module, SharedBatches(batches, trainer))
+
+
+class SharedBatches:
+    """The batches of all processes, of which each reads its share of the samples.
+
+    Args:
+        batches: The batches.
+        trainer: Its strategy knows the share.
+    """
+
+    def __init__(self, batches: list[Any], trainer: Trainer) -> None:
+        self._batches, self._trainer = batches, trainer
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, count = share_of(self._trainer.strategy)
+
+        def take(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0:
+                return tensor
+            if len(tensor) % count:
+                raise MisuseError(
+                    f"a batch of {len(tensor)} samples cannot be shared by {count} groups of ranks, which would have "
+                    f"other batches then: verify with batches of a multiple of {count} samples"
+                )
+            return tensor[first::count]
+
+        for batch in self._batches:
+            yield apply_to_tensors(batch, take)
+
+
+def share_of(strategy: Strategy) -> tuple[int, int]:
+    """Return the index of the share of the data that this process reads, and the number of shares."""
+    arguments = {"rank": 0, "num_replicas": 1} | strategy.training_sampler_kwargs
+    return arguments["rank"], arguments["num_replicas"]
+
+
+class Recorder(Callback):
+    """Records the outputs of layers in the first step, losses, and the module's state before and after.
+
+    Args:
+        folder: Gets a file from each process.
+    """
+
+    runs_last = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._hooks: list[Any] = []
+        self._values: dict[str, Any] = {"outputs": {}, "losses": []}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._values["names"] = [name for name, _ in module.named_parameters()]
+        self._values["before"] = _on_cpu(trainer.strategy.module_state_dict())
+        self._values["share"] = share_of(trainer.strategy)
+        for name, layer in module.named_modules():
+            # A layer with parameters on meta belongs to another rank, and passes its input through, if it is called.
+            if name and not any(parameter.is_meta for parameter in layer.parameters()):
+                self._hooks.append(layer.register_forward_hook(self._recording(name)))
+
+    def _recording(self, name: str) -> Callable[..., None]:
+        outputs = self._values["outputs"]
+
+        def note(_layer: Module, _inputs: Any, output: Any) -> None:
+            tensors: list[Tensor] = []
+            apply_to_tensors(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+            if tensors and tensors[0].dim() and tensors[0].is_floating_point():
+                whole: Any = tensors[0].detach()
+                whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                outputs.setdefault(name, []).append((tuple(whole.shape[1:]), _checksums(whole)))
+
+        return note
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        if batch_idx == 0:
+            sizes: list[int] = []
+            apply_to_tensors(batch, lambda tensor: sizes.append(len(tensor) if tensor.dim() else 0) or tensor)  # type: ignore[func-returns-value]
+            self._values["samples"] = max(sizes, default=0)
+
+    def on_train_batch_end(self, trainer: Trainer, *hook_arguments: Any) -> None:
+        outputs = hook_arguments[1]
+        for hook in self._hooks:  # after the first step
+            hook.remove()
+        self._hooks = []
+        strategy = trainer.strategy
+        weight = torch.as_tensor(outputs.get("weight", 1.0), dtype=torch.float64)
+        pair = torch.stack([outputs["loss"].detach().double().cpu() * weight, weight]).to(torch.float32)
+        pair = strategy.reduce(pair.to(strategy.root_device), reduce_op="mean").cpu()
+        self._values["losses"].append(float(pair[0] / pair[1]))
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: ARG002 - the hook's
+        self._values["after"] = _on_cpu(trainer.strategy.module_state_dict())
+        torch.save(self._values, self._folder / f"{trainer.global_rank}.pt")
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _checksums(output: Tensor) -> Tensor:
+    """Return two numbers for each row of an output: a norm, and a sum that depends on the order of its elements."""
+    rows = output.double().reshape(len(output), -1)
+    weights = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device).mul(_CHECKED).cos()
+    return torch.stack([rows.square().sum(1).sqrt(), rows @ weights], dim=1).cpu()

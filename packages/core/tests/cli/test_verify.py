@@ -1,0 +1,155 @@
+"""``dstrat verify``: right strategies pass, and of wrong ones the layer or parameter is named."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from dstrat import TrainModule
+from dstrat.cli.main import commands
+from dstrat.errors import MisuseError
+from dstrat.parallel.gradient_sync import GradientSyncStrategy
+from dstrat.plugins.registry import StrategyRegistry
+
+MODULE = __name__
+
+
+class Averaging(GradientSyncStrategy):
+    def synchronize_gradients(self, gradients):
+        for gradient in gradients:
+            gradient.copy_(self.reduce(gradient))
+
+
+class Forgetful(Averaging):
+    """Does not average the gradients of one layer."""
+
+    def synchronize_gradients(self, gradients):
+        super().synchronize_gradients(gradients[:2] + gradients[4:])
+
+
+class Summing(Averaging):
+    """Averages nothing, so that all gradients are too large; an optimizer that normalizes them would hide it."""
+
+    def synchronize_gradients(self, gradients):
+        for gradient in gradients:
+            gradient.copy_(self.reduce(gradient, reduce_op="sum"))
+
+
+class Scaled(nn.Linear):
+    """Computes something else in the last rank."""
+
+    factors = None
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 1e-3 * self.factors.global_rank)
+
+
+class Net(TrainModule):
+    def __init__(self, middle=nn.Linear):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), middle(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+
+    def on_train_start(self):
+        if isinstance(self.net[2], Scaled):
+            self.net[2].factors = self.trainer
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def batch(size=8):
+    inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(2))
+    return inputs, inputs[:, :3] - inputs[:, 3:]
+
+
+def training():
+    return Net(), batch()
+
+
+def scaled():
+    return Net(Scaled), batch()
+
+
+def odd():
+    return Net(), batch(7)
+
+
+@pytest.fixture
+def verify(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for cls in (Averaging, Forgetful, Summing):
+        StrategyRegistry.register(cls.__name__.lower(), cls, override=True)
+
+    def run(factory, strategy, *options):
+        arguments = ["verify", f"{MODULE}:{factory}", "--strategy", strategy, *options]
+        return CliRunner().invoke(commands, arguments, catch_exceptions=True)
+
+    yield run
+    for cls in (Averaging, Forgetful, Summing):
+        StrategyRegistry.remove(cls.__name__.lower())
+
+
+def test_a_strategy_that_is_right_passes(verify):
+    shown = verify("training", "averaging", "--json")
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(shown.stdout)
+    assert result["same"]
+    compared = {one["subject"]: (one["compared"], one["total"]) for one in result["comparisons"]}
+    assert compared == {
+        "first values": (6, 6),
+        "outputs of layers": (7, 7),
+        "gradients": (6, 6),
+        "losses": (3, 3),
+    }
+    assert all(one["largest"] < 1e-6 for one in result["comparisons"])
+
+
+def test_the_parameter_with_a_wrong_gradient_is_named(verify):
+    shown = verify("training", "forgetful")
+    assert shown.exit_code == 1
+    lines = shown.stdout.splitlines()
+    assert lines[-1] == ("forgetful on 2 CPU processes is not the same as one device, first in gradients: 'net.2.bias'")
+    assert not [line for line in lines if "net.0" in line or "net.5" in line]
+
+
+def test_gradients_that_are_too_large_are_found(verify):
+    shown = verify("training", "summing", "--json")
+    gradients = json.loads(shown.stdout)["comparisons"][2]
+    assert [difference for _, difference in gradients["differing"]] == pytest.approx([1.0] * 6)
+    assert gradients["differing"][0][0] == "net.5.bias"  # the first in the backward pass
+
+
+def test_the_first_layer_with_another_output_is_named(verify):
+    shown = verify("scaled", "averaging")
+    assert shown.exit_code == 1
+    assert shown.stdout.splitlines()[-1] == (
+        "averaging on 2 CPU processes is not the same as one device, first in outputs of layers: 'net.2'"
+    )
+
+
+def test_a_batch_that_cannot_be_shared_is_an_error(verify):
+    shown = verify("odd", "averaging")
+    assert "a batch of 7 samples cannot be shared by 2 groups of ranks" in str(shown.exception)
+
+
+def test_a_script_is_run_up_to_its_first_fit(verify, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"from {MODULE} import Net, batch\n"
+        "from dstrat import Trainer\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "Trainer(max_epochs=2, gradient_clip_val=0.01).fit(Net(), DataLoader(TensorDataset(*batch(24)), 8))\n"
+        "raise ValueError('after the fit')\n"
+    )
+    shown = CliRunner().invoke(commands, ["verify", str(script), "--strategy", "averaging", "--json"])
+    assert shown.exit_code == 0, shown.output
+    script.write_text("pass")
+    shown = CliRunner().invoke(commands, ["verify", str(script), "--strategy", "averaging"])
+    assert isinstance(shown.exception, MisuseError)
+    assert "ended without a call of trainer.fit" in str(shown.exception)

@@ -1,0 +1,200 @@
+"""Whole runs on simulated GPUs: no wait is missing, ranks keep to their devices, memory stays within limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ranks import in_ranks
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import Callback, Trainer, TrainModule
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.data.prefetch import prefetch
+from dstrat.testing import simulated_gpu
+from dstrat_fsdp import FSDPStrategy
+
+DEVICE = "simgpu:0"
+
+
+class Net(TrainModule):
+    def __init__(self, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+    def training_step(self, batch, batch_idx):
+        loss = functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", functional.mse_loss(self.layers(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return self.layers(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def loader(**options):
+    inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs[:, :3]), batch_size=4, **options)
+
+
+def make_trainer(cluster=None, accelerator="simulated_gpu", **options):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    ranks = {} if cluster is None else {"plugins": [cluster], "devices": cluster.world_size}
+    return Trainer(accelerator=accelerator, **{"devices": 1, "max_epochs": 2, **ranks} | quiet | options)
+
+
+def weights(net):
+    return [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+def trained(**options):
+    net = Net()
+    make_trainer(**options).fit(net, loader(), loader())
+    return weights(net)
+
+
+def equal(one, other):
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def test_training_equals_that_on_the_cpu_bit_for_bit():
+    assert equal(trained(), trained(accelerator="cpu"))
+
+
+# Batches
+
+
+def copied(batches):
+    return prefetch(
+        ((batch, False) for batch in batches), lambda batch: batch.to(DEVICE, non_blocking=True), torch.device(DEVICE)
+    )
+
+
+def test_batches_arrive_whole_while_steps_compute():
+    host = [torch.full((4,), float(index)) for index in range(6)]
+    total, sums = torch.zeros(4, device=DEVICE), []
+    for batch, _ in copied(host):
+        total = total + batch * 2
+        sums.append(total)
+        del batch
+    assert [one[0].item() for one in sums] == [0, 2, 6, 12, 20, 30]
+
+
+def test_copying_ahead_lets_the_host_never_wait():
+    with simulated_gpu.synchronizations() as waits:
+        for batch, _ in copied(torch.ones(4) for _ in range(5)):
+            batch + 1
+            del batch
+    assert waits == []
+
+
+# Checkpoints
+
+
+class Saves(Callback):
+    """Saves after some steps, and notes the weights of then."""
+
+    def __init__(self, path, step=5):
+        self.path, self.step, self.weights = path, step, {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            self.weights = {name: value.cpu() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_checkpoint_has_the_weights_of_its_step(is_asynchronous, tmp_path):
+    io, saves = PortableCheckpointIO(), Saves(tmp_path / "saved")
+    make_trainer(callbacks=[saves], plugins=[AsyncCheckpointIO(io) if is_asynchronous else io]).fit(Net(), loader())
+    loaded = io.load_checkpoint(saves.path)["state_dict"]
+    assert loaded.keys() == saves.weights.keys()
+    assert equal(loaded.values(), saves.weights.values())
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["saved", "staged"])
+def test_a_save_waits_for_a_step_in_another_stream(stages, tmp_path):
+    layer, stream = nn.Linear(4, 4, device=DEVICE), torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream, torch.no_grad():
+        layer.weight.fill_(3)
+    io = PortableCheckpointIO()
+    prepared = AsyncCheckpointIO(io) if stages else io
+    prepared.save_checkpoint({"state_dict": layer.state_dict()}, tmp_path / "saved")
+    with torch.no_grad():
+        layer.weight.fill_(4)
+    prepared.teardown()
+    assert io.load_checkpoint(tmp_path / "saved")["state_dict"]["weight"].unique().tolist() == [3]
+
+
+# Several devices
+
+
+def fit_save_and_predict(cluster, strategy, path, checkpoint_io):
+    saves, net = Saves(path), Net()
+    plugins = {"plugins": [cluster, checkpoint_io()], "strategy": strategy}
+    make_trainer(cluster, callbacks=[saves], **plugins).fit(net, loader(), loader())
+    resumed = make_trainer(cluster, **plugins)
+    resumed.fit(net, loader(), ckpt_path=path)
+    predictions = resumed.predict(net, loader())
+    return simulated_gpu.touched_devices(), {str(batch.device) for batch in predictions}
+
+
+@pytest.mark.parametrize("checkpoint_io", [PortableCheckpointIO, TorchCheckpointIO])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_has_memory_of_its_own_device_alone(strategy, checkpoint_io, tmp_path):
+    ended = in_ranks(fit_save_and_predict, strategy=strategy, path=tmp_path / "saved", checkpoint_io=checkpoint_io)
+    assert ended == [([0], {"cpu"}), ([1], {"cpu"})]
+
+
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 64), *(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 3))
+
+
+class Peak(Callback):
+    """Notes the most memory that the device has held when training starts."""
+
+    def on_train_start(self, trainer, module) -> None:
+        self.bytes = torch.simgpu.max_memory_allocated(trainer.strategy.root_device)
+
+
+def peak_of_setup(cluster):
+    net, peak = Wide(), Peak()
+    strategy = FSDPStrategy(auto_wrap_policy={nn.Linear})
+    full = sum(parameter.nbytes for parameter in net.parameters())
+    make_trainer(cluster, strategy=strategy, callbacks=[peak], limit_train_batches=1).fit(net, loader())
+    return peak.bytes / full
+
+
+def test_a_sharded_module_is_never_whole_on_a_device():
+    assert max(in_ranks(peak_of_setup)) < 0.7  # its half, and a layer
+
+
+def first_mask(cluster, seed):
+    trainer, net = make_trainer(cluster, strategy="ddp", limit_train_batches=1), Drawing()
+    torch.manual_seed(seed)
+    trainer.fit(net, loader())
+    return net.drawn
+
+
+class Drawing(Net):
+    def training_step(self, batch, batch_idx):
+        self.drawn = torch.rand(2, device=self.device).tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def test_random_numbers_of_a_device_follow_the_seed():
+    one, again, other = (in_ranks(first_mask, seed=seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
