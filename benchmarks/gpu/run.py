@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,8 +137,11 @@ def parts(out: Path, *, dry_run: bool) -> list[Part]:
         tests.append("--collect-only")
         kit = ["-m", "dstrat", "test", "cpu", "--kind", "accelerator", "--tier", "device"]
         on_device = ["--accelerator", "cpu", "--devices", "1", "--steps", "2", "--width", "24", "--layers", "1"]
+    simulated = "simulated_gpu" if shutil.which(os.environ.get("CXX", "c++")) else "cpu"  # a compiler makes it
+    watched = ["--device", simulated if dry_run else "cuda", "--out", str(out / "waits.json")]
     planned = [
-        Part(name="tests", command=[*tests, "-k", "not (deepspeed and offload)"], seconds=170),
+        Part(name="waits", command=[str(HERE / "waits.py"), *watched], seconds=40),
+        Part(name="tests", command=[*tests, "-k", "not (deepspeed and offload)"], seconds=130),
         Part(name="conformance", command=kit, seconds=25),
         *([] if dry_run else [measured("gpt-compiled", 90)]),
         measured("gpt", 50),

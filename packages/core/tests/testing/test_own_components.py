@@ -27,6 +27,10 @@ class TestCUDA(AcceleratorSuite):
     alias = "cuda"
 
 
+class TestXPU(AcceleratorSuite):
+    alias = "xpu"
+
+
 class TestMPS(AcceleratorSuite):
     alias = "mps"
 
