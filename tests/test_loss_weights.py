@@ -265,9 +265,8 @@ def by_hand(cluster, strategy):
 
 
 BY_HAND = {
-    kind: [name for name in names if name != "ddp_sharded"]
+    kind: [name for name in names if name != "ddp_sharded" and not name.endswith("offload")]
     for kind, names in STRATEGIES.items()
-    if kind != "deepspeed"  # which cannot scale the gradients that manual optimization accumulates, and says so
 }
 
 

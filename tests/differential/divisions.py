@@ -127,8 +127,6 @@ def random_division(seed: int) -> dict[str, Any]:
     spec["groups"] = draw.choice((None, None, {0: draw.randint(1, 4), 1: draw.randint(1, 4)}))
     first = {"world_size": world_size, "accumulate": draw.choice((1, 2, 3, 4)), "kept": None}
     spec["runs"] = [first]
-    if spec["loop"] == "manual" and alias.startswith("deepspeed"):  # which refuses weights of several passes
-        first["accumulate"] = 1
     if spec["loop"] == "own":
         spec |= {"skips": [], "limit": None, "max_steps": -1, "groups": None, "decay": None, "validated": 0}
     if spec["loop"] == "manual":  # which divides by the weights only, and cannot clip by the Trainer's argument
@@ -138,8 +136,6 @@ def random_division(seed: int) -> dict[str, Any]:
         second = {"world_size": world_size, "accumulate": draw.choice((1, 2, 3, 4)), "kept": None}
         if source == "table" and alias not in ("single_device", "ddp_sharded") and draw.random() < 0.4:
             second["world_size"] = draw.choice((2, 3, 4)) if spec["layout"] == 1 else 4
-        if spec["loop"] == "manual" and alias.startswith("deepspeed"):
-            second["accumulate"] = 1
         spec["runs"].append(second)
         # Sharded gradients within a group are left out on another number of ranks, FairScale's always: both are logged.
         is_resharded = second["world_size"] != world_size and alias not in ("ddp", "bagua")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import MisuseError
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.nvme import free_state_buffers, parameters_in_files, release_unused
@@ -174,17 +174,7 @@ class Engine:
     # Updates
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the accumulated gradients, after the last backward pass of a step.
-
-        Raises:
-            ConflictError: The module is optimized manually, where the engine does not know which pass is the last.
-        """
-        if self._is_manual:
-            raise ConflictError(
-                "manual_backward got weights for several losses of one optimizer step, and DeepSpeed cannot scale the "
-                "gradients that manual optimization accumulates: step after each manual_backward, or let the Trainer "
-                "optimize (automatic_optimization=True, accumulate_grad_batches)"
-            )
+        """Multiply the accumulated gradients, after the last backward pass of a step."""
         self._reduce_pending()
         internals.scale_gradients(self.engine.optimizer, self._trained, factor)
 
