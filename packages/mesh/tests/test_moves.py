@@ -37,13 +37,23 @@ def run(alias, **arguments):
     return losses(None, alias, **arguments) if ranks == 1 else in_ranks(losses, ranks, alias=alias, **arguments)[0]
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the losses of one device, and a checkpoint of each layout."""
     ((expected),) = run("single_device", max_steps=2 * STEPS)
-    paths = {alias: str(tmp_path / str(number)) for number, alias in enumerate(LAYOUTS)}
+    folder = tmp_path_factory.mktemp("saved")
+    paths = {alias: str(folder / str(number)) for number, alias in enumerate(LAYOUTS)}
     for alias, path in paths.items():
         assert run(alias, path=path) == [pytest.approx(expected[:STEPS], rel=1e-6)], alias
-    for alias in LAYOUTS:
-        found = run(alias, checkpoints=list(paths.values()), max_steps=2 * STEPS)
-        for source, values in zip(paths, found, strict=True):
-            assert values == pytest.approx(expected[STEPS:], rel=1e-6), f"{source} to {alias}"
+    return expected, paths
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # 8 jobs before the first case
+@pytest.mark.xdist_group("moves")
+@pytest.mark.parametrize("alias", LAYOUTS)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(saved, alias):
+    expected, paths = saved
+    found = run(alias, checkpoints=list(paths.values()), max_steps=2 * STEPS)
+    for source, values in zip(paths, found, strict=True):
+        assert values == pytest.approx(expected[STEPS:], rel=1e-6), source

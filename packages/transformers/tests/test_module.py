@@ -56,6 +56,34 @@ def architectures():
     }
 
 
+def language_models():
+    """Language models with random values; some predict the next token, others the token itself."""
+    models = {
+        name: cls(config) for name, (cls, config, _) in architectures().items() if name in ("gpt2", "bert_mlm", "t5")
+    }
+    bert = transformers.BertConfig(vocab_size=50, max_position_embeddings=16, is_decoder=True, **TINY, **NO_DROPOUT)
+    xlnet = transformers.XLNetConfig(vocab_size=50, d_model=16, n_layer=2, n_head=2, d_inner=24, dropout=0.0)
+    llama = transformers.LlamaConfig(vocab_size=50, **TINY)
+    return models | {
+        "bert": transformers.BertLMHeadModel(bert),
+        "llama": transformers.LlamaForCausalLM(llama),
+        "xlnet": transformers.XLNetLMHeadModel(xlnet),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert_mlm", "t5", "bert", "llama", "xlnet"])
+def test_losses_of_parts_have_the_mean_of_the_whole_by_their_weights(name):
+    torch.manual_seed(0)
+    module = HFModule(language_models()[name])
+    tokens = torch.randint(3, 50, (4, 8))
+    labels = tokens.masked_fill(torch.arange(8) >= torch.tensor([[2], [8], [3], [2]]), -100)
+    parts = [{"input_ids": tokens[part], "labels": labels[part]} for part in ([0], [1, 2], [3], [0, 1, 2, 3])]
+    with torch.no_grad():
+        *losses, (whole, total) = [module.loss_and_weight(part) for part in parts]
+    assert sum(weight for _, weight in losses) == total
+    torch.testing.assert_close(sum(loss * weight for loss, weight in losses) / total, whole)
+
+
 def examples(batch):
     return [{name: value[index] for name, value in batch.items()} for index in range(4)] * 4
 

@@ -33,6 +33,12 @@ def test_ranks_have_the_variables_that_torch_and_others_read():
     assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+def test_failures_reach_other_machines_of_a_job():
+    environ = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+    assert variables(num_nodes=2, **environ)["TORCH_NCCL_PROPAGATE_ERROR"] == "1"
+    assert "TORCH_NCCL_PROPAGATE_ERROR" not in variables()
+
+
 def test_a_job_that_reaches_others_is_not_kept_on_the_loopback():
     with open_job(num_processes=2, num_nodes=1, environ={}, reaches_other_jobs=True) as job:
         found = job.rank_environment(0)

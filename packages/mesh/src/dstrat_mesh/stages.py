@@ -105,14 +105,14 @@ class Stages:
 
     def other_layers(self, index: int) -> set[Module]:
         """Return all modules within the layers of other stages, but for those of its own parameters."""
-        own = {owner for shared in self.shared if index in shared.stages for owner in shared.owners.values()}
+        shared_owners = {owner for shared in self.shared if index in shared.stages for owner in shared.owners.values()}
         return {
             inner
             for other, layers in enumerate(self.layers)
             if other != index
             for layer in layers
             for inner in layer.modules()
-        } - own
+        } - shared_owners
 
 
 def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]]) -> list[SharedParameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -129,6 +130,22 @@ def count_labels(model: Module, batch: Mapping[str, Any]) -> Tensor | None:
     # Labels of a regression are floating point; there each sample counts the same anyway.
     if labels is None or not hasattr(labels, "dim") or labels.dtype.is_floating_point or labels.dim() == 0:
         return None
-    is_causal = getattr(base_model(model), "loss_type", None) == "ForCausalLM"
-    counted: Tensor = labels[..., 1:] if is_causal and labels.dim() > 1 else labels  # the first token is not predicted
+    counted: Tensor = labels
+    if labels.dim() > 1 and _shifts_labels(base_model(model)):
+        counted = labels[..., 1:]  # nothing predicts the first token
     return (counted != IGNORED_LABEL).sum()
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Return whether the loss of a model is that of causal language models, in which each token predicts the next."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if getattr(
+        getattr(model, "config", None), "is_encoder_decoder", False
+    ):  # the inputs of its decoder are shifted instead
+        return False
+    if (loss_type := getattr(model, "loss_type", None)) in LOSS_MAPPING:
+        return LOSS_MAPPING[loss_type] is ForCausalLMLoss
+    # The default where the name of the class, such as GPT2LMHeadModel, has no type; some compute a loss of their own.
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names

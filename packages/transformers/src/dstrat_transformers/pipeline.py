@@ -73,7 +73,7 @@ def _layers(model: Any) -> list[Module]:
     """Return the layers in order.
 
     Raises:
-        MisuseError: The model has others.
+        MisuseError: The model has norms.
     """
     name, advice = type(model).__name__, "leave pp out"
     if is_peft(model) or getattr(base_model(model), "loss_type", None) != "ForCausalLM":
@@ -82,15 +82,15 @@ def _layers(model: Any) -> list[Module]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inside = {id(block) for block in decoder}
     children = [child for child in body.children() if any(True for _ in child.parameters())]
-    others = [child for child in children if child is not embedding and not inside & set(map(id, child.children()))]
+    norms = [child for child in children if child is not embedding and not inside & set(map(id, child.children()))]
     outer = [child for child in model.children() if child is not body and any(True for _ in child.parameters())]
-    if body is model or len(others) != 1 or outer != [head] or children[-1] is not others[0]:
+    if body is model or len(norms) != 1 or outer != [head] or children[-1] is not norms[0]:
         names = ", ".join(child_name for child_name, child in body.named_children() if child in children)
         raise MisuseError(
             f"{name} has the layers {names}, and a pipeline is known for an embedding, blocks, one norm and an output "
             f"layer: {advice}, or define configure_pipeline in a subclass of HFModule"
         )
-    return [embedding, *decoder, others[0], head]
+    return [embedding, *decoder, norms[0], head]
 
 
 @contextmanager

@@ -414,6 +414,8 @@ class TrainerProperties(NamedArguments):
     def optimizers(self) -> list[Any]:
         """The optimizers of the fit, also after its end; empty before the first fit.
 
+        A hook of a fit may set others, which take the next step.
+
         Raises:
             MisuseError: The last fit ran in other processes, with which its optimizers have ended.
         """

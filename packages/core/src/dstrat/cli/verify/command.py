@@ -15,7 +15,7 @@ from dstrat.cli.output import json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from dstrat.cli.verify.compare import Comparison
-    from dstrat.cli.verify.training import Training
+    from dstrat.cli.verify.training import VerifiedTraining
     from dstrat.interfaces.strategy import Strategy
 
 _MOST_NAMES = 5
@@ -50,7 +50,7 @@ def verify(training: str, alias: str, devices: int, steps: int, tolerance: float
     sys.exit(1 if differs else 0)
 
 
-def _compare(training: Training, offer: Any, devices: int, tolerance: float) -> list[Comparison]:
+def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: float) -> list[Comparison]:
     from dstrat.cli.verify import compare
     from dstrat.cli.verify.training import record
 
@@ -62,11 +62,11 @@ def _compare(training: Training, offer: Any, devices: int, tolerance: float) -> 
                 path.mkdir()
                 record(training, strategy, count, path, shows_gradients=shows_gradients)
                 records[name, shows_gradients] = compare.read_records(path)
-    (one,), others = records["one", True], records["other", True]
+    (one,), ranks = records["one", True], records["other", True]
     return [
-        compare.compare_values(one, others[0], tolerance),
-        compare.compare_outputs(one, others, tolerance),
-        compare.compare_gradients(one, others[0], tolerance),
+        compare.compare_values(one, ranks[0], tolerance),
+        compare.compare_outputs(one, ranks, tolerance),
+        compare.compare_gradients(one, ranks[0], tolerance),
         compare.compare_losses(records["one", False][0], records["other", False][0], tolerance),
     ]
 

@@ -52,9 +52,9 @@ def compare_values(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: 
 
 def compare_gradients(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Comparison:
     """Compare the gradients of the first step, in the order of the backward pass."""
-    expected, found = _gradients(one), _gradients(other)
+    expected, actual = _gradients(one), _gradients(other)
     total = float(torch.stack([value.norm() for value in expected.values()]).norm()) if expected else 0.0
-    pairs = ((name, found.get(name), value) for name, value in reversed(expected.items()))
+    pairs = ((name, actual.get(name), value) for name, value in reversed(expected.items()))
     return _comparison("gradients", len(expected), _differences(pairs, total * _NEGLIGIBLE), tolerance)
 
 
@@ -70,18 +70,18 @@ def _gradients(record: Mapping[str, Any]) -> dict[str, Tensor]:
 def compare_losses(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Comparison:
     """Compare the losses of the steps."""
     pairs = (
-        (f"step {number}", torch.tensor(found), torch.tensor(expected))
-        for number, (found, expected) in enumerate(zip(other["losses"], one["losses"], strict=True), 1)
+        (f"step {number}", torch.tensor(actual), torch.tensor(expected))
+        for number, (actual, expected) in enumerate(zip(other["losses"], one["losses"], strict=True), 1)
     )
     return _comparison("losses", len(one["losses"]), _differences(pairs), tolerance)
 
 
-def compare_outputs(one: Mapping[str, Any], others: Sequence[Mapping[str, Any]], tolerance: float) -> Comparison:
+def compare_outputs(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], tolerance: float) -> Comparison:
     """Compare the outputs of layers in the first step, sample by sample.
 
     Args:
         one: The record of one device.
-        others: Those of all processes with the strategy.
+        ranks: Those of all processes with the strategy.
         tolerance: Largest relative difference.
     """
     differences: dict[str, float] = {}
@@ -89,13 +89,13 @@ def compare_outputs(one: Mapping[str, Any], others: Sequence[Mapping[str, Any]],
         if len(calls) != 1:  # it is called several times, in an order that depends on microbatches
             continue
         shape, expected = calls[0]
-        for other in others:
-            (first, count), found = other["share"], other["outputs"].get(name, [])
+        for other in ranks:
+            (first, count), actual = other["share"], other["outputs"].get(name, [])
             samples = one["samples"]
             is_comparable = other["samples"] * count == samples and len(expected) % samples == 0
-            if not is_comparable or {of_call for of_call, _ in found} != {shape}:  # never called, or split
+            if not is_comparable or {of_call for of_call, _ in actual} != {shape}:  # never called, or split
                 continue
-            rows = torch.cat([checksums for _, checksums in found])
+            rows = torch.cat([checksums for _, checksums in actual])
             selected = expected.reshape(samples, -1, 2)[first::count].reshape(-1, 2)
             if len(rows) == len(selected):  # otherwise it was computed again in the backward pass, or gathered
                 norm = selected[:, 0].clamp(min=float(selected[:, 0].max()) * _NEGLIGIBLE).clamp(min=1e-30)
@@ -107,11 +107,11 @@ def compare_outputs(one: Mapping[str, Any], others: Sequence[Mapping[str, Any]],
 def _differences(pairs: Iterable[tuple[str, Tensor | None, Tensor]], least: float = 0.0) -> dict[str, float]:
     """Return the relative differences of found values from expected ones; those of integers are 0 or infinite."""
     differences = {}
-    for name, found, expected in pairs:
-        if found is None or found.shape != expected.shape:
+    for name, actual, expected in pairs:
+        if actual is None or actual.shape != expected.shape:
             differences[name] = math.inf
             continue
-        difference = float((found.double() - expected.double()).norm())
+        difference = float((actual.double() - expected.double()).norm())
         norm = max(float(expected.double().norm()), least)
         differences[name] = 0.0 if difference == 0 else difference / norm if norm else math.inf
         if math.isnan(differences[name]):

@@ -39,7 +39,7 @@ _CHECKED = 1_000_003  # a prime: the weights of a checksum repeat at no power of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class VerifiedTraining:
     """A training to verify.
 
     Attributes:
@@ -55,7 +55,7 @@ class Training:
     make_optimizers: Callable[[Module], Any] | None = None
 
 
-def read(source: str, steps: int) -> Training:
+def read(source: str, steps: int) -> VerifiedTraining:
     """Return the training of ``script.py`` or of ``package.module:factory``, without dropout.
 
     Args:
@@ -74,7 +74,7 @@ def read(source: str, steps: int) -> Training:
     return training
 
 
-def _of_factory(source: str, steps: int) -> Training:
+def _of_factory(source: str, steps: int) -> VerifiedTraining:
     returned = load_factory(source, "TRAINING")()
     setup = read_training(returned, repr(source))
     if setup.is_example or not isinstance(setup.module, TrainModule):
@@ -83,7 +83,7 @@ def _of_factory(source: str, steps: int) -> Training:
             "(module, batch) with a TrainModule"
         )
     make_optimizers = setup.make_optimizers if len(returned) == 3 else None
-    return Training(module=setup.module, batches=[setup.batch] * steps, make_optimizers=make_optimizers)
+    return VerifiedTraining(module=setup.module, batches=[setup.batch] * steps, make_optimizers=make_optimizers)
 
 
 class _Reached(BaseException):
@@ -93,7 +93,7 @@ class _Reached(BaseException):
         self.trainer, self.sources = trainer, sources
 
 
-def _of_script(source: str, steps: int) -> Training:
+def _of_script(source: str, steps: int) -> VerifiedTraining:
     if not Path(source).is_file():
         raise RequestError(f"there is no script {source!r}")
 
@@ -129,14 +129,20 @@ def _of_script(source: str, steps: int) -> Training:
     if not batches:
         raise MisuseError(f"the training loader of {source!r} has no batch")
     options = {name: getattr(trainer, name) for name in _COPIED_OPTIONS}
-    return Training(module=sources.module, batches=batches, options=options)
+    return VerifiedTraining(module=sources.module, batches=batches, options=options)
 
 
 # A run, and its records
 
 
 def record(
-    training: Training, strategy: Strategy | str, devices: int, folder: Path, *, shows_gradients: bool, **options: Any
+    training: VerifiedTraining,
+    strategy: Strategy | str,
+    devices: int,
+    folder: Path,
+    *,
+    shows_gradients: bool,
+    **options: Any,
 ) -> None:
     """Train, and write a record of each process into a folder.
 
@@ -244,9 +250,9 @@ class Recorder(Callback):
             tensors: list[Tensor] = []
             apply_to_tensors(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
             if tensors and tensors[0].dim() and tensors[0].is_floating_point():
-                whole: Any = tensors[0].detach()
-                whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-                outputs.setdefault(name, []).append((tuple(whole.shape[1:]), _checksums(whole)))
+                full: Any = tensors[0].detach()
+                full = full.full_tensor() if hasattr(full, "full_tensor") else full
+                outputs.setdefault(name, []).append((tuple(full.shape[1:]), _checksums(full)))
 
         return note
 
