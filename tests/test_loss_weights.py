@@ -265,9 +265,12 @@ def by_hand(cluster, strategy):
 
 
 BY_HAND = {
-    kind: [name for name in names if name != "ddp_sharded" and not name.endswith("offload")]
+    kind: [name for name in names if name != "ddp_sharded"]
     for kind, names in STRATEGIES.items()
+    if kind != "deepspeed"  # whose other stages than 3 refuse weights of several passes
 }
+if "deepspeed" in STRATEGIES:
+    BY_HAND["deepspeed"] = ["deepspeed_stage_3"]
 
 
 @pytest.mark.parametrize("kind", BY_HAND)

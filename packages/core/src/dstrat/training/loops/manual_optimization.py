@@ -86,7 +86,9 @@ class ManualOptimization:
         )
         if weight is None:
             return loss
-        receiving = [optimizer for optimizer in self.optimizers if optimizer.receives_gradients]
+        # A single one gets all, also if its parameters are flat copies that require no gradients.
+        is_single = len(self.optimizers) == 1
+        receiving = [optimizer for optimizer in self.optimizers if is_single or optimizer.receives_gradients]
         for optimizer in receiving:
             optimizer.check_weights()
         is_first = all(optimizer.total_weight is None for optimizer in self.optimizers)
