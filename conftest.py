@@ -1,5 +1,6 @@
 """What the tests of all packages share: one fork server that has loaded what ranks need, and what hardware is there."""
 
+import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -8,6 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+
+if importlib.util.find_spec("hypothesis"):  # not in all environments
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no failure.
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
 
 PRELOADED = [
     "torch",
@@ -20,6 +28,7 @@ PRELOADED = [
     "dstrat.launch.external",
     "dstrat.builtin.plugin",
     "dstrat.training.loops.sources",
+    "dstrat.training.execution",
     "dstrat.training.loops.fit_loop",
     "dstrat.training.run",
     "dstrat.training.trainer",

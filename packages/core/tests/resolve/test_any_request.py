@@ -266,7 +266,7 @@ def test_any_request_gives_a_plan_or_an_explanation_and_the_same_again(catalog, 
     """With the made-up components, and where only the core is installed."""
     met = Counter()
 
-    @settings(derandomize=True, database=None, deadline=None, max_examples=1000)
+    @settings(derandomize=True, database=None, max_examples=1000)
     @given(asked=words(), environ=environs(), interactive=st.booleans())
     def ask(asked, environ, interactive):
         request = Request(**{name: looked_up(value, made) for name, value in asked.items()})

@@ -3,7 +3,7 @@
 import operator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrat.builtin.accelerators.devices import parse_devices
@@ -114,7 +114,6 @@ words = st.one_of(st.text("0123456789,-auto ", max_size=8), st.text(max_size=5))
 anything = st.one_of(st.integers(), st.booleans(), st.floats(), st.none(), words, st.lists(st.integers(-3, 6)))
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(devices=anything, available=st.integers(0, 6))
 def test_the_outcome_is_devices_that_are_there_or_a_device_error(devices, available):
     try:

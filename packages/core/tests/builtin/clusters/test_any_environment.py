@@ -4,7 +4,7 @@ import contextlib
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrat.builtin.clusters.kubeflow import KubeflowEnvironment
@@ -55,7 +55,6 @@ def jobs(draw):
     return environment, num_devices, num_nodes, rank
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(job=jobs())
 def test_every_rank_of_every_job_is_understood(job):
     environment, num_devices, num_nodes, rank = job
@@ -66,7 +65,6 @@ def test_every_rank_of_every_job_is_understood(job):
     assert cluster.main_port == 29500
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(job=jobs(), data=st.data())
 def test_damaged_variables_are_a_cluster_error_or_change_nothing_that_matters(job, data):
     environment, num_devices, num_nodes, _ = job

@@ -44,7 +44,7 @@ def shard(tensor, rank, num_ranks):
     return FlatShard(local=tensor.reshape(-1)[start : start + size].clone(), start=start, shape=tuple(tensor.shape))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
 def test_its_boxes_are_its_elements(shape, data):
     numel = torch.Size(shape).numel()

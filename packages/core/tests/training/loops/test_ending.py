@@ -108,6 +108,9 @@ class FakeJob:
     def __init__(self, other):
         self.other = other
 
+    def from_host(self, tensor):
+        return tensor
+
     def reduce(self, tensor, reduce_op):
         return tensor.maximum(tensor.new_tensor([*self.other, -1000]))
 
