@@ -13,3 +13,4 @@ class TestZero1(StrategySuite):
     """All standard tests."""
 
     alias = "zero1"
+    world_sizes = (2,)

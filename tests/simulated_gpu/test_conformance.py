@@ -18,13 +18,13 @@ class TestSingleDevice(StrategySuite):
 class TestDDP(StrategySuite):
     alias = "ddp"
     accelerator = "simulated_gpu"
-    world_sizes = (1, 2)
+    world_sizes = (2,)
 
 
 class TestFSDP(StrategySuite):
     alias = "fsdp"
     accelerator = "simulated_gpu"
-    world_sizes = (1, 2)
+    world_sizes = (2,)
 
 
 class TestFSDPOffloaded(StrategySuite):

@@ -137,11 +137,14 @@ def scatter_optimizer_entries(
         entries: Full state of each parameter, by name or number; ignored on all ranks but rank 0.
         shard: Returns this rank's shard for a parameter and a full tensor on the device, or a scalar on the CPU.
     """
+
     # Scalars are sent at once, and stay on the CPU, such as counts of steps: optimizers read these in each step, and
     # move the others to their parameter when they load them.
-    outline = strategy.broadcast(
-        apply_to_tensors(dict(entries), lambda value: _TensorOutline.of(value) if value.dim() else value.cpu())
-    )
+    def outline_of(value: Tensor) -> _TensorOutline | Tensor:
+        # A copy, as the optimizer counts on in the tensor that it loads.
+        return _TensorOutline.of(value) if value.dim() else value.to("cpu", copy=True)
+
+    outline = strategy.broadcast(apply_to_tensors(dict(entries), outline_of))
 
     def receive(parameter: Key, key: str, value: Any) -> Any:
         if isinstance(value, Tensor):

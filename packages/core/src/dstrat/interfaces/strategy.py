@@ -69,7 +69,7 @@ class Components:
 
     def __post_init__(self) -> None:
         if self.parallel_devices is not None:
-            object.__setattr__(self, "parallel_devices", tuple(map(_indexed, self.parallel_devices)))
+            object.__setattr__(self, "parallel_devices", _indexed(tuple(self.parallel_devices)))
 
     def without_names(self) -> Components:
         """Return the components that are objects, without those that the user passed as an alias or a class."""
@@ -77,13 +77,16 @@ class Components:
         return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
 
 
-def _indexed(device: torch.device | str) -> torch.device:
-    """Return a device with its index, as tensors on it have one; ``"cuda"`` is the first one of this type."""
+def _indexed(devices: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return devices with their indices, as tensors on them have one; ``"cuda"`` is the first one of its type."""
     import torch
 
-    device = torch.device(device)
-    has_index = device.type in ("cpu", "meta") or device.index is not None
-    return device if has_index else torch.device(device.type, 0)
+    if not all(isinstance(device, str | torch.device) for device in devices):
+        return devices  # which the choice of hardware refuses
+    return tuple(
+        device if device.type in ("cpu", "meta") or device.index is not None else torch.device(device.type, 0)
+        for device in map(torch.device, devices)
+    )
 
 
 Parts = Components  # its first name
