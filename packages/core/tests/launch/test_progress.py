@@ -50,32 +50,39 @@ def test_names_of_other_programs_may_have_any_bytes():
         assert list(read_activities([pid])) == [pid]
 
 
+NOTHING = {"seconds": 0.0, "seconds_waited": 0.0, "num_bytes": 0, "num_network_bytes": 0}
+
+
 def test_time_in_which_the_watcher_was_stopped_does_not_count():
     timer = IdleTimer(2.0)
     times = [0.0, 0.5, 1.0, 100.0, 100.5]
-    idle = [timer.update(Activity(time=time, seconds=3.0, num_bytes=7, num_network_bytes=0)) for time in times]
+    idle = [timer.update(Activity(time=time, **NOTHING)) for time in times]
     assert idle == [0.0, 0.5, 1.0, 0.0, 0.5]
 
 
 RECEIVES = {"seconds": 0.01, "num_network_bytes": 1_000_000}
+COMPUTES_ON_A_BUSY_MACHINE = {"seconds": 0.02, "seconds_waited": 0.6}
 
 
-@pytest.mark.parametrize("done", [{"seconds": 0.5}, {"num_bytes": 100_000}, RECEIVES])
+@pytest.mark.parametrize("done", [{"seconds": 0.5}, {"num_bytes": 100_000}, RECEIVES, COMPUTES_ON_A_BUSY_MACHINE])
 def test_whatever_is_done_begins_a_new_count(done):
-    nothing = {"seconds": 0.0, "num_bytes": 0, "num_network_bytes": 0}
     timer = IdleTimer(2.0)
     idle = [
-        timer.update(Activity(time=time, **(nothing | done if time > 1 else nothing))) for time in (0.0, 1.0, 2.0, 3.0)
+        timer.update(Activity(time=time, **(NOTHING | done if time > 1 else NOTHING))) for time in (0.0, 1.0, 2.0, 3.0)
     ]
     assert idle == [0.0, 1.0, 0.0, 1.0]
     assert timer.update(None) == 0.0
 
 
+def test_a_rank_that_sleeps_on_a_busy_machine_is_idle():
+    timer = IdleTimer(2.0)  # while a thread of Gloo wakes up a hundred times in a second, and waits 2 ms each time
+    readings = [Activity(time=time, **NOTHING | {"seconds_waited": 0.2 * time}) for time in (0.0, 1.0, 2.0)]
+    assert [timer.update(reading) for reading in readings] == [0.0, 1.0, 2.0]
+
+
 def test_network_of_other_jobs_is_no_activity_of_a_rank_that_sleeps():
     timer = IdleTimer(2.0)
-    readings = [
-        Activity(time=time, seconds=3.0, num_bytes=0, num_network_bytes=int(time * 10**9)) for time in (0.0, 1.0, 2.0)
-    ]
+    readings = [Activity(time=time, **NOTHING | {"num_network_bytes": int(time * 10**9)}) for time in (0.0, 1.0, 2.0)]
     assert [timer.update(reading) for reading in readings] == [0.0, 1.0, 2.0]
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dstrat.launch.peer_watch import PeerWatch
 
 _IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
+# Of one processor, with the time that threads wait for one.  On an overloaded machine a rank at work waits most of the
+# time, and one that sleeps waits too: a thread of Gloo wakes up a hundred times in a second.
+_IDLE_DEMAND = 0.5
 _IDLE_RATE = 50_000  # bytes in a second of files; a progress bar that is redrawn writes a thousand
 _IDLE_NETWORK_RATE = 500_000  # bytes in a second of the machine, which other jobs use too
 _NETWORK_SHARE = 0.002  # of one processor, which a process uses at least while it receives at that rate
@@ -43,14 +46,15 @@ class Activity:
 
     Attributes:
         time: When this was read, in seconds of the monotonic clock.
-        seconds: Processor time, used or waited for: on an overloaded machine a rank that waits for a processor is
-            not idle.
+        seconds: Processor time.
+        seconds_waited: Time that its threads waited for a processor, on a machine with more work than processors.
         num_bytes: Bytes read from files and written to them, without sockets.
         num_network_bytes: Bytes received and sent by the machine, without the loopback.
     """
 
     time: float
     seconds: float
+    seconds_waited: float
     num_bytes: int
     num_network_bytes: int
 
@@ -59,10 +63,12 @@ class Activity:
         duration = self.time - before.time
         # They shrink when a descendant ends; that is activity too.
         seconds, num_bytes = abs(self.seconds - before.seconds), abs(self.num_bytes - before.num_bytes)
+        demand = seconds + abs(self.seconds_waited - before.seconds_waited)
         num_network_bytes = abs(self.num_network_bytes - before.num_network_bytes)
         # On a machine with other jobs the network is always busy, also for a process that sleeps.
         uses_network = num_network_bytes >= _IDLE_NETWORK_RATE * duration and seconds >= _NETWORK_SHARE * duration
-        return seconds < _IDLE_SHARE * duration and num_bytes < _IDLE_RATE * duration and not uses_network
+        uses_processor = seconds >= _IDLE_SHARE * duration or demand >= _IDLE_DEMAND * duration
+        return not uses_processor and num_bytes < _IDLE_RATE * duration and not uses_network
 
 
 def read_activities(pids: Iterable[int]) -> dict[int, Activity]:
@@ -80,11 +86,12 @@ def read_activity_of_this_process() -> Activity | None:
         return None
     descendants = _sum(_descendants(pid, children), seconds)
     this_thread = f"/proc/{pid}/task/{threading.get_native_id()}"
-    delay = _seconds_waited_for_processors(pid) - _delay_of(this_thread)
+    waited = _seconds_waited_for_processors(pid) - _delay_of(this_thread)
     return replace(
         descendants,
         # process_time has nanoseconds, and /proc/PID/stat has ticks of 10 ms.
-        seconds=descendants.seconds + delay + time.process_time() - time.thread_time(),
+        seconds=descendants.seconds + time.process_time() - time.thread_time(),
+        seconds_waited=descendants.seconds_waited + waited,
         num_bytes=descendants.num_bytes + _bytes_of(f"/proc/{pid}") - _bytes_of(this_thread),
     )
 
@@ -162,7 +169,8 @@ def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
 def _sum(family: list[int], seconds: Mapping[int, float]) -> Activity:
     return Activity(
         time=time.monotonic(),
-        seconds=sum(seconds.get(pid, 0.0) + _seconds_waited_for_processors(pid) for pid in family),
+        seconds=sum(seconds.get(pid, 0.0) for pid in family),
+        seconds_waited=sum(map(_seconds_waited_for_processors, family)),
         num_bytes=sum(_bytes_of(f"/proc/{pid}") for pid in family),
         num_network_bytes=_network_bytes(),
     )
