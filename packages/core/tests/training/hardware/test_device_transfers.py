@@ -111,6 +111,10 @@ def test_everything_is_closed_where_the_module_cannot_be_copied_from_its_device(
 # Batches
 
 
+# A fork in a thread could take over locks that other threads of the tests hold.
+IN_WORKER = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+
+
 class Ahead(SingleDeviceStrategy):
     """Reads and moves all batches in a thread, before the first one is used."""
 
@@ -147,7 +151,7 @@ def fit_losses(quiet_trainer, module, loader, **options):
 
 def test_a_strategy_prefetches_what_workers_load(quiet_trainer, make_line, loader):
     strategy = Ahead()
-    found = fit_losses(quiet_trainer, make_line(), loader(num_workers=1), strategy=strategy)
+    found = fit_losses(quiet_trainer, make_line(), loader(**IN_WORKER), strategy=strategy)
     assert len(strategy.threads) == 1
     assert strategy.threads[0] is not threading.main_thread()
     assert found == fit_losses(quiet_trainer, make_line(), loader())
@@ -159,7 +163,7 @@ def test_an_own_loop_prefetches_what_workers_load(loader):
     def train(loop):
         module = nn.Linear(8, 1)
         loop.setup(module, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
-        return len(list(loop.training_loader(loader(num_workers=1))))
+        return len(list(loop.training_loader(loader(**IN_WORKER))))
 
     assert OwnLoop(build(strategy=strategy, accelerator="cpu")).launch(train) == 6
     assert len(strategy.threads) == 1
@@ -177,7 +181,7 @@ def test_batches_with_a_hook_of_the_users_are_not_prefetched(quiet_trainer, make
             return batch
 
     strategy = Ahead()
-    fit_losses(quiet_trainer, make_line(Hooked), loader(num_workers=1), strategy=strategy)
+    fit_losses(quiet_trainer, make_line(Hooked), loader(**IN_WORKER), strategy=strategy)
     assert strategy.threads == []
 
 
