@@ -1,4 +1,7 @@
-"""The conformance kit on simulated GPUs: what a GPU would run has run on something that is not a CPU."""
+"""The conformance kit on simulated GPUs: what a GPU would run has run on something that is not a CPU.
+
+By default fsdp only, which uses most of a device; ``nox -s simulated_gpu -- -m variant`` runs the others.
+"""
 
 import pytest
 
@@ -13,12 +16,14 @@ class TestSingleDevice(StrategySuite):
     alias = "single_device"
     accelerator = "simulated_gpu"
     world_sizes = (1,)
+    pytestmark = pytest.mark.variant
 
 
 class TestDDP(StrategySuite):
     alias = "ddp"
     accelerator = "simulated_gpu"
     world_sizes = (2,)
+    pytestmark = pytest.mark.variant
 
 
 class TestFSDP(StrategySuite):
