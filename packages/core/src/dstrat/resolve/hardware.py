@@ -194,9 +194,9 @@ def choose_devices(
     facts = None if strategy is None else strategy.facts
     per_node, uneven = divmod(num_started, num_nodes)
     if num_started > 1 and (facts is None or facts.starts_processes):
-        own = _own_devices(requested, accelerator, per_node)
-        if own is not None and not uneven:
-            return own
+        visible = _single_visible_devices(requested, accelerator, per_node)
+        if visible is not None and not uneven:
+            return visible
     if requested is not None:
         return _requested_devices(requested, accelerator)
     # Processes that exist already decide: with more devices some would be idle, with fewer some would be shared.
@@ -211,7 +211,9 @@ def choose_devices(
     return _first_devices(accelerator, number, "what 'auto' stands for")
 
 
-def _own_devices(requested: Requested | None, accelerator: Accelerator, per_node: int) -> DeviceSelection | None:
+def _single_visible_devices(
+    requested: Requested | None, accelerator: Accelerator, per_node: int
+) -> DeviceSelection | None:
     """Return the first device for each process, if each sees one device only; None where that is not so.
 
     A scheduler may give each process a device of its own, as SLURM does with ``--gpus-per-task=1``: then it is the

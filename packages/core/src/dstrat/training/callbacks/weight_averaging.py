@@ -98,7 +98,7 @@ class WeightAveraging(Callback):
         """
         updates, strategy = 0 if self._average is None else self._average.num_updates, trainer.strategy
         if strategy.world_size > 1:
-            counts = torch.tensor([updates, -updates], device=strategy.root_device)
+            counts = strategy.from_host(torch.tensor([updates, -updates]))
             most, least = strategy.reduce(counts, reduce_op="max").tolist()
             if most != -least:
                 raise MisuseError(
