@@ -166,7 +166,10 @@ def initialized_device_type() -> str | None:
         return None
     module = torch.get_device_module(current)
     is_initialized = getattr(module, "is_initialized", None)  # MPS has none
-    is_used = (is_initialized is not None and is_initialized()) or _is_unusable_after_fork(module)
+    is_used = (is_initialized is not None and is_initialized()) or (
+        # Where the driver was only asked, a machine without a device, whose torch is built for one, loses nothing.
+        _is_unusable_after_fork(module) and module.is_available()
+    )
     return current.type if is_used else None
 
 

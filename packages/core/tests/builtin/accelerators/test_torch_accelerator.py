@@ -46,6 +46,13 @@ def test_this_process_has_initialized_no_device():
     assert initialized_device_type() is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_torch_for_cuda_that_was_asked_for_a_gpu_on_a_machine_without_one_can_be_copied(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))  # as torch for CUDA says
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)  # in copies, once is_available() has been called
+    assert initialized_device_type() is None
+
+
 def test_records_of_the_guide_make_accelerators_of_their_type():
     program = (GUIDE.read_text().partition("\nNPU = ")[2]).partition("\n```")[0]
     scope = {}
