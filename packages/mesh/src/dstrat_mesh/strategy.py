@@ -213,7 +213,7 @@ class MeshStrategy(SharedBatchStrategy):
         return size
 
     @property
-    def _num_parts(self) -> int:
+    def _num_data_groups(self) -> int:
         size: int = self.data_parallel_size * self._cp
         return size
 
