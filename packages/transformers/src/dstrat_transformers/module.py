@@ -166,7 +166,12 @@ class HFModule(TrainModule):
         Raises:
             MisuseError: Its layers are not known.
         """
-        return make_pipeline(self.model, lambda loss: self.log("train_loss", loss, prog_bar=True), self._arguments_of)
+
+        def log_loss(loss: Tensor) -> None:
+            if self._trainer is not None:  # in a loop of one's own there is none
+                self.log("train_loss", loss, prog_bar=True)
+
+        return make_pipeline(self.model, log_loss, self._arguments_of)
 
     def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.
