@@ -203,22 +203,9 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
     def to_host(self, tensor: Tensor) -> Tensor:
         return runtime.on_host(tensor)
 
-    def module_state_dict(self) -> dict[str, Any]:
-        return self._on_host(super().module_state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_host(super().optimizer_state(optimizer))
-
-    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_host(super().sharded_optimizer_state(optimizer))
-
     def _on_host(self, state: dict[str, Any]) -> dict[str, Any]:
         runtime.settle()
         return dict(apply_to_tensors(state, self.to_host))
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, state)
-        _shard_like_parameters(optimizer)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_sharded_optimizer_state(optimizer, state)

@@ -13,11 +13,15 @@ from dstrat.errors import CheckpointError, ConflictError, MisuseError
 from dstrat.interfaces.batch import move_to_device
 from dstrat.interfaces.state_dict import (
     check_names,
+    group_names,
     groups_misfit,
+    has_standard_layout,
     load_by_names,
     load_named_state,
+    name_parameters,
     named_state,
     named_weights,
+    number_parameters,
 )
 from dstrat.interfaces.tied_parameters import keep_ties
 
@@ -801,45 +805,8 @@ class Strategy(ABC):
         # Up to 64 KiB of memory that is not pinned are copied by the driver before this returns.
         return tensor.to(self.root_device, non_blocking=accelerator is not None and accelerator.has_streams)
 
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the full state of the module under its own (unwrapped) names; collective."""
-        state: dict[str, Any] = self.module.state_dict()
-        return state
-
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state that :meth:`module_state_dict` returned; collective.
-
-        Args:
-            state: Tensors by name.
-            strict: Whether missing and unexpected names are an error; otherwise they are logged.
-
-        Raises:
-            CheckpointError: It does not fit the module.
-        """
-        missing, unexpected = load_by_names(self.module, state)
-        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer; collective.
-
-        A strategy with ``replicates_state=False`` need not override it and :meth:`load_optimizer_state`: checkpoints
-        gather the entries of :meth:`sharded_optimizer_state`, and :meth:`load_sharded_optimizer_state` loads full ones.
-        """
-        return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`optimizer_state` returned; collective.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
-        if "param_groups" in state:  # an optimizer may define another state_dict
-            groups, saved = (
-                [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
-            )
-            if (mismatch := groups_misfit(optimizer, groups, saved)) is not None:
-                raise CheckpointError(mismatch)
-        optimizer.load_state_dict(dict(state))
+    # Four methods define it, by names, with this process's shards: sharded_module_state, load_sharded_module_state,
+    # sharded_optimizer_state and load_sharded_optimizer_state.  Those of the full state follow from them.
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module under its own names, with this process's shards; collective.
@@ -854,29 +821,6 @@ class Strategy(ABC):
         """Load a state of :meth:`sharded_module_state`, after a checkpoint was loaded into its tensors; collective.
 
         It does nothing if these tensors are the module's own; otherwise it copies them to the device.
-        """
-
-    def local_weights(self) -> dict[str, Any]:
-        """Return this process's parameters and buffers by name, in the memory that forward passes read; collective.
-
-        Of sharded parameters they are the shards: DTensors, or
-        :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.  Tied parameters are the same object.  Callbacks that
-        average the weights read them after steps, and change them in place for an evaluation; they call
-        :meth:`accept_local_weights` then.  A strategy with ``replicates_state=False`` overrides both.
-
-        Raises:
-            ConflictError: The strategy has no such tensors.
-        """
-        if not self.replicates_state:
-            raise ConflictError(
-                f"{type(self).__name__} does not say which shards of the weights a process has (local_weights)"
-            )
-        return named_weights(self.module)
-
-    def accept_local_weights(self) -> None:
-        """Compute with the tensors of :meth:`local_weights`, which were changed in place; collective.
-
-        Copies of the weights that an optimizer has are not changed: the same values come back before the next step.
         """
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -901,6 +845,71 @@ class Strategy(ABC):
             CheckpointError: It is the state of other parameters.
         """
         load_named_state(optimizer, self.module, state)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the full state of the module under its own (unwrapped) names; collective.
+
+        Of a strategy with ``replicates_state=False`` global rank 0 has it, and the others may have an empty dict.
+        """
+        return self.sharded_module_state()
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state that :meth:`module_state_dict` returned; collective.
+
+        Args:
+            state: Tensors by name; those of global rank 0 count.
+            strict: Whether missing and unexpected names are an error; otherwise they are logged.
+
+        Raises:
+            CheckpointError: It does not fit the module.
+        """
+        missing, unexpected = load_by_names(self.module, state)
+        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer, with parameters by number as in its ``state_dict``; collective.
+
+        Of a strategy with ``replicates_state=False`` global rank 0 has it, and the others may have an empty dict.
+        """
+        state = self.sharded_optimizer_state(optimizer)
+        return number_parameters(state) if has_standard_layout(state) else state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`optimizer_state` returned; collective.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        current = self.sharded_optimizer_state(optimizer)
+        if has_standard_layout(state) and has_standard_layout(current):
+            names = group_names(current)
+            if (mismatch := groups_misfit(optimizer, names, group_names(state))) is not None:
+                raise CheckpointError(mismatch)
+            state = name_parameters(state, names)
+        self.load_sharded_optimizer_state(optimizer, dict(state))
+
+    def local_weights(self) -> dict[str, Any]:
+        """Return this process's parameters and buffers by name, in the memory that forward passes read; collective.
+
+        Of sharded parameters they are the shards: DTensors, or
+        :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.  Tied parameters are the same object.  Callbacks that
+        average the weights read them after steps, and change them in place for an evaluation; they call
+        :meth:`accept_local_weights` then.  A strategy with ``replicates_state=False`` overrides both.
+
+        Raises:
+            ConflictError: The strategy has no such tensors.
+        """
+        if not self.replicates_state:
+            raise ConflictError(
+                f"{type(self).__name__} does not say which shards of the weights a process has (local_weights)"
+            )
+        return named_weights(self.module)
+
+    def accept_local_weights(self) -> None:
+        """Compute with the tensors of :meth:`local_weights`, which were changed in place; collective.
+
+        Copies of the weights that an optimizer has are not changed: the same values come back before the next step.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return state for a checkpoint besides module and optimizers, the same in every process; collective."""

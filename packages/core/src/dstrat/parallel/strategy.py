@@ -23,10 +23,11 @@ from dstrat.parallel.process_group import (
     close_process_group,
     open_process_group,
 )
+from dstrat.parallel.shards import is_sharded
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
     import torch
@@ -244,6 +245,41 @@ class ParallelStrategy(Strategy):
         if isinstance(optimizer, LBFGS):  # its line search depends on the loss, which must be the same on all ranks
             return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.
+
+    def module_state_dict(self) -> dict[str, Any]:
+        state = super().module_state_dict()
+        if self.replicates_state or not any(map(is_sharded, state.values())):
+            return state
+        from dstrat.parallel.full_state import gather_state
+
+        return gather_state(state, self)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        if self.replicates_state:
+            super().load_module_state_dict(state, strict)
+            return
+        from dstrat.parallel.full_state import scatter_module_state
+
+        targets = self.sharded_module_state()
+        scatter_module_state(self, state, targets, strict=strict)
+        self.load_sharded_module_state(targets)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.replicates_state:
+            return super().optimizer_state(optimizer)
+        from dstrat.parallel.full_state import gather_optimizer_state
+
+        return gather_optimizer_state(self.sharded_optimizer_state(optimizer), self)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        if self.replicates_state:
+            super().load_optimizer_state(optimizer, state)
+            return
+        from dstrat.parallel.full_state import scatter_optimizer_state
+
+        self.load_sharded_optimizer_state(optimizer, scatter_optimizer_state(self, optimizer, state))
 
     # Communication
 

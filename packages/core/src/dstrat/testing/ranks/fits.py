@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dstrat.checkpoint.full_state import full_optimizer_state
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.shards import local_tensor
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.checkpoint_io import CheckpointIO, FlatShard
 from dstrat.interfaces.memory import TrainingSize
+from dstrat.parallel.shards import local_tensor
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.ranks.jobs import Subject, open_strategy, run_in_team
 from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, Net, dataset
@@ -250,7 +249,7 @@ def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[
 def full_state(strategy: Any) -> dict[str, Any]:
     """Return the state of a strategy's module and optimizer as plain values; of the first rank; collective."""
     module = strategy.module_state_dict()
-    optimizers = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
+    optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
     return {"module": _plain(module), "optimizer": _plain(optimizers)}
 
 
