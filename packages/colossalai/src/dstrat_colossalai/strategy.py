@@ -156,7 +156,7 @@ class ColossalAIStrategy(ParallelStrategy):
         super().set_components(components)
         if not self._is_sharded:
             return
-        for device in self.parts.parallel_devices or ():
+        for device in self.components.parallel_devices or ():
             if device.type != "cuda":
                 raise ConflictError(
                     f"Colossal-AI's plugin {self.plugin!r} trains on CUDA devices only, and this is the accelerator "

@@ -117,7 +117,7 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     def set_components(self, components: Components) -> None:
         super().set_components(components)
-        if any(device.type != "cuda" for device in self.parts.parallel_devices or ()):
+        if any(device.type != "cuda" for device in self.components.parallel_devices or ()):
             raise ConflictError(
                 f"{type(self).__name__} is FairScale's, which shards on CUDA devices only, and this is the accelerator "
                 f"{self.parallel_devices[0].type!r}: use strategy='fsdp', which runs here too"

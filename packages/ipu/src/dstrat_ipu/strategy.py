@@ -97,11 +97,7 @@ class IPUStrategy(SingleDeviceStrategy):
         inference_opts: Any = None,
     ) -> None:
         super().__init__(None, accelerator, checkpoint_io, precision_plugin)
-        devices = None if parallel_devices is None else tuple(parallel_devices)
-        self.given_parts = dataclasses.replace(
-            self.given_parts, parallel_devices=devices, cluster_environment=cluster_environment
-        )
-        self.parts = self.given_parts
+        self.add_components(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
         if not isinstance(device_iterations, int) or device_iterations < 1:
             raise RequestError(f"device_iterations={device_iterations!r} must be an int of at least 1")
         if autoreport_dir is not None and not autoreport:
@@ -128,7 +124,7 @@ class IPUStrategy(SingleDeviceStrategy):
     @property
     def num_devices(self) -> int:
         """Number of IPUs."""
-        return len(self._present(self.parts.parallel_devices, "devices"))
+        return len(self._present(self.components.parallel_devices, "devices"))
 
     @property
     def replication_factor(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 from typing import TYPE_CHECKING, Any
@@ -86,9 +85,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         debug: bool = False,
     ) -> None:
         super().__init__(None, accelerator, checkpoint_io, precision_plugin)
-        if parallel_devices is not None:
-            self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=tuple(parallel_devices))
-            self.parts = self.given_parts.without_names()
+        self.add_components(parallel_devices=parallel_devices)
         self.mesh_shape = _checked_shape({DATA: -1} if mesh_shape is None else mesh_shape)
         self.annotate = annotate
         self.auto_wrap_policy = auto_wrap_policy if callable(auto_wrap_policy) else tuple(auto_wrap_policy or ())
@@ -98,7 +95,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
 
     def set_components(self, components: Components) -> None:
         super().set_components(components)
-        count = len(self._present(self.parts.parallel_devices, "devices"))
+        count = len(self._present(self.components.parallel_devices, "devices"))
         self._sizes(count)
         runtime.check_spmd(count)
 
@@ -125,7 +122,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
     def setup_environment(self) -> None:
         if self.debug:
             runtime.report_compilations()
-        devices = self._present(self.parts.parallel_devices, "devices")
+        devices = self._present(self.components.parallel_devices, "devices")
         runtime.start_spmd(len(devices))  # before the accelerator starts the runtime, with the devices that it has then
         super().setup_environment()
         sizes = self._sizes(len(devices))

@@ -164,6 +164,11 @@ _logger = logging.getLogger(__name__)
 _FIRST_NAMES = {"receive": "set_components", "take_from_first_rank": "broadcast_tensors"}
 
 
+def _renamed(name: str) -> Any:
+    """Return a property with the value of an attribute that has another name now."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
 class Strategy(ABC):
     """One way of distributing training, evaluation and prediction.
 
@@ -218,6 +223,8 @@ class Strategy(ABC):
         hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
         reaches_other_jobs: Whether its processes communicate with those of other jobs, also on other machines.
             Otherwise a job of one machine communicates on the loopback only.
+        components: The components; None for those that it lacks yet.
+        constructor_components: Those that were passed to the constructor, some as an alias or a class.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: Function of the module that computes gradients of a (scaled) loss; None if it has none.
@@ -256,10 +263,8 @@ class Strategy(ABC):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self.given_parts = Components(
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
-        self.parts = self.given_parts.without_names()  # until set_components, which has objects for the names
+        self.constructor_components = Components()
+        self.add_components(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
@@ -271,6 +276,12 @@ class Strategy(ABC):
 
     # Components
 
+    def add_components(self, **components: Any) -> None:
+        """Add components that were passed to the constructor, which calls this; None for one that was not passed."""
+        self.constructor_components = replace(self.constructor_components, **components)
+        # Until set_components, which has objects for the names.
+        self.components = self.constructor_components.without_names()
+
     def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.
 
@@ -281,7 +292,7 @@ class Strategy(ABC):
         """
         from_constructor = {}
         for field in fields(Components):
-            value = getattr(self.given_parts, field.name)
+            value = getattr(self.constructor_components, field.name)
             if isinstance(value, str | type):
                 if getattr(components, field.name) is None:
                     raise MisuseError(
@@ -290,24 +301,27 @@ class Strategy(ABC):
                     )
             elif value is not None:
                 from_constructor[field.name] = value
-        self.parts = replace(components, **from_constructor)
+        self.components = replace(components, **from_constructor)
 
-    receive = set_components  # its first name
+    # First names
+    receive = set_components
+    parts = _renamed("components")
+    given_parts = _renamed("constructor_components")
 
     @property
     def accelerator(self) -> Accelerator:
         """The hardware."""
-        return self._present(self.parts.accelerator, "accelerator")
+        return self._present(self.components.accelerator, "accelerator")
 
     @property
     def precision_plugin(self) -> Precision:
         """The precision: dtypes, casts, loss scaling."""
-        return self._present(self.parts.precision_plugin, "precision plugin")
+        return self._present(self.components.precision_plugin, "precision plugin")
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """How checkpoints reach storage."""
-        return self._present(self.parts.checkpoint_io, "checkpoint io")
+        return self._present(self.components.checkpoint_io, "checkpoint io")
 
     @property
     def is_distributed(self) -> bool:
@@ -320,7 +334,7 @@ class Strategy(ABC):
 
         It follows from the plan; a strategy with another launcher overrides this property.
         """
-        return self.parts.launcher
+        return self.components.launcher
 
     def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
         """Return this strategy's precision for a flag; None to use the accelerator's."""
@@ -574,7 +588,7 @@ class Strategy(ABC):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
-        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         non_blocking = accelerator is not None and accelerator.has_streams
         moved = move_to_device(batch, device or self.root_device, non_blocking=non_blocking)
         return self.precision_plugin.convert_input(moved)
@@ -769,7 +783,7 @@ class Strategy(ABC):
         """
         import torch
 
-        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         has_float64 = accelerator is None or accelerator.supports_dtype(torch.float64)
         # Without float64 one copy for each dtype: no other dtype holds all values of float32 and of the integers.
         groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
@@ -801,7 +815,7 @@ class Strategy(ABC):
 
     def from_host(self, tensor: Tensor) -> Tensor:
         """Return a small tensor of the CPU on :attr:`root_device`; the host does not wait where that has streams."""
-        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         # Up to 64 KiB of memory that is not pinned are copied by the driver before this returns.
         return tensor.to(self.root_device, non_blocking=accelerator is not None and accelerator.has_streams)
 

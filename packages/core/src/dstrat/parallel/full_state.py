@@ -154,9 +154,9 @@ def scatter_module_state(
         if isinstance(target, Tensor | FlatShard) and not is_extra_state(name)
     }
     filled = scatter_state(strategy, {name: state[name] for name in targets if name in state}, tensors)
-    others = {name: value for name, value in filled.items() if name not in tensors}
-    if others:  # extra states, and values that are not tensors
-        strategy.module.load_state_dict(others, strict=False)
+    extra = {name: value for name, value in filled.items() if name not in tensors}
+    if extra:  # extra states, and values that are not tensors
+        strategy.module.load_state_dict(extra, strict=False)
 
 
 def scatter_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

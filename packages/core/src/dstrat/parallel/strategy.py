@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -100,12 +99,7 @@ class ParallelStrategy(Strategy):
         start_method: str | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
-        self.given_parts = dataclasses.replace(
-            self.given_parts,
-            parallel_devices=None if parallel_devices is None else tuple(parallel_devices),
-            cluster_environment=cluster_environment,
-        )
-        self.parts = self.given_parts.without_names()
+        self.add_components(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
         self._root_device: torch.device | None = None
         self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend
@@ -127,12 +121,12 @@ class ParallelStrategy(Strategy):
     @property
     def parallel_devices(self) -> tuple[torch.device, ...]:
         """The devices of this machine, one for each local rank."""
-        return self._present(self.parts.parallel_devices, "devices")
+        return self._present(self.components.parallel_devices, "devices")
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
         """Where the job runs."""
-        return self._present(self.parts.cluster_environment, "cluster environment")
+        return self._present(self.components.cluster_environment, "cluster environment")
 
     @property
     def assigned_device(self) -> torch.device:
@@ -144,7 +138,7 @@ class ParallelStrategy(Strategy):
     @property
     def root_device(self) -> torch.device:
         if self._root_device is None:  # cached: needed with every batch, and reading the environment is slow
-            cls, accelerator = type(self), self.parts.accelerator
+            cls, accelerator = type(self), self.components.accelerator
             is_replaced = cls.assigned_device is not ParallelStrategy.assigned_device
             device = self.assigned_device if is_replaced else self.parallel_devices[self.local_rank]
             self._root_device = device if accelerator is None else accelerator.device_in_process(device)
