@@ -246,7 +246,7 @@ def check_strategy(strategy, plan):
     """The strategy has all components, as the plan says."""
     missing = [name for name in ("accelerator", "precision_plugin", "checkpoint_io") if not getattr(strategy, name)]
     assert not missing
-    assert len(strategy.parts.parallel_devices) == plan.num_devices
+    assert len(strategy.components.parallel_devices) == plan.num_devices
     assert (strategy.launcher is None) == (plan.started_by == "nobody")
 
 

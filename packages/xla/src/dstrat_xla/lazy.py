@@ -77,12 +77,6 @@ class LazySteps(Strategy):
 
     # State: on the host, where slices of a tensor can be written without compiling a graph for each
 
-    def module_state_dict(self) -> dict[str, Any]:
-        return self._on_host(super().module_state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_host(super().optimizer_state(optimizer))
-
     def sharded_module_state(self) -> dict[str, Any]:
         return self._on_host(super().sharded_module_state())
 
