@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from packages.torchao.tests.language_model import BATCH, LanguageModel, Losses, loader, losses_of, quiet_trainer
+from packages.torchao.tests.language_model import (
+    BATCH,
+    LanguageModel,
+    Losses,
+    SavesHalfway,
+    loader,
+    losses_of,
+    quiet_trainer,
+)
 from tests.ranks import each, in_ranks
 from torch import nn
 
@@ -87,15 +95,6 @@ def test_the_filter_of_the_example_of_torchao_works_with_a_compiled_module():
     model = LanguageModel()
     model.compile(backend="aot_eager")
     assert losses_of(precision, model, steps=3) == pytest.approx(expected, rel=1e-2)
-
-
-class SavesHalfway(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
 
 
 def test_a_resumed_training_is_bit_identical(tmp_path):

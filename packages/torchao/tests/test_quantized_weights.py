@@ -9,11 +9,11 @@ from packages.torchao.tests.language_model import (
     Adapted,
     LanguageModel,
     Losses,
+    SavesHalfway,
     loader,
     losses_of,
     quiet_trainer,
 )
-from packages.torchao.tests.test_float8 import SavesHalfway
 from tests.ranks import each, in_ranks
 from torch import nn
 
