@@ -261,6 +261,11 @@ def test_throughput_is_that_between_epochs():
     assert [(step, round(value, 6)) for step, value in _throughput(stage)] == [(10, 5.0), (30, 10.0), (40, 2.5)]
 
 
+def test_epochs_without_a_step_or_in_one_tick_of_the_clock_have_no_throughput():
+    stage = StageRun(begin=begin(), end=end(20, 5), epochs=[epoch(0, 1), epoch(0, 2), epoch(10, 2), epoch(20, 4)])
+    assert _throughput(stage) == [(20, 5.0)]
+
+
 def test_a_report_shows_times_of_phases_and_removed_checkpoints(dstrat, folder):
     phases = {"next_batch": 1.0, "training_step": 2.0, "backward": 3.0, "optimizer_step": 1.0, "Mine.on_train_end": 1.0}
     events = [begin(), epoch(0, 1), checkpoint(10, 5), end(10, 11, phases=phases)]
@@ -298,6 +303,12 @@ def test_a_name_of_several_runs_is_refused_with_their_folders(dstrat, folder):
     write(folder / "other" / "version_0", [begin()])
     with pytest.raises(DstratError, match=r"is the name of 2 runs: write .*dstrat_logs/version_0"):
         dstrat("report", "0")
+
+
+def test_a_run_outside_of_the_working_directory_is_named_by_its_whole_path(dstrat, folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "a"
+    write(elsewhere, [begin(), end(10, 1)])
+    assert str(elsewhere) in "".join(dstrat("runs", str(elsewhere.parent)).split())
 
 
 def test_links_and_checkpoints_are_not_searched(dstrat, folder):
