@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat.checkpoint.portable.shards import local_tensor
 from dstrat.interfaces.pipeline import Pipeline
+from dstrat.parallel.shards import local_tensor
 from dstrat.testing.ranks.fits import Fit, make_trainer
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.module.train_module import TrainModule
