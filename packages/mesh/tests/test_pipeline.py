@@ -106,6 +106,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_losses_are_those_of_one_device(layouts):
     cases = {

@@ -22,6 +22,7 @@ def one_device(path=None, ckpt=None, max_steps=6, accumulate=1, **options):
     return module.losses, module.validated
 
 
+@pytest.mark.slow
 def test_a_trainer_has_the_losses_of_one_device_and_checkpoints_move(tmp_path):
     losses, validated = one_device(max_steps=12)
     saved = str(tmp_path / "two")
