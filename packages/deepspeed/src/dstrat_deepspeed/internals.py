@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -440,9 +440,7 @@ def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float 
 
 def scale_partial_gradients(optimizer: Any, factor: float | Tensor) -> None:
     """Multiply gradients of stages 1 to 3 that backward passes have accumulated, none of which was the last one."""
-    gradients: list[Tensor] = []
-    apply_to_tensors(accumulated_gradients(optimizer), gradients.append)
-    _multiply(gradients, optimizer, factor)
+    _multiply(tensors_in(accumulated_gradients(optimizer)), optimizer, factor)
 
 
 def _multiply(gradients: Iterable[Tensor], optimizer: Any, factor: float | Tensor) -> None:
