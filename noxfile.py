@@ -453,7 +453,8 @@ def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
         install = ("--python", str(programs / "python"), "install", "--quiet", "--no-build-isolation", "--no-deps")
         run(session, bootstrap(), "pip", *install, "--target", str(folder), str(HPU / "tests" / "simulator"))
     if programs not in SIMULATED:
-        run(session, programs, "python", str(folder / "habana_frameworks" / "torch" / "_extension.py"))
+        source = folder / "habana_frameworks" / "torch" / "_simulator.cpp"
+        run(session, programs, "python", "-m", "dstrat.testing.simulated_gpu.extension", str(source))
         SIMULATED.add(programs)
     return str(folder)
 

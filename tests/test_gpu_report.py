@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def run(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_with_a_tiny_network_and_writes_a_report(tmp_path):
     done = run(tmp_path, "--dry-run", "--only", "checkpoints")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,9 +53,9 @@ def test_each_measurement_runs_small_on_the_cpu(measurement, names, tmp_path):
 
 def test_parts_fit_into_nine_minutes_and_collect_every_test_of_a_gpu(tmp_path):
     program = runpy.run_path(str(PROGRAM))
-    *planned, last = program["parts"](tmp_path, dry_run=False)
-    assert sum(part.seconds for part in planned) <= program["LIMIT"] < 540
-    assert last.name == "deepspeed-offload"  # has what remains
+    planned = program["parts"](tmp_path, dry_run=False)
+    assert sum(part.seconds for part in planned if not part.has_what_remains) <= program["LIMIT"] < 540
+    assert [part.has_what_remains for part in planned] == sorted(part.has_what_remains for part in planned)
     files = {Path(path).name for path in program["files_with_cuda_tests"]()}
     assert files >= {"test_on_gpus.py", "test_float8.py", "test_cuda.py"}
 
@@ -70,10 +72,46 @@ def test_a_part_beyond_its_time_costs_only_itself(tmp_path):
     assert "## broken: failed\n\n```\nit broke\n```" in (tmp_path / "report.md").read_text()
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+def test_checks_go_on_after_one_that_fails(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    checks = runpy.run_path(str(PROGRAM.with_name("checks.py")))
+
+    def breaks(device):
+        """One that fails."""
+        raise ValueError("a reason")
+
+    def needs(device):
+        """One that needs a GPU."""
+        device.require("cuda")
+
+    def sees(device):
+        """One that sees something."""
+        return "something"
+
+    monkeypatch.setattr(sys, "argv", ["checks", "--device", "cpu", "--out", str(tmp_path / "checks.json")])
+    with pytest.raises(SystemExit) as ended:
+        checks["run_checks"](breaks, needs, sees)
+    assert ended.value.code == 1
+    figures = json.loads((tmp_path / "checks.json").read_text())
     program = runpy.run_path(str(PROGRAM))
-    described = {"device": "none", "torch": torch.__version__, "commit": "0"}  # the dry run above describes a machine
-    program["main"].__globals__["describe_machine"] = lambda environ: described
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--out", str(tmp_path)])
-    assert program["main"]() == 2
-    assert "--dry-run does what needs none" in capsys.readouterr().out
+    assert [(one["name"], program["state_of"](one), one["note"]) for one in figures] == [
+        ("One that fails", "failed", "ValueError: a reason"),
+        ("One that needs a GPU", "not run", "not run: it needs cuda"),
+        ("One that sees something", "passed", "something"),
+    ]
+
+
+def test_what_is_missing_is_put_into_the_folder_of_the_report(tmp_path):
+    program = runpy.run_path(str(PROGRAM))
+    wheel = tmp_path / "wheels" / "brought_along-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    metadata = {"METADATA": "Metadata-Version: 2.1\nName: brought-along\nVersion: 1.0\n", "RECORD": ""}
+    metadata["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("brought_along.py", "")
+        for name, text in metadata.items():
+            file.writestr(f"brought_along-1.0.dist-info/{name}", text)
+    environ = program["make_environment"](tmp_path)
+    assert program["missing_requirements"](["brought_along>=1", "torch"], environ) == {"brought_along>=1"}
+    assert program["provide_requirements"](tmp_path / "site", wheel.parent, environ) == set()
+    assert program["missing_requirements"](["brought_along>=1", "torch"], environ) == set()

@@ -82,6 +82,7 @@ class Task:
         self.device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
         self.warmup, self.steps = (1, 2) if options.tiny else (20, 1000) if self.name == "mlp" else (5, 30)
         self.compiles = compiles
+        self.pins = True
 
     def module(self) -> Any:
         """Return the module, with the same weights each time."""
@@ -93,7 +94,7 @@ class Task:
     def loader(self) -> DataLoader[Any]:
         """Return the loader; one step more than is timed, at whose beginning the time ends."""
         dataset, batch_size = make_dataset(self.name, self.warmup + self.steps + 1, tiny=self.tiny)
-        return DataLoader(dataset, batch_size=batch_size, pin_memory=self.device.type == "cuda")
+        return DataLoader(dataset, batch_size=batch_size, pin_memory=self.pins and self.device.type == "cuda")
 
     def clock(self) -> Clock:
         """Return a new clock."""
@@ -153,6 +154,15 @@ def with_trainer(task: Task, clock: Clock) -> None:
     trainer.fit(_train_module(dstrat.TrainModule, task, clock), task.loader())
 
 
+def with_trainer_and_pageable_batches(task: Task, clock: Clock) -> None:
+    """Train with dstrat's Trainer, which pins the batches itself."""
+    task.pins = False
+    try:
+        with_trainer(task, clock)
+    finally:
+        task.pins = True
+
+
 def with_own_loop(task: Task, clock: Clock) -> None:
     """Train with dstrat's OwnLoop."""
 
@@ -195,6 +205,7 @@ def with_accelerate(task: Task, clock: Clock) -> None:
 def arms() -> dict[str, Callable[[Task, Clock], None]]:
     """Return the arms that can run here; the second one by hand shows how far apart equal arms are."""
     found = {"by hand": by_hand, "by hand again": by_hand, "Trainer": with_trainer, "OwnLoop": with_own_loop}
+    found["Trainer with pageable batches"] = with_trainer_and_pageable_batches
     peers = {"lightning": ("Lightning", with_lightning), "accelerate": ("Accelerate", with_accelerate)}
     return found | {name: arm for library, (name, arm) in peers.items() if importlib.util.find_spec(library)}
 
@@ -379,6 +390,12 @@ def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
         figures += estimate_figures(task, shape, alias, PRECISION, run.peak)
         free(task.device)
     run = measured_training(task, "single_device", "32-true")
+    torch.set_float32_matmul_precision("high")
+    in_tf32 = measured_training(task, "single_device", "32-true")
+    torch.set_float32_matmul_precision("highest")
+    note = f"{1000 * in_tf32.seconds:.3f} ms"
+    share = in_tf32.seconds / run.seconds
+    figures.append(figure('32-true: step time with matmul precision "high", over "highest"', share, "x", note=note))
     return figures + estimate_figures(task, shape, "single_device", "32-true", run.peak)
 
 

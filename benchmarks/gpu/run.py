@@ -1,15 +1,15 @@
-"""Test and measure on a GPU, and write one report, in under nine minutes; it needs no network.
+"""Test and measure on a GPU, and write one page, in under nine minutes.
 
 For example::
 
     python3 benchmarks/gpu/run.py --out report
     python3 benchmarks/gpu/run.py --out report --wheels folder-of-wheels
-    python3 benchmarks/gpu/run.py --dry-run
 
-It takes the Python that runs it, with torch and what dstrat and its tests need (pytest, rich, click, pluggy, fsspec,
-packaging, numpy). dstrat's packages are taken from the checkout where they are not installed, and others from the
-folder of wheels. Each part has its own time limit. ``--dry-run`` does on the CPU what needs no GPU: it collects the
-tests, and measures with tiny networks.  Wheels worth having are those of deepspeed, torchao, lightning, accelerate.
+It needs a checkout and a Python with torch, and installs nothing into it: dstrat's packages and their entry points are
+found in the checkout, and what they require and this Python lacks is put into the report's folder, from the folder of
+wheels or by pip. Each part has its own time limit. Where torch sees no GPU, or with ``--dry-run``, it does what needs
+none, with tiny networks, on simulated GPUs where there is a C++ compiler and on the CPU; the page says so. Wheels worth
+having are those of deepspeed, torchao, lightning, accelerate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 LIMIT = 520.0  # seconds for everything, which leaves some for the report
 DRY_RUN_LIMIT = 300.0  # seconds for a part of a dry run
-NEEDED = ("torch", "numpy", "pytest", "rich", "click", "pluggy", "fsspec", "packaging", "typing_extensions", "xxhash")
+PYTEST = "pytest>=8.0"  # without it, the parts with tests are not run
+PIP_SECONDS = 120.0  # for what is missing
 TAIL = 12  # lines of a failed part's output in the report
 
 
@@ -47,13 +48,15 @@ class Part:
         name: Its name, also of its files.
         command: Arguments of Python.
         seconds: Its time limit.
-        variables: Further environment variables.
+        needs_pytest: Whether it is made of tests.
+        has_what_remains: Whether it is not counted among the nine minutes, and runs if others took less.
     """
 
     name: str
     command: list[str]
     seconds: float
-    variables: dict[str, str] = field(default_factory=dict)
+    needs_pytest: bool = False
+    has_what_remains: bool = False
 
 
 @dataclass(kw_only=True)
@@ -83,27 +86,35 @@ def main() -> int:
     started = time.monotonic()
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    environ = make_environment(out, options.wheels)
-    if not options.dry_run:
-        environ.setdefault("DS_ACCELERATOR", "cuda")  # DeepSpeed reads it when it is imported
-    if missing := missing_modules(environ):
-        wheels = "put their wheels into a folder (pip download --no-deps -d FOLDER ...) and name it with --wheels"
-        print_line(f"{sys.executable} has no {', '.join(missing)}: install them, or {wheels}")
+    environ = make_environment(out)
+    missing = provide_requirements(out / "site", options.wheels, environ)
+    if missing - {PYTEST}:
+        print_line(
+            f"{sys.executable} has no {', '.join(sorted(missing))}, and pip could not fetch it: put the wheels into a "
+            "folder (pip download -d FOLDER ...) and name it with --wheels"
+        )
         return 2
     machine = describe_machine(environ)
     print_line(f"device {machine['device']}, torch {machine['torch']}, commit {machine['commit']}")
-    if machine["device"] == "none" and not options.dry_run:
-        print_line("torch sees no CUDA device here: --dry-run does what needs none")
-        return 2
+    dry_run = options.dry_run or machine["device"] == "none"
+    if dry_run:
+        machine["dry run"] = f"on {simulation()}, with tiny networks: its figures say nothing about a GPU"
+        print_line(f"a dry run {machine['dry run']}")
+        environ.setdefault("DSTRAT_SIMULATED_GPUS", "2")
+    else:
+        environ.setdefault("DS_ACCELERATOR", "cuda")  # DeepSpeed reads it when it is imported
     outcomes = []
-    for part in parts(out, dry_run=options.dry_run):
+    for part in parts(out, dry_run=dry_run):
         if options.only and part.name not in options.only:
             continue
-        remaining = (3 if options.dry_run else 1) * options.seconds - (time.monotonic() - started)
-        outcomes.append(run_part(part, out, environ, remaining))
+        remaining = (3 if dry_run else 1) * options.seconds - (time.monotonic() - started)
+        if part.needs_pytest and PYTEST in missing:
+            outcomes.append(Outcome(name=part.name, state="not run", summary="pytest is not installed"))
+        else:
+            outcomes.append(run_part(part, out, environ, remaining))
         last = outcomes[-1]
         print_line(f"{last.state:10} {last.seconds:6.1f} s  {last.name}: {last.summary}")
-        write_report(out, machine, outcomes, dry_run=options.dry_run)  # after each part, in case this one is ended
+        write_report(out, machine, outcomes, dry_run=dry_run)  # after each part, in case this one is ended
     print_line(f"written to {out / 'report.md'}")
     return 0 if all(outcome.state == "passed" for outcome in outcomes) else 1
 
@@ -119,44 +130,63 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def simulation() -> str:
+    """Return the accelerator of a dry run: simulated GPUs where they can be compiled."""
+    return "simulated_gpu" if shutil.which(os.environ.get("CXX", "c++")) else "cpu"
+
+
 def parts(out: Path, *, dry_run: bool) -> list[Part]:
     """Return the parts, the most important ones first."""
+    device = simulation() if dry_run else "cuda"
     pytest = ["-m", "pytest", "-c", str(write_pytest_settings(out)), f"--rootdir={ROOT}", "-m", "cuda", "-q"]
-    tests = [*pytest, "-p", "no:cacheprovider", *files_with_cuda_tests()]
-    measure = [str(HERE / "measure.py")]
-    device = ["--device", "cpu", "--tiny"] if dry_run else ["--device", "cuda"]
+    pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]  # one file must not cost all others
+    tests = [*pytest, *files_with_cuda_tests(), *(["--collect-only"] if dry_run else [])]
 
-    def measured(name: str, seconds: float) -> Part:
+    def checked(name: str, seconds: float) -> Part:
+        command = [str(HERE / f"{name}.py"), "--device", device, "--out", str(out / f"{name}.json")]
+        return Part(name=name, command=command, seconds=seconds)
+
+    def measured(name: str, seconds: float, *, has_what_remains: bool = False) -> Part:
+        size = ["--device", "cpu", "--tiny"] if dry_run else ["--device", "cuda"]
         within = ["--seconds", str(seconds / 2), "--out", str(out / f"{name}.json")]
-        return Part(name=name, command=[*measure, name, *device, *within], seconds=seconds)
+        command = [str(HERE / "measure.py"), name, *size, *within]
+        return Part(name=name, command=command, seconds=seconds, has_what_remains=has_what_remains)
 
     demo = [str(ROOT / "examples" / "gpt" / "train.py"), "--out", str(out / "demo")]
     on_device = ["--accelerator", "gpu", "--devices", "1", "--precision", "bf16-mixed", "--steps", "300"]
-    kit = ["-m", "dstrat", "test", "cuda", "--kind", "accelerator", "--tier", "device"]
+    kit = ["-m", "dstrat", "test", device if dry_run else "cuda", "--kind", "accelerator", "--tier", "device"]
     if dry_run:
-        tests.append("--collect-only")
-        kit = ["-m", "dstrat", "test", "cpu", "--kind", "accelerator", "--tier", "device"]
         on_device = ["--accelerator", "cpu", "--devices", "1", "--steps", "2", "--width", "24", "--layers", "1"]
-    simulated = "simulated_gpu" if shutil.which(os.environ.get("CXX", "c++")) else "cpu"  # a compiler makes it
-    watched = ["--device", simulated if dry_run else "cuda", "--out", str(out / "waits.json")]
     planned = [
-        Part(name="waits", command=[str(HERE / "waits.py"), *watched], seconds=40),
-        Part(name="tests", command=[*tests, "-k", "not (deepspeed and offload)"], seconds=130),
-        Part(name="conformance", command=kit, seconds=25),
-        *([] if dry_run else [measured("gpt-compiled", 90)]),
+        checked("waits", 35),
+        checked("paths", 40),
+        checked("ranks", 55),
+        checked("saves", 45),
+        checked("hang", 60),
+        Part(name="tests", command=[*tests, "-k", "not (deepspeed and offload)"], seconds=95, needs_pytest=True),
+        Part(name="conformance", command=kit, seconds=20, needs_pytest=True),
         measured("gpt", 50),
         measured("strategies", 45),
-        measured("low-precision", 50),
         measured("mlp", 25),
-        measured("checkpoints", 35),
-        Part(name="demo", command=[*demo, *on_device], seconds=30),
-        # Last, as DeepSpeed compiles for it, which takes minutes where it has not done so before.  It has what remains.
-        Part(name="deepspeed-offload", command=[*tests, "-k", "deepspeed and offload"], seconds=150),
+        measured("checkpoints", 30),
+        Part(name="demo", command=[*demo, *on_device], seconds=20),
+        *([] if dry_run else [measured("gpt-compiled", 90, has_what_remains=True)]),
+        measured("low-precision", 50, has_what_remains=True),
+        # DeepSpeed compiles for it, which takes minutes where it has not done so before.
+        Part(
+            name="deepspeed-offload",
+            command=[*tests, "-k", "deepspeed and offload"],
+            seconds=150,
+            needs_pytest=True,
+            has_what_remains=True,
+        ),
     ]
     if not dry_run:
         return planned
-    # It takes two minutes on two cores; a limit is for what hangs, and a CPU may be busy with other programs.
-    return [replace(part, seconds=DRY_RUN_LIMIT) for part in planned]
+    # It takes minutes on two cores; a limit is for what hangs, and a CPU may be busy with other programs.
+    compiled = [Part(name="simulated-gpu", command=["-m", "dstrat.testing.simulated_gpu.extension"], seconds=0)]
+    first = compiled if device == "simulated_gpu" else []
+    return [replace(part, seconds=DRY_RUN_LIMIT) for part in [*first, *planned]]
 
 
 def run_part(part: Part, out: Path, environ: dict[str, str], remaining: float) -> Outcome:
@@ -164,13 +194,14 @@ def run_part(part: Part, out: Path, environ: dict[str, str], remaining: float) -
     limit = min(part.seconds, remaining)
     if limit <= 0:
         return Outcome(name=part.name, state="not run", summary="the time for everything was over")
-    log = out / f"{part.name}.log"
+    log, figures = out / f"{part.name}.log", out / f"{part.name}.json"
+    figures.unlink(missing_ok=True)  # of an earlier report
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *part.command],
             cwd=ROOT,
-            env={**environ, **part.variables},
+            env=environ,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its ranks end with it
@@ -184,23 +215,27 @@ def run_part(part: Part, out: Path, environ: dict[str, str], remaining: float) -
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    figures = out / f"{part.name}.json"
-    measured = json.loads(figures.read_text(encoding="utf-8")) if state == "passed" and figures.exists() else []
+    measured = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else []
     return Outcome(
         name=part.name,
         state=state,
         seconds=round(time.monotonic() - started, 1),
-        summary=f"{len(measured)} figures" if measured else lines[-1].strip("= ") if lines else "",
+        summary=f"{len(measured)} figures" if measured else last_text(lines),
         figures=measured,
         output="" if state == "passed" else "\n".join(lines[-TAIL:]),
     )
 
 
+def last_text(lines: list[str]) -> str:
+    """Return the last line that is text: a network that has hardly trained prints bytes."""
+    return next((line.strip("= ") for line in reversed(lines) if line.isascii() and line.isprintable()), "")
+
+
 # The environment
 
 
-def make_environment(out: Path, wheels: Path | None) -> dict[str, str]:
-    """Return the variables under which the parts find dstrat's packages and what else they need."""
+def make_environment(out: Path) -> dict[str, str]:
+    """Return the variables under which the parts find dstrat's packages, and what is put into the report's folder."""
     site = out / "site"
     site.mkdir(exist_ok=True)
     paths = [str(site)]
@@ -209,14 +244,6 @@ def make_environment(out: Path, wheels: Path | None) -> dict[str, str]:
         if not is_installed(settings["name"]):
             write_metadata(site, settings)
             paths.append(str(project.parent / "src"))
-    missing = (
-        [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(wheel.name.split("-")[0])]
-        if wheels
-        else []
-    )
-    if missing:
-        install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
-        subprocess.run([sys.executable, *install, *map(str, missing)], check=True)
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     before = [inherited["PYTHONPATH"]] if inherited.get("PYTHONPATH") else []
     return {
@@ -228,13 +255,29 @@ def make_environment(out: Path, wheels: Path | None) -> dict[str, str]:
     }
 
 
-def missing_modules(environ: dict[str, str]) -> list[str]:
-    """Return the modules that the parts need and that cannot be imported in their environment."""
+def provide_requirements(site: Path, wheels: Path | None, environ: dict[str, str]) -> set[str]:
+    """Put what dstrat requires and this Python lacks into a folder; return the requirements that are still missing."""
+    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", "--target", str(site)]
+    given = sorted(wheels.glob("*.whl")) if wheels else []
+    if new := [wheel for wheel in given if not is_installed(wheel.name.split("-")[0])]:
+        subprocess.run([sys.executable, *install, "--no-index", "--no-deps", *map(str, new)], check=True)
+    required = read_toml(ROOT / "packages" / "core" / "pyproject.toml")["project"]["dependencies"]
+    wanted = [text for text in required if not text.startswith("torch>")] + [PYTEST]
+    missing = missing_requirements(wanted, environ)
+    if missing:
+        print_line(f"pip puts what is missing into {site}: {', '.join(sorted(missing))}")
+        with contextlib.suppress(subprocess.SubprocessError):
+            subprocess.run([sys.executable, *install, *sorted(missing)], check=True, timeout=PIP_SECONDS)
+    return missing_requirements(wanted, environ) if missing else missing
+
+
+def missing_requirements(wanted: list[str], environ: dict[str, str]) -> set[str]:
+    """Return the requirements whose module cannot be imported in the environment of the parts."""
+    modules = {text: re.split("[<>=]", text)[0] for text in wanted}
     code = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *NEEDED], env=environ, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
+    command = [sys.executable, "-c", code, *modules.values()]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return {text for text, module in modules.items() if module in done.stdout.split()}
 
 
 def is_installed(distribution: str) -> bool:
@@ -335,13 +378,27 @@ def write_report(out: Path, machine: dict[str, str], outcomes: list[Outcome], *,
     lines = ["# Report of a dry run" if dry_run else "# Report of a GPU", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items() if value]
     lines += ["", "| part | state | seconds | |", "|---|---|--:|---|"]
-    lines += [f"| {one.name} | {one.state} | {one.seconds} | {one.summary.replace('|', '/')} |" for one in outcomes]
+    lines += [f"| {one.name} | {one.state} | {one.seconds} | {cell(one.summary)} |" for one in outcomes]
+    figures = [figure for outcome in outcomes for figure in outcome.figures]
+    checks = [figure for figure in figures if figure["unit"] == "failures"]
+    lines += ["", "| check | state | |", "|---|---|---|"]
+    lines += [f"| {one['name']} | {state_of(one)} | {cell(one['note'])} |" for one in checks]
     lines += ["", "| figure | measured | goal | met | |", "|---|--:|--:|---|---|"]
-    lines += [figure_row(figure) for outcome in outcomes for figure in outcome.figures]
+    lines += [figure_row(figure) for figure in figures if figure["unit"] != "failures"]
+    stacks = dict.fromkeys(stack for figure in figures for stack in figure.get("stacks", ()))
+    for number, stack in enumerate(stacks, 1):
+        lines += ["", f"## Wait {number} of {len(stacks)} for the device", "", "```", stack, "```"]
     for outcome in outcomes:
         if outcome.output:
             lines += ["", f"## {outcome.name}: {outcome.state}", "", "```", outcome.output, "```"]
     (out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def state_of(check: dict[str, Any]) -> str:
+    """Return the state of a check, whose value is its number of failures."""
+    if check["value"]:
+        return "failed"
+    return "not run" if check["note"].startswith("not run") else "passed"
 
 
 def figure_row(figure: dict[str, Any]) -> str:
@@ -349,7 +406,12 @@ def figure_row(figure: dict[str, Any]) -> str:
     goal = figure["goal"]
     met = "" if goal is None else "yes" if figure["value"] <= goal else "no"
     bound = "" if goal is None else f"at most {goal:g}"
-    return f"| {figure['name']} | {figure['value']:.4g} {figure['unit']} | {bound} | {met} | {figure['note']} |"
+    return f"| {figure['name']} | {figure['value']:.4g} {figure['unit']} | {bound} | {met} | {cell(figure['note'])} |"
+
+
+def cell(text: str) -> str:
+    """Return a text that fits into a cell of a table."""
+    return text.replace("|", "/").replace("\n", " ")
 
 
 def print_line(text: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from checks import Net
 from torch.utils.data import DataLoader
 
 import dstrat
@@ -48,29 +48,6 @@ class Tokens(Mapping[str, Any]):
         """Return the batch on a device."""
         moved = {name: value.to(device, non_blocking=non_blocking) for name, value in self.items()}
         return Tokens(moved)
-
-
-class Net(dstrat.TrainModule):
-    """A small network; with a fused optimizer a loss scale reads nothing in a step."""
-
-    def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-        self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 8))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Return the mean of the squared outputs."""
-        return self.layers(batch["x"]).square().mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002 - the known signature
-        """Log the loss and return it."""
-        loss = self.loss(batch)
-        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), fused=self.fused)
 
 
 class Watch(dstrat.Callback):
@@ -186,7 +163,8 @@ def main() -> None:
         stacks = Counter("\n".join(wait.strip().splitlines()[-STACK:]) for wait in waits)
         shown = "; ".join(f"{count} x {stack.splitlines()[-1].strip()}" for stack, count in stacks.most_common(3))
         value = len(waits) / (LAST - FIRST)
-        figures.append({"name": f"{name}: waits in a step", "value": value, "unit": "", "goal": 0.0, "note": shown})
+        found = {"name": f"{name}: waits in a step", "value": value, "unit": "", "goal": 0.0, "note": shown}
+        figures.append({**found, "stacks": [stack for stack, _ in stacks.most_common(3)]})
         print(f"{name}: {value:g} waits in a step", flush=True)
         for stack, count in stacks.most_common(3):
             print(f"  {count} x\n{stack}", flush=True)

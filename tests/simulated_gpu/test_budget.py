@@ -8,11 +8,13 @@ import pytest
 import torch
 from tests.ranks import each, in_ranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, GradientSyncStrategy, OwnLoop, Trainer, TrainModule, build
 from dstrat.testing.simulated_gpu import synchronizations
+from dstrat_fsdp import ModelParallelStrategy
 
 FIRST, LAST = 4, 11  # steps that are watched; those before compile, allocate and agree
 
@@ -42,6 +44,18 @@ class MeanOfGradients(GradientSyncStrategy):
     def synchronize_gradients(self, gradients):
         for gradient in gradients:
             gradient.copy_(self.reduce(gradient))
+
+
+class SplitNet(Net):
+    """Its first layer is split over the ranks by columns, its second one by rows."""
+
+    def configure_model(self):
+        plan = {"layers.0": ColwiseParallel(), "layers.3": RowwiseParallel()}
+        parallelize_module(self, self.device_mesh["tensor_parallel"], plan)
+
+
+def split_over_ranks():
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
 
 
 class Watch(Callback):
@@ -80,7 +94,7 @@ def fit(cluster, strategy, **options):
         max_epochs=1,
         **quiet | options,
     )
-    trainer.fit(Net(), loader())
+    trainer.fit((SplitNet if strategy is split_over_ranks else Net)(), loader())
     return stacks(watch.waits)
 
 
@@ -98,7 +112,7 @@ def fits(cluster, strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "ddp_find_unused_parameters_true", "fsdp", "mesh", MeanOfGradients],
+    ["ddp", "ddp_find_unused_parameters_true", "fsdp", "mesh", "bagua", split_over_ranks, MeanOfGradients],
     ids=lambda strategy: strategy if isinstance(strategy, str) else strategy.__name__,
 )
 def test_a_step_of_several_ranks_never_waits_for_the_device(strategy):

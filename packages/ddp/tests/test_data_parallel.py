@@ -9,6 +9,7 @@ import torch
 from tests.hand_loop import Net, batches, parts, share, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 
+from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.errors import MisuseError
 from dstrat_ddp import DataParallelStrategy, DDP2Strategy
 from dstrat_ddp.data_parallel import join_outputs, replica_step
@@ -114,6 +115,32 @@ def test_a_replica_runs_a_step_with_its_own_parameters():
     module, replica = Net(), Net()
     assert replica_step(replica, module.training_step) == replica.training_step
     assert replica_step(replica, join_outputs) is join_outputs
+
+
+class Dice(CPUAccelerator):
+    """Devices with random numbers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.thrown = [5, 7]
+
+    def get_random_state(self, device):
+        return torch.tensor([self.thrown[device.index]], dtype=torch.uint8)
+
+    def set_random_state(self, device, state):
+        self.thrown[device.index] = int(state)
+
+
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, DDP2Strategy])
+def test_a_random_state_is_that_of_all_devices_of_the_process(strategy):
+    dice = Dice()
+    several = strategy(accelerator=dice, parallel_devices=[torch.device("cuda", index) for index in range(2)])
+    of_both = several.get_random_state()
+    dice.thrown = [0, 0]
+    several.set_random_state(of_both)
+    assert dice.thrown == [5, 7]
+    several.set_random_state(torch.tensor([9], dtype=torch.uint8))  # of one device
+    assert dice.thrown == [9, 7]
 
 
 def ddp2_losses(cluster, **training):

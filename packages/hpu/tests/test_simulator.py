@@ -119,7 +119,7 @@ print(torch.hpu.is_available(), is_lazy(), os.environ["MASTER_ADDR"], os.environ
 
 
 def test_eager_is_the_default_and_torch_loads_the_plugin():
-    begin = "import os, sys, torch\nassert 'dstrat' not in sys.modules\n"  # a program that is not a copy
+    begin = "import os, sys, torch\nassert 'dstrat_hpu' not in sys.modules\n"  # a program that is not a copy
     environ = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
     command = [sys.executable, "-c", begin + DEFAULT_MODE]
     printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)

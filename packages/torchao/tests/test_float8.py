@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from packages.torchao.tests.language_model import BATCH, LanguageModel, Losses, loader, losses_of, quiet_trainer
+from packages.torchao.tests.language_model import (
+    BATCH,
+    LanguageModel,
+    Losses,
+    SavesHalfway,
+    loader,
+    losses_of,
+    quiet_trainer,
+)
 from tests.ranks import each, in_ranks
 from torch import nn
 
@@ -22,6 +30,7 @@ def plain_losses():
     return {base: losses_of(base, steps=STEPS) for base in ("32-true", "bf16-mixed", "bf16-true")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "base"), [*((flag, "bf16-mixed") for flag in FLAGS), ("float8", "32-true"), ("float8", "bf16-true")]
 )
@@ -79,21 +88,13 @@ def module_filter_fn(mod: torch.nn.Module, fqn: str):
     return not (isinstance(mod, torch.nn.Linear) and (mod.in_features % 16 != 0 or mod.out_features % 16 != 0))
 
 
+@pytest.mark.slow
 def test_the_filter_of_the_example_of_torchao_works_with_a_compiled_module():
     precision = Float8Precision(base="bf16-true", emulate=True, layers=module_filter_fn)
     expected = losses_of(precision, steps=3)
     model = LanguageModel()
     model.compile(backend="aot_eager")
     assert losses_of(precision, model, steps=3) == pytest.approx(expected, rel=1e-2)
-
-
-class SavesHalfway(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
 
 
 def test_a_resumed_training_is_bit_identical(tmp_path):
@@ -121,6 +122,7 @@ def trained(cluster, strategy, flag):
     return recorder.losses, sorted(name for name, _ in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_two_ranks_have_nearly_the_losses_of_one():
     names = [("ddp", "float8"), ("fsdp", "float8"), ("fsdp", "float8-rowwise")]
     cases = {(strategy, flag): {"strategy": strategy, "flag": flag} for strategy, flag in names}
@@ -141,6 +143,7 @@ def test_without_such_hardware_the_plan_says_what_to_do():
     )
 
 
+@pytest.mark.slow
 def test_an_estimate_needs_no_such_hardware():
     def make():
         return TrainingSetup(module=LanguageModel(), batch=loader(1).dataset.tensors, make_optimizers=optimizers)

@@ -188,6 +188,13 @@ def test_curves_are_drawn_within_the_columns_of_a_terminal(dstrat):
     assert lines[-5].split()[0].startswith("└")
 
 
+@pytest.mark.parametrize(("terminal", "mark"), [("xterm", "a"), ("xterm-256color", "━━")])
+def test_curves_are_letters_where_a_terminal_has_too_few_colours(folder, terminal, mark):
+    environ = {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": terminal, "COLORTERM": "", "NO_COLOR": ""}
+    printed = CliRunner(env=environ).invoke(commands, ["plot", "val_loss"], color=True).output
+    assert re.search(rf"\x1b\[[0-9;]+m{mark}\x1b\[0m dstrat_logs/version_0", printed)
+
+
 def test_one_curve_is_drawn_in_dots(dstrat):
     chart = dstrat("plot", "val_loss", "1")
     assert sum("\u2800" < character < "\u2900" for character in chart) > 30

@@ -69,6 +69,10 @@ class DataParallelStrategy(Strategy):
         return self.parallel_devices[0]
 
     @property
+    def driven_devices(self) -> tuple[torch.device, ...]:
+        return self.parallel_devices
+
+    @property
     def is_global_zero(self) -> bool:
         return True
 

@@ -45,6 +45,10 @@ class DDP2Strategy(DDPStrategy):
         return self.parallel_devices[0]
 
     @property
+    def driven_devices(self) -> tuple[torch.device, ...]:
+        return tuple(self.parallel_devices)
+
+    @property
     def device_ids(self) -> None:
         """None: the batch is not moved to one device before it is split."""
         return

@@ -173,7 +173,7 @@ class RankRandomState:
 
     Attributes:
         host: The state of the host's generators.
-        device: The state of its device's generator; None if that has none.
+        device: The state of its devices' generators; None if they have none.
     """
 
     host: RandomState
@@ -182,13 +182,12 @@ class RankRandomState:
     @classmethod
     def capture(cls, strategy: Strategy, host: RandomState | None = None) -> Self:
         """Return the state of this rank, with an earlier one of the host if that is passed."""
-        device = strategy.accelerator.get_random_state(strategy.root_device)
-        return cls(host=RandomState.capture() if host is None else host, device=device)
+        return cls(host=RandomState.capture() if host is None else host, device=strategy.get_random_state())
 
     def restore(self, strategy: Strategy) -> None:
         """Set the generators of this rank to this state."""
         if self.device is not None:
-            strategy.accelerator.set_random_state(strategy.root_device, self.device)
+            strategy.set_random_state(self.device)
         self.host.restore()
 
 

@@ -379,6 +379,28 @@ class Strategy(ABC):
         return self.root_device
 
     @property
+    def driven_devices(self) -> tuple[torch.device, ...]:
+        """The devices that this process computes on."""
+        return (self.root_device,)
+
+    def get_random_state(self) -> Tensor | None:
+        """Return the state of the random number generators of this process's devices; None if they have none.
+
+        It is a uint8 tensor on the CPU with a row for each device, and of one device that row alone.
+        """
+        import torch
+
+        states = [self.accelerator.get_random_state(device) for device in self.driven_devices]
+        present = [state for state in states if state is not None]
+        return torch.stack(present) if len(present) > 1 else next(iter(present), None)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set a state that :meth:`get_random_state` returned; devices that it has no row for go on as they are."""
+        states = [row.clone() for row in state] if state.dim() == 2 else [state]
+        for device, of_device in zip(self.driven_devices, states, strict=False):
+            self.accelerator.set_random_state(device, of_device)
+
+    @property
     @abstractmethod
     def is_global_zero(self) -> bool:
         """Whether this process has global rank 0."""

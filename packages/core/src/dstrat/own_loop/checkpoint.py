@@ -100,9 +100,8 @@ def load(
     if strategy.optimizers:  # a loop that only evaluates has no position in training data
         restore_optimization(strategy, checkpoint, path)
         check_same_number("training loaders", list(loaders), entry["loaders"], path)
-        is_moved = checkpoint["world_size"] != strategy.world_size
         for loader, position in zip(loaders, entry["loaders"], strict=True):
-            loader.load_state_dict(position, scales=is_moved)
+            loader.load_state_dict(position, saved_world_size=checkpoint["world_size"])
         _restore_ranks(strategy, checkpoint, io, path, loaders)
     return dict(entry["state"])
 
@@ -113,7 +112,7 @@ def _rank_state(strategy: Strategy, loaders: Sequence[TrainingLoader]) -> dict[s
         "loaders": [loader.rank_state() for loader in loaders],
         "strategy": strategy.rank_state(),
         "buffers": rank_buffers(strategy),
-        "device_random": strategy.accelerator.get_random_state(strategy.root_device),
+        "device_random": strategy.get_random_state(),
         "random": RandomState.capture().state_dict(),
     }
 
@@ -137,7 +136,7 @@ def _restore_ranks(
         if is_of_same_strategy(strategy, checkpoint):
             strategy.load_rank_state(saved["strategy"])
         if saved["device_random"] is not None:
-            strategy.accelerator.set_random_state(strategy.root_device, saved["device_random"])
+            strategy.set_random_state(saved["device_random"])
         RandomState.from_state_dict(saved["random"]).restore()  # last, as the steps above may draw numbers
     elif strategy.is_global_zero:
         _log.warning(

@@ -10,7 +10,8 @@ becomes an error or a wrong number:
 - tensors of the device and of the CPU do not mix; memory can be limited; a forked process cannot use the device;
 - collectives run in a stream of their own, over gloo.
 
-It says nothing about speed.  The first use compiles ``device.cpp``, once for each torch: a minute, with a C++ compiler.
+It says nothing about speed.  The first use compiles ``simulated_gpu.cpp``, once for each torch: a minute, with a C++
+compiler.
 """
 
 from __future__ import annotations

@@ -88,12 +88,12 @@ class _DeviceRandomState(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._state = trainer.strategy.accelerator.get_random_state(trainer.strategy.root_device)
+        self._state = trainer.strategy.get_random_state()
 
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._state is not None:
-            trainer.strategy.accelerator.set_random_state(trainer.strategy.root_device, self._state)
+            trainer.strategy.set_random_state(self._state)
             self._state = None
 
 

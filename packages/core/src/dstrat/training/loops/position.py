@@ -284,7 +284,7 @@ class ResumeState:
         for validated, seeds in zip(run.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
             share_seeds(validated, seeds)
         if state["device_random"] is not None:
-            strategy.accelerator.set_random_state(strategy.root_device, state["device_random"])
+            strategy.set_random_state(state["device_random"])
         if state["random"] is not None:  # last, as the steps above may draw numbers
             RandomState.from_state_dict(state["random"]).restore()
 

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from habana_frameworks.torch import _extension
+from dstrat.testing.simulated_gpu import extension
 from habana_frameworks.torch.utils.internal import is_lazy
 
 DEVICES = "HABANA_SIMULATOR_DEVICES"
@@ -23,7 +23,7 @@ def _machine() -> Path:
     return folder
 
 
-simulator = _extension.load()
+simulator = extension.load(Path(__file__).with_name("_simulator.cpp"))
 
 
 def configure() -> None:
