@@ -104,17 +104,17 @@ def leave_out_passed(config, items):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(config, items):
-    """Mark the standard test that starts a script as users do, which takes seconds, but for one class of each file.
+    """Mark the standard test that starts a script as users do, which takes seconds, but for one class of all.
 
     The way is that of the core's launcher, whatever the strategy.  Of the classes it is the first that has ranks.
     """
-    first = {}
+    first = None
     for item in items:
         if getattr(item, "originalname", "") != "test_its_processes_start_as_they_do_for_users":
             continue
         if max(item.cls.world_sizes) > 1 and item.get_closest_marker("variant") is None:
-            first.setdefault(item.path, item.cls)
-        if first.get(item.path) not in {None, item.cls}:
+            first = first or item.cls
+        if first not in {None, item.cls}:
             item.add_marker(pytest.mark.variant)
     leave_out_passed(config, items)
 

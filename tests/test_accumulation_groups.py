@@ -120,3 +120,16 @@ def test_a_batch_of_one_rank_counts_as_one_in_a_group_of_two_ranks(tmp_path):
     # The epoch has 7 batches for one rank and 4 for two: half the samples are not half the batches.  After 1 and 2, a
     # group has 3, and again 3 with 4; then 5, 6 and 7, with 1 as padding.
     assert weights == [pytest.approx(-(1.5 + 10 / 3 + 4.75), rel=1e-6)] * 2
+
+
+def trained_from(cluster, folder):
+    """Train on four samples, from the checkpoint that is there."""
+    ckpt_path = folder / "1" if cluster.world_size == 3 else None
+    return trained(cluster, "ddp", numbers(4), callbacks=[Saves(folder, {1})], ckpt_path=ckpt_path)
+
+
+def test_no_sample_is_left_out_where_batches_of_other_numbers_of_ranks_overlap(tmp_path):
+    in_ranks(trained_from, folder=tmp_path)
+    weights, *_ = in_ranks(trained_from, 3, folder=tmp_path)
+    # Two ranks have stepped with 1 and 2; three have 1, 2 and 3, then 4 with 1 and 2 as padding.
+    assert weights == [pytest.approx(-(1.5 + 2 + 7 / 3), rel=1e-6)] * 2

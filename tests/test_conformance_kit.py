@@ -63,6 +63,7 @@ RESUMES = "test_resuming_equals_never_having_stopped_bit_for_bit"
 GATHERS = "test_all_gather_stacks_in_the_order_of_ranks"
 WAITS = "test_barrier_waits_for_every_rank"
 RATES = "test_groups_of_parameters_have_the_learning_rates_of_their_scheduler"
+SIZES = "test_the_state_for_a_checkpoint_is_no_larger_than_declared"
 WRITTEN_ONCE = "test_a_checkpoint_is_written_once_and_every_rank_waits_for_it"
 
 FAULTS = [
@@ -117,6 +118,10 @@ FAULTS = [
         target="gradients:OptimizesACopy",
         test="test_optimizers_are_of_the_parameters_that_train",
         words="are not those of the module after setup",
+    ),
+    Fault(target="checkpoints:SendsTheOptimizerForASave", test=SIZES, case=PAIR, words="a save sends what is divided"),
+    Fault(
+        target="checkpoints:GathersTheOptimizerForASave", test=SIZES, case=PAIR, words="a save gathers what is divided"
     ),
     Fault(
         target="communication:SkipsTheBarrier",

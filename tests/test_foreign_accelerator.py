@@ -166,7 +166,7 @@ class RowsStrategy(SingleDeviceStrategy):
     drives_several_devices = True
 
     def training_step(self, batch, batch_idx):
-        rows = len(self.parts.parallel_devices)
+        rows = len(self.components.parallel_devices)
         parts = zip(*(tensor.chunk(rows) for tensor in batch))
         return torch.stack([super(RowsStrategy, self).training_step(part, batch_idx) for part in parts]).mean()
 '''

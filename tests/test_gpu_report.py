@@ -21,6 +21,7 @@ def run(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_with_a_tiny_network_and_writes_a_report(tmp_path):
     done = run(tmp_path, "--dry-run", "--only", "checkpoints")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -194,6 +194,7 @@ def test_the_own_loop_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("epoch-*")) == ["epoch-1", "epoch-2"]
 
 
+@pytest.mark.slow
 def test_the_programs_before_and_after_a_move_have_the_loss_of_the_page(tmp_path: Path) -> None:
     """Those of Fabric and Accelerate printed it where both were installed."""
     (loss,) = set(re.findall(r"loss \d\.\d+", (DOCS / "coming-from.md").read_text()))
@@ -305,6 +306,7 @@ def test_the_package_of_a_guide_trains(package: Path, monkeypatch: pytest.Monkey
     assert float(change) == pytest.approx(-0.5)
 
 
+@pytest.mark.slow
 def test_the_package_of_a_guide_passes_standard_tests_of_its_plugin(package: Path) -> None:
     pytest_of_package = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "TestPlugin")
     printed = run(*pytest_of_package, cwd=package, PYTHONPATH=str(package))

@@ -264,13 +264,7 @@ def by_hand(cluster, strategy):
     return results
 
 
-BY_HAND = {
-    kind: [name for name in names if name != "ddp_sharded"]
-    for kind, names in STRATEGIES.items()
-    if kind != "deepspeed"  # whose other stages than 3 refuse weights of several passes
-}
-if "deepspeed" in STRATEGIES:
-    BY_HAND["deepspeed"] = ["deepspeed_stage_3"]
+BY_HAND = {kind: [name for name in names if name != "ddp_sharded"] for kind, names in STRATEGIES.items()}
 
 
 @pytest.mark.parametrize("kind", BY_HAND)

@@ -156,6 +156,7 @@ def saved(tmp_path_factory, worker_id):
 REPEATED = {"ddp on 4", "fsdp on 4", "deepspeed, stage 1 on 3"}  # go on as others do; those go on from these too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.variant] if name in REPEATED else []) for name in BY_NAME]
 )

@@ -57,6 +57,7 @@ runpy.run_path("noxfile.py", run_name="__main__")
 """Takes the environment that is there for a new one, as to make one takes several seconds."""
 
 
+@pytest.mark.slow
 def test_the_environment_is_made_once_and_again_after_a_failure(checkout: Path) -> None:
     goes_on = "nox was given ['-s', 'demo', '--', '--steps', '3']\n"
     command = ["noxfile.py", "-s", "demo", "--", "--steps", "3"]

@@ -143,6 +143,7 @@ def test_a_compiled_module_gives_the_same_losses(device, strategy, is_before):
     assert losses_on(device, strategy, net) == pytest.approx(losses_by_hand(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "device"),
     [

@@ -130,6 +130,7 @@ def test_same_error_after_the_same_step_ends_the_job(start, tmp_path):
     assert err.count('raise ValueError(f"bad sample {os.getpid()}")') == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "popen"])
 def test_error_that_passes_is_survived(start, tmp_path, method):
     process = start("DDPStrategy", method, "raise once")

@@ -67,8 +67,8 @@ VAGUE = {
 VAGUE_FOR_A_REASON = {
     "OwnLoop": "public",
     "Parts": "public",
-    "parts": "Strategy.parts, an attribute of the interface",
-    "given_parts": "Strategy.given_parts, an attribute of the interface",
+    "parts": "Strategy.parts, a first name",
+    "given_parts": "Strategy.given_parts, a first name",
     "runs_here": "Launcher.runs_here, of the interface",
     "taken_from": "FlatShard.taken_from, of the interface",
 }

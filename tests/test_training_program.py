@@ -119,6 +119,7 @@ def test_the_command_trains_on_two_ranks_and_saves_one_configuration(
     assert f"strategy: {strategy}" in saved.read_text()
 
 
+@pytest.mark.slow
 def test_ranks_use_the_configuration_that_the_program_has_read(folder: Path) -> None:
     """The file is gone when they begin, as is that of a shell's <(...), and another one is changed."""
     (folder / "more.yaml").write_text("model: {lr: 0.5}\n")
@@ -144,6 +145,7 @@ def test_torchrun_runs_the_script_in_each_rank(folder: Path) -> None:
     assert len(list(folder.rglob("config.yaml"))) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
     program = start(folder, *DSTRAT, "--trainer.strategy=ddp", "--model.seconds=0.2", "--trainer.max_epochs=1000")
     wait_for(folder / "step-1")

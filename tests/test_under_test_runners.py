@@ -70,6 +70,7 @@ RUNNERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("command", "strategies", "runner"),
@@ -103,6 +104,7 @@ def test_ranks_are_forked_where_running_the_script_again_would_run_all_tests(
     assert (tmp_path / "finished.txt").read_text() == "once"
 
 
+@pytest.mark.slow
 def test_a_script_that_a_test_starts_is_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, EMAWeightAveraging, StochasticWeightAveraging, TrainModule
-from dstrat.checkpoint.portable.shards import local_tensor
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import ConflictError
+from dstrat.parallel.shards import local_tensor
 from dstrat.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from dstrat.training.module.loading import read_checkpoint
 

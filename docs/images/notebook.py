@@ -43,8 +43,8 @@ def main() -> None:
             page = Path(folder) / f"{theme}.html"
             page.write_text(exporter.from_notebook_node(drawn)[0])
             screenshot = FOLDER / f"notebook-{theme}.png"
-            subprocess.run(  # noqa: S603 - our own pages
-                [  # noqa: S607 - the chromium that is installed
+            subprocess.run(
+                [
                     "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                     f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={SIZE}",
                     f"--screenshot={screenshot}", page.as_uri(),

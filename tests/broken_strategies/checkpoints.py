@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from tests.broken_strategies.good import Averaging
 
@@ -98,3 +100,31 @@ class GoesOnWithTheBuffersOfRank0(DDPStrategy):
     def load_rank_state(self, state):
         super().load_rank_state(state)
         take_from_first_rank(self.module.buffers())
+
+
+class DividesTheOptimizer(Averaging):
+    """Declares that each rank has half of the optimizer's state, which is what it returns for a checkpoint."""
+
+    replicates_state = False
+
+    def memory_layout(self, training):
+        replicated = training.replicated
+        return dataclasses.replace(replicated, optimizer_state=replicated.optimizer_state // training.world_size)
+
+    def sharded_optimizer_state(self, optimizer):
+        state = super().sharded_optimizer_state(optimizer)
+        names = sorted(state["state"])[self.global_rank :: self.world_size]
+        return {**state, "state": {name: state["state"][name] for name in names}}
+
+
+class SendsTheOptimizerForASave(DividesTheOptimizer):
+    def sharded_optimizer_state(self, optimizer):
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                self.all_gather(value)
+        return super().sharded_optimizer_state(optimizer)
+
+
+class GathersTheOptimizerForASave(DividesTheOptimizer):
+    def sharded_optimizer_state(self, optimizer):
+        return Averaging.sharded_optimizer_state(self, optimizer)

@@ -45,6 +45,7 @@ def finish(process, timeout=120):
     return process.returncode, out, process.error_path.read_text()
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_agent_train(torchrun, tmp_path, expected):
     folder = tmp_path / "job"
     agent = torchrun("--standalone", "--nproc-per-node=2", str(JOB), str(folder), "--devices=2")

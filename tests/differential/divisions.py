@@ -127,10 +127,6 @@ def random_division(seed: int) -> dict[str, Any]:
     spec["groups"] = draw.choice((None, None, {0: draw.randint(1, 4), 1: draw.randint(1, 4)}))
     first = {"world_size": world_size, "accumulate": draw.choice((1, 2, 3, 4)), "kept": None}
     spec["runs"] = [first]
-    # Other stages than 3 refuse weights of several passes.
-    steps_each = spec["loop"] == "manual" and alias.startswith("deepspeed") and alias != "deepspeed_stage_3"
-    if steps_each:
-        first["accumulate"] = 1
     if spec["loop"] == "own":
         spec |= {"skips": [], "limit": None, "max_steps": -1, "groups": None, "decay": None, "validated": 0}
     if spec["loop"] == "manual":  # which divides by the weights only, and cannot clip by the Trainer's argument
@@ -140,7 +136,6 @@ def random_division(seed: int) -> dict[str, Any]:
         second = {"world_size": world_size, "accumulate": draw.choice((1, 2, 3, 4)), "kept": None}
         if source == "table" and alias not in ("single_device", "ddp_sharded") and draw.random() < 0.4:
             second["world_size"] = draw.choice((2, 3, 4)) if spec["layout"] == 1 else 4
-        second["accumulate"] = 1 if steps_each else second["accumulate"]
         spec["runs"].append(second)
         # Sharded gradients within a group are left out on another number of ranks, FairScale's always: both are logged.
         is_resharded = second["world_size"] != world_size and alias not in ("ddp", "bagua")

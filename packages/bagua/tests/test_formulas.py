@@ -73,6 +73,7 @@ def formula(name, size):
     return formulas.low_precision_formula(size, interval)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_training_is_that_of_the_formula(size):
     cases = {name: options for name, (options, _) in CASES.items()}

@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_machines_average_inside_and_exchange_as_the_formula_says():
     cases = {name: options for name, (options, _, _) in CASES.items()}
     outcomes = in_ranks(each, 4, function=trained, cases=cases)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from tests.warm_program import WITHOUT_DSTRAT, WarmProgram
 
 PROGRAM = """
@@ -34,6 +35,7 @@ def test_a_collector_that_was_off_before_an_import_is_off_afterwards():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_modules_of_names_are_there_after_importing_the_package_alone():
     homes = {
         "callbacks": "ModelCheckpoint",

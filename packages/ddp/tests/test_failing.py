@@ -59,6 +59,7 @@ dstrat.OwnLoop(dstrat.build(strategy="ddp", accelerator="cpu")).launch(work, int
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the note is in the log, without a handler here")
 def test_rank_that_leaves_with_success_under_torchrun_is_named(tmp_path):
     (tmp_path / "leaving.py").write_text(LEAVING)

@@ -213,7 +213,7 @@ def saved_natively(cluster, folder, stage):
     strategy = DeepSpeedStrategy(stage=stage, save_native=True)
     start(strategy, Tied(), parts(cluster))
     train(strategy, steps=STEPS)
-    strategy.parts = replace(strategy.parts, checkpoint_io=PortableCheckpointIO())
+    strategy.components = replace(strategy.components, checkpoint_io=PortableCheckpointIO())
     checkpoint = {"epoch": 1, "global_step": STEPS, "state_dict": strategy.sharded_module_state()}
     target = Path(folder, "f", "c")
     strategy.save_checkpoint(checkpoint, target)

@@ -14,5 +14,4 @@ class TestDDPSharded(StrategySuite):
     world_sizes = (1, 2)
     expected_failures: ClassVar = {
         "test_it_trains_in_each_precision_that_it_declares[16-mixed]": "FairScale's loss scale needs CUDA",
-        "test_the_state_for_a_checkpoint_is_no_larger_than_declared": "FairScale's OSS gathers its state on each rank",
     }

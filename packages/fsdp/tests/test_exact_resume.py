@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from tests.hand_loop import BlockNet, batches, one_pass, parts, start, train
 from tests.ranks import each, in_ranks
@@ -135,6 +136,7 @@ def in_each_case(cluster, folder):
     return each(cluster, stopped_and_resumed, cases)
 
 
+@pytest.mark.slow
 def test_from_the_middle_of_an_epoch_and_of_a_step(tmp_path):
     expected = {name: dict.fromkeys(options.get("moments", (2, 4)), True) for name, options in CASES.items()}
     assert in_ranks(in_each_case, folder=str(tmp_path)) == [expected, expected]

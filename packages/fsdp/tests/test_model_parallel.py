@@ -58,6 +58,7 @@ def nothing(module, mesh):
     pass
 
 
+@pytest.mark.slow
 def test_losses_on_two_by_two_are_those_of_one_device_also_where_the_module_shards_itself():
     itself = {"configure": "split_and_shard", "training": SHORT}
     cases = {

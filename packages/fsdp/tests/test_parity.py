@@ -36,6 +36,7 @@ def test_losses_are_those_of_one_device(expected, world_size):
         assert losses == expected
 
 
+@pytest.mark.slow
 def test_options_leave_the_losses_as_they_are(expected):
     cases = {
         (name, way): {"options": options, "training": WAYS[way]}

@@ -62,6 +62,7 @@ def one_device(tmp_path_factory):
     return run(None, tmp_path_factory.mktemp("one_device"), "single_device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "strategies"), [(2, ("fsdp", "fsdp_cpu_offload", "fsdp_hybrid_shard")), (4, ("model_parallel",))]
 )

@@ -447,6 +447,7 @@ def hand_loop(simulator, *, epochs, validates):
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("shows", [False, True])
 def test_the_device_does_what_it_does_for_a_hand_written_loop(simulator, tmp_path, capsys, validates, shows):

@@ -398,6 +398,7 @@ def test_a_poptorch_that_cannot_be_loaded_is_a_reason(tmp_path, monkeypatch, tex
         raise AssertionError(accelerator.hint_unavailable())
 
 
+@pytest.mark.slow
 def test_listing_and_doctor_tell_of_the_simulator():
     shown = subprocess.run(
         [sys.executable, "-m", "dstrat", "show", "ipu_strategy"], capture_output=True, text=True, check=True

@@ -67,8 +67,8 @@ def test_a_module_that_is_made_without_memory_has_the_values_of_one_device():
 
 
 def test_groups_are_the_ranks_along_an_axis():
-    axes = Axes.of(8, pp=1, dp_replicate=2, dp_shard="auto", tp=2)
-    assert (axes.shape, axes.names) == ((1, 2, 2, 2), ("pp", "dp_replicate", "dp_shard", "tp"))
+    axes = Axes.of(8, pp=1, dp_replicate=2, dp_shard="auto", cp=1, tp=2)
+    assert (axes.shape, axes.names) == ((1, 2, 2, 1, 2), ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
     assert axes.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert axes.groups("dp_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert axes.groups("dp_replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -30,6 +30,7 @@ def plain_losses():
     return {base: losses_of(base, steps=STEPS) for base in ("32-true", "bf16-mixed", "bf16-true")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "base"), [*((flag, "bf16-mixed") for flag in FLAGS), ("float8", "32-true"), ("float8", "bf16-true")]
 )
@@ -87,6 +88,7 @@ def module_filter_fn(mod: torch.nn.Module, fqn: str):
     return not (isinstance(mod, torch.nn.Linear) and (mod.in_features % 16 != 0 or mod.out_features % 16 != 0))
 
 
+@pytest.mark.slow
 def test_the_filter_of_the_example_of_torchao_works_with_a_compiled_module():
     precision = Float8Precision(base="bf16-true", emulate=True, layers=module_filter_fn)
     expected = losses_of(precision, steps=3)
@@ -120,6 +122,7 @@ def trained(cluster, strategy, flag):
     return recorder.losses, sorted(name for name, _ in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_two_ranks_have_nearly_the_losses_of_one():
     names = [("ddp", "float8"), ("fsdp", "float8"), ("fsdp", "float8-rowwise")]
     cases = {(strategy, flag): {"strategy": strategy, "flag": flag} for strategy, flag in names}
@@ -140,6 +143,7 @@ def test_without_such_hardware_the_plan_says_what_to_do():
     )
 
 
+@pytest.mark.slow
 def test_an_estimate_needs_no_such_hardware():
     def make():
         return TrainingSetup(module=LanguageModel(), batch=loader(1).dataset.tensors, make_optimizers=optimizers)

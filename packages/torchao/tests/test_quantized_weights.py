@@ -54,6 +54,7 @@ def outputs_and_loss(model, precision="32-true"):
 ACCURACY = {"int8-weights": (0.015, 0.001), "nf4-weights": (0.15, 0.05)}  # of outputs, and of the loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FORMATS)
 def test_evaluation_comes_close_to_that_of_full_weights(flag, trained_state):
     expected, expected_loss = outputs_and_loss(trained_model(trained_state))
@@ -70,6 +71,7 @@ def test_a_weight_takes_a_fraction_of_the_memory(flag, largest):
     assert sum(tensor.nbytes for tensor in module[0].inner_tensors().values()) < largest * layer.weight.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FORMATS)
 @pytest.mark.parametrize("base", ["32-true", "bf16-mixed", "bf16-true"])
 def test_adapter_and_head_learn_beside_rounded_layers(flag, base, trained_state):
@@ -135,6 +137,7 @@ def trained(cluster, strategy, flag, path):
     return recorder.losses, again.losses
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one_and_resume(tmp_path):
     names = [("ddp", "int8-weights"), ("fsdp", "int8-weights"), ("fsdp", "nf4-weights")]
     cases = {pair: {"strategy": pair[0], "flag": pair[1], "path": str(tmp_path / "-".join(pair))} for pair in names}
@@ -151,6 +154,7 @@ def validated(cluster, path):
     return float(trainer.callback_metrics["val_loss"])
 
 
+@pytest.mark.slow
 def test_a_sharded_evaluation_takes_frozen_weights_from_a_checkpoint(tmp_path):
     model = Adapted()
     losses_of(precision_of("int8-weights"), model, steps=3, callbacks=[SavesHalfway(tmp_path / "half")])

@@ -83,7 +83,7 @@ class Losses(Callback):
 
 
 def readers(strategy: Any, devices: int) -> int:
-    sizes = [getattr(strategy, name, 1) for name in ("_tp", "_pp")]
+    sizes = [getattr(strategy, name, 1) for name in ("_tp", "_pp", "_cp")]
     return devices // math.prod([*sizes, getattr(strategy, "_requested_sizes", (1, 1))[1]])
 
 
@@ -94,6 +94,7 @@ def train(
     *,
     model: Any = None,
     data: Any = None,
+    validation: Any = None,
     callbacks: Any = (),
     trainer_options: Any = None,
     ckpt_path: Any = None,
@@ -120,7 +121,8 @@ def train(
     )
     training = rows() if data is None else data
     loader = training if isinstance(training, DataLoader) else DataLoader(training, batch_size=size, shuffle=shuffle)
-    trainer.fit(module, loader, DataLoader(rows(20), batch_size=size), ckpt_path=ckpt_path)
+    validated = rows(20) if validation is None else validation
+    trainer.fit(module, loader, DataLoader(validated, batch_size=size), ckpt_path=ckpt_path)
     return json.loads((folder / "losses.json").read_text())  # type: ignore[no-any-return]
 
 

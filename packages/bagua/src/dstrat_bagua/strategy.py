@@ -305,17 +305,14 @@ class BaguaStrategy(ParallelStrategy):
                     for tensor, value in zip(tensors, local, strict=True):
                         tensor.copy_(value)
 
-    def module_state_dict(self) -> dict[str, Any]:
-        state = super().module_state_dict()
+    def sharded_module_state(self) -> dict[str, Any]:
+        state = super().sharded_module_state()
         if not self._differs:
             return state
         trainable = {id(parameter) for parameter in self._trainable()}
         named = self.module.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if id(parameter) in trainable}
         return state | self._averaged({name: value for name, value in state.items() if name in names})
-
-    def sharded_module_state(self) -> dict[str, Any]:
-        return self.module_state_dict()
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
         super().load_sharded_module_state(state)
@@ -330,10 +327,6 @@ class BaguaStrategy(ParallelStrategy):
                 'evaluation and checkpoints use their mean; algorithm="gradient_allreduce" has the same in all of them'
             )
         return super().local_weights()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        return self._averaged(state) if self._differs else state
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().sharded_optimizer_state(optimizer)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from dstrat.errors import ConflictError, MisuseError
-from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state, named_weights
+from dstrat.interfaces.state_dict import load_by_names, load_named_state, named_state, named_weights
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
@@ -19,7 +19,7 @@ from dstrat_colossalai.options import PLUGINS, check_keywords, gemini_options, t
 from dstrat_colossalai.precision import BoosterPrecision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     import torch
@@ -156,7 +156,7 @@ class ColossalAIStrategy(ParallelStrategy):
         super().set_components(components)
         if not self._is_sharded:
             return
-        for device in self.parts.parallel_devices or ():
+        for device in self.components.parallel_devices or ():
             if device.type != "cuda":
                 raise ConflictError(
                     f"Colossal-AI's plugin {self.plugin!r} trains on CUDA devices only, and this is the accelerator "
@@ -325,17 +325,28 @@ class ColossalAIStrategy(ParallelStrategy):
         self._boosted.step()
         return output
 
-    # State: of sharded plugins it is gathered, so that checkpoints move to other strategies
+    # State: of sharded plugins it is gathered on each rank, so that checkpoints move to other strategies
 
-    def module_state_dict(self) -> dict[str, Any]:
+    def sharded_module_state(self) -> dict[str, Any]:
         """Return the full state of the module on each rank; collective."""
         if not self._is_sharded or self._booster is None:
-            return super().module_state_dict()
+            return super().sharded_module_state()
         arguments = {"only_rank_0": False} if self.plugin == "gemini" else {}
-        wrapper = self.model if self.plugin == "gemini" else self.model.module  # Gemini's wrapper gathers the chunks
-        return {name.removeprefix("module."): value for name, value in wrapper.state_dict(**arguments).items()}
+        state = self._state_owner.state_dict(**arguments)
+        return {name.removeprefix("module."): value for name, value in state.items()}
 
-    sharded_module_state = module_state_dict
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        """Load a full state, which each rank has; collective."""
+        if not self._is_sharded or self._booster is None:
+            return
+        load_by_names(self._state_owner, {f"module.{name}": value for name, value in state.items()})
+        if self.plugin == "low_level_zero":  # its next step would restore the parameters from its float32 copies
+            self._boosted.update_master_params(self.model)
+
+    @property
+    def _state_owner(self) -> Any:
+        """The wrapper with the full state: Gemini's gathers the chunks."""
+        return self.model if self.plugin == "gemini" else self.model.module
 
     def local_weights(self) -> dict[str, Any]:
         if self.plugin in ("gemini", "torch_fsdp"):
@@ -345,52 +356,19 @@ class ColossalAIStrategy(ParallelStrategy):
             )
         return named_weights(self.module)
 
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state, which each rank has; collective."""
-        if not self._is_sharded or self._booster is None:
-            super().load_module_state_dict(state, strict)
-            return
-        wrapper = self.model if self.plugin == "gemini" else self.model.module
-        names = load_by_names(wrapper, {f"module.{name}": value for name, value in state.items()})
-        missing, unexpected = ([name.removeprefix("module.") for name in side] for side in names)
-        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
-        if self.plugin == "low_level_zero":  # its next step would restore the parameters from its float32 copies
-            self._boosted.update_master_params(self.model)
-
-    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        if self._is_sharded:
-            self.load_module_state_dict(state)
-        else:
-            super().load_sharded_module_state(state)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer on each rank; collective."""
-        if self.plugin == "gemini":
-            state: dict[str, Any] = self._boosted.state_dict(only_rank_0=False)
-            return state
-        if self.plugin == "torch_fsdp":
-            full = FullyShardedDataParallel.full_optim_state_dict(self.model.module, self._boosted, rank0_only=False)
-            return FullyShardedDataParallel.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, self.model.module)
-        return super().optimizer_state(optimizer)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a full state of an optimizer, which each rank has; collective."""
-        if self.plugin == "torch_fsdp":  # FSDP's functions name parameters, and torch's optimizers number them
-            named = FullyShardedDataParallel.rekey_optim_state_dict(
-                dict(state), OptimStateKeyType.PARAM_NAME, self.model.module
-            )
-            state = FullyShardedDataParallel.shard_full_optim_state_dict(named, self.model.module)
-        self._boosted.load_state_dict(dict(state)) if self._is_sharded else super().load_optimizer_state(
-            optimizer, state
-        )
-
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer by the names of its parameters; collective."""
-        return named_state(_StateOf(self, optimizer), self.module)  # type: ignore[arg-type]  # what it reads of one
+        """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
+        return named_state(self._with_full_state(optimizer), self.module)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state of :meth:`sharded_optimizer_state`; collective."""
-        load_named_state(_StateOf(self, optimizer), self.module, state)  # type: ignore[arg-type]  # likewise
+        load_named_state(self._with_full_state(optimizer), self.module, state)
+
+    def _with_full_state(self, optimizer: Optimizer) -> Any:
+        """Return the optimizer, or what has its methods for the full state where its own are of shards."""
+        if self.plugin == "gemini":
+            return _GeminiState(optimizer)
+        return _FSDPState(optimizer, self.model.module) if self.plugin == "torch_fsdp" else optimizer
 
 
 class ColossalAILowLevelZeroStrategy(ColossalAIStrategy):
@@ -411,15 +389,31 @@ class ColossalAITorchFSDPStrategy(ColossalAIStrategy):
     plugin = "torch_fsdp"
 
 
-class _StateOf:
-    """The full state of a strategy's optimizer, with the groups of the module's parameters."""
+class _GeminiState:
+    """The full state of Gemini's optimizer on each rank."""
 
-    def __init__(self, strategy: ColossalAIStrategy, optimizer: Optimizer) -> None:
-        self._strategy, self._optimizer = strategy, optimizer
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.load_state_dict = optimizer.load_state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state_dict(only_rank_0=False)
+        return state
+
+
+class _FSDPState:
+    """The full state of an optimizer of a module in FullyShardedDataParallel, on each rank."""
+
+    def __init__(self, optimizer: Any, module: FullyShardedDataParallel) -> None:
+        self._optimizer, self._module = optimizer, module
         self.param_groups = optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        return self._strategy.optimizer_state(self._optimizer)
+        full = FullyShardedDataParallel.full_optim_state_dict(self._module, self._optimizer, rank0_only=False)
+        return FullyShardedDataParallel.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, self._module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._strategy.load_optimizer_state(self._optimizer, state)
+        # FSDP's functions name parameters, and torch's optimizers number them.
+        named = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self._module)
+        self._optimizer.load_state_dict(FullyShardedDataParallel.shard_full_optim_state_dict(named, self._module))

@@ -188,6 +188,13 @@ def test_curves_are_drawn_within_the_columns_of_a_terminal(dstrat):
     assert lines[-5].split()[0].startswith("└")
 
 
+@pytest.mark.parametrize(("terminal", "mark"), [("xterm", "a"), ("xterm-256color", "━━")])
+def test_curves_are_letters_where_a_terminal_has_too_few_colours(folder, terminal, mark):
+    environ = {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": terminal, "COLORTERM": "", "NO_COLOR": ""}
+    printed = CliRunner(env=environ).invoke(commands, ["plot", "val_loss"], color=True).output
+    assert re.search(rf"\x1b\[[0-9;]+m{mark}\x1b\[0m dstrat_logs/version_0", printed)
+
+
 def test_one_curve_is_drawn_in_dots(dstrat):
     chart = dstrat("plot", "val_loss", "1")
     assert sum("\u2800" < character < "\u2900" for character in chart) > 30
@@ -254,6 +261,11 @@ def test_throughput_is_that_between_epochs():
     assert [(step, round(value, 6)) for step, value in _throughput(stage)] == [(10, 5.0), (30, 10.0), (40, 2.5)]
 
 
+def test_epochs_without_a_step_or_in_one_tick_of_the_clock_have_no_throughput():
+    stage = StageRun(begin=begin(), end=end(20, 5), epochs=[epoch(0, 1), epoch(0, 2), epoch(10, 2), epoch(20, 4)])
+    assert _throughput(stage) == [(20, 5.0)]
+
+
 def test_a_report_shows_times_of_phases_and_removed_checkpoints(dstrat, folder):
     phases = {"next_batch": 1.0, "training_step": 2.0, "backward": 3.0, "optimizer_step": 1.0, "Mine.on_train_end": 1.0}
     events = [begin(), epoch(0, 1), checkpoint(10, 5), end(10, 11, phases=phases)]
@@ -291,6 +303,12 @@ def test_a_name_of_several_runs_is_refused_with_their_folders(dstrat, folder):
     write(folder / "other" / "version_0", [begin()])
     with pytest.raises(DstratError, match=r"is the name of 2 runs: write .*dstrat_logs/version_0"):
         dstrat("report", "0")
+
+
+def test_a_run_outside_of_the_working_directory_is_named_by_its_whole_path(dstrat, folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "a"
+    write(elsewhere, [begin(), end(10, 1)])
+    assert str(elsewhere) in "".join(dstrat("runs", str(elsewhere.parent)).split())
 
 
 def test_links_and_checkpoints_are_not_searched(dstrat, folder):

@@ -13,7 +13,14 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from dstrat.errors import DstratError, MisuseError
-from dstrat.interfaces.batch import apply_to_tensors, move_to_device, mover_to, numbers_to_tensors, pin_memory
+from dstrat.interfaces.batch import (
+    apply_to_tensors,
+    move_to_device,
+    mover_to,
+    numbers_to_tensors,
+    pin_memory,
+    tensors_in,
+)
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -269,3 +276,8 @@ def test_objects_that_move_themselves_are_pinned_too():
     encoding, (graph, other) = pin_memory((Movable({"ids": x, "nested": [x]}, length=3), [PinsItself(x), "text"]))
     assert (type(encoding), encoding.length, other) == (Movable, 3, "text")
     assert [tensor.tolist() for tensor in (encoding["ids"], encoding["nested"][0], graph.x)] == [[101.0, 101.0]] * 3
+
+
+def test_the_tensors_of_a_batch_are_listed_in_order():
+    first, second = torch.ones(1), torch.ones(2)
+    assert tensors_in({"a": [first, "text"], "b": (second, 3, first)}) == [first, second, first]

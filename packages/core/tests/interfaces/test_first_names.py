@@ -53,6 +53,13 @@ def test_tensors_are_broadcast_by_an_override_of_either_name():
     assert strategy.calls == ["tensors"] * 3
 
 
+def test_components_are_read_and_set_by_their_first_names():
+    strategy, components = ByName(), Components(accelerator=CPUAccelerator())
+    assert strategy.given_parts is strategy.constructor_components
+    strategy.parts = components
+    assert strategy.parts is strategy.components is components
+
+
 def test_first_names_can_be_imported():
     assert Parts is Components
     assert dstrat.take_from_first_rank is dstrat.broadcast_tensors is collectives.take_from_first_rank

@@ -55,6 +55,7 @@ def test_rank_that_exits_with_the_code_of_a_signal_is_named(program, case, numbe
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
 def test_rank_that_waits_in_native_code_for_an_interrupted_one_is_ended(program, method):
     """No signal ends the opening of a process group, for which the other rank never comes."""

@@ -100,7 +100,7 @@ def fit(cluster, folder, resume_from=None, steps=4):
     trainer.fit(module, loader(32, 8 if cluster is None else 4), ckpt_path=resume_from)
     if cluster is not None and resume_from is None:
         trainer.save_checkpoint(folder)
-    return module.net.layers.weight.detach(), notes.seen, trainer.strategy.parts.checkpoint_io.is_collective
+    return module.net.layers.weight.detach(), notes.seen, trainer.strategy.components.checkpoint_io.is_collective
 
 
 def test_it_trains_and_saves_portable_checkpoints_that_resume(tmp_path):

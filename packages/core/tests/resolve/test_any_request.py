@@ -246,7 +246,7 @@ def check_strategy(strategy, plan):
     """The strategy has all components, as the plan says."""
     missing = [name for name in ("accelerator", "precision_plugin", "checkpoint_io") if not getattr(strategy, name)]
     assert not missing
-    assert len(strategy.parts.parallel_devices) == plan.num_devices
+    assert len(strategy.components.parallel_devices) == plan.num_devices
     assert (strategy.launcher is None) == (plan.started_by == "nobody")
 
 
@@ -262,6 +262,7 @@ def looked_up(value, made):
     return made.get(value, value) if isinstance(value, str) else value
 
 
+@pytest.mark.slow
 def test_any_request_gives_a_plan_or_an_explanation_and_the_same_again(catalog, core_catalog, made):
     """With the made-up components, and where only the core is installed."""
     met = Counter()
@@ -304,6 +305,7 @@ for strategy, accelerator, devices, plugins, environ in itertools.product(
 """
 
 
+@pytest.mark.slow
 def test_plans_and_messages_do_not_depend_on_the_hash_seed():
     running = [
         subprocess.Popen(

@@ -165,6 +165,7 @@ def test_users_may_deselect(run):
     assert list(reports.tests) == ["test_one"]
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_see_to_it_too(run):
     _, reports = run(f"class TestMine(Small):\n{SKIPPED['a fixture']}", options=["-n", "1"])
     assert [outcome for outcome, _ in reports.tests.values()] == ["failed"] * 3

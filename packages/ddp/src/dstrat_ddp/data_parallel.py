@@ -57,14 +57,12 @@ class DataParallelStrategy(Strategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
-        devices = None if parallel_devices is None else tuple(parallel_devices)
-        self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=devices)
-        self.parts = self.given_parts.without_names()
+        self.add_components(parallel_devices=parallel_devices)
 
     @property
     def parallel_devices(self) -> tuple[torch.device, ...]:
         """The devices that share each batch."""
-        return self._present(self.parts.parallel_devices, "devices")
+        return self._present(self.components.parallel_devices, "devices")
 
     @property
     def root_device(self) -> torch.device:

@@ -5,17 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.full_state import (
-    agree_on,
-    gather_state,
-    name_parameters,
-    number_parameters,
-    scatter_module_state,
-    scatter_optimizer_entries,
-)
 from dstrat.errors import ConflictError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import groups_misfit, named_weights
+from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
@@ -26,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -61,16 +52,13 @@ class CheckpointedStrategy(ParallelStrategy):
             groups = self.optimizers[0].param_groups
             self._group_names = [[names[id(p)] for p in group["params"]] for group in groups]
 
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the full state of the module, of stage 3 on global rank 0 only; collective."""
-        if self.stage < 3 or self._engine is None:
-            return super().module_state_dict()
-        return gather_state(self.sharded_module_state(), self)
-
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the full state of global rank 0; collective."""
-        scatter_module_state(self, state, self.sharded_module_state(), strict=strict)
-        self._sync_weights()
+        super().load_module_state_dict(state, strict)
+        if self._engine is not None and self.optimizers:
+            partitioned = self._partitioned(self.optimizers[0])
+            if partitioned is not None:
+                partitioned.sync_weights()
+        self._after_loading()
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module, with this rank's shards of stage 3's parameters."""
@@ -93,37 +81,6 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def accept_local_weights(self) -> None:
         """Gather changed shards anew where stage 3 keeps parameters gathered; master weights stay."""
-        self._after_loading()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of the optimizer on global rank 0, and an empty dict on the others; collective."""
-        self._accept_changes(moves=False)
-        partitioned = self._partitioned(optimizer)
-        if partitioned is None:
-            return super().optimizer_state(optimizer)
-        full = gather_state(partitioned.get(), self)
-        return number_parameters(full) if self.is_global_zero else {}
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the full state of an optimizer from global rank 0; collective."""
-        partitioned = self._partitioned(optimizer)
-        if partitioned is None:
-            super().load_optimizer_state(optimizer, state)
-            return
-        names = partitioned.group_names
-        agree_on(self, lambda: groups_misfit(optimizer, names, [group["params"] for group in state["param_groups"]]))
-        named = name_parameters(state, names) if self.is_global_zero else {"state": {}, "param_groups": []}
-        shards = partitioned.shards
-
-        def shard(name: str, full: Tensor) -> Tensor | FlatShard:
-            like = shards.get(name)
-            # A tensor of another shape, such as a count of steps, belongs to every rank.
-            if like is None or not full.dim() or full.shape != like.shape:
-                return full.cpu()
-            return FlatShard(local=like.taken_from(full).clone(), start=like.start, shape=like.shape)
-
-        entries = scatter_optimizer_entries(self, named["state"], shard)
-        partitioned.load({"state": entries, "param_groups": self.broadcast(named["param_groups"])})
         self._after_loading()
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -206,13 +163,6 @@ class CheckpointedStrategy(ParallelStrategy):
     def _wrapped_optimizer(self) -> Any:
         """DeepSpeed's wrapper of the optimizer."""
         return None if self._engine is None else self._engine.engine.optimizer
-
-    def _sync_weights(self) -> None:
-        if self._engine is not None and self.optimizers:
-            partitioned = self._partitioned(self.optimizers[0])
-            if partitioned is not None:
-                partitioned.sync_weights()
-        self._after_loading()
 
     def _after_loading(self) -> None:
         drop_gathered(self.module, self._wrapped_optimizer)

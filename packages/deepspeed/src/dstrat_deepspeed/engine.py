@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import MisuseError
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.nvme import free_state_buffers, parameters_in_files, release_unused
@@ -174,17 +174,10 @@ class Engine:
     # Updates
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the accumulated gradients, after the last backward pass of a step.
-
-        Raises:
-            ConflictError: Manual optimization has accumulated them, with another stage than 3.
-        """
-        if self._is_manual and self.engine.zero_optimization_stage() != 3:
-            raise ConflictError(
-                "manual_backward got weights for several losses of one optimizer step, and DeepSpeed scales gradients "
-                "that manual optimization accumulates with stage 3 only: step after each manual_backward, choose "
-                "'deepspeed_stage_3', or let the Trainer accumulate (accumulate_grad_batches)"
-            )
+        """Multiply the accumulated gradients, after the last backward pass of a step."""
+        if self._is_manual and self.engine.zero_optimization_stage() > 0:  # no pass is known to be the last one
+            internals.scale_partial_gradients(self.engine.optimizer, factor)
+            return
         self._reduce_pending()
         internals.scale_gradients(self.engine.optimizer, self._trained, factor)
 

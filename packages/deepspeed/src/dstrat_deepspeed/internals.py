@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dstrat.interfaces.batch import tensors_in
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -421,7 +423,7 @@ def accumulated_gradients(optimizer: Any) -> dict[str, Any]:
 
 
 def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply the reduced gradients of any stage, before the step that unscales and clips them."""
+    """Multiply gradients of any stage after the last backward pass, before the step that unscales and clips them."""
     if hasattr(optimizer, "fp32_groups_gradients_flat"):  # stages 0 and 1 with gradients of 32 bits
         gradients = list(optimizer.fp32_groups_gradients_flat)
     elif hasattr(optimizer, "averaged_gradients"):  # stages 1 to 3
@@ -433,8 +435,20 @@ def scale_gradients(optimizer: Any, parameters: Iterable[Tensor], factor: float 
         norms.update({number: norm * factor for number, norm in norms.items()})
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    _multiply(gradients, optimizer, factor)
+
+
+def scale_partial_gradients(optimizer: Any, factor: float | Tensor) -> None:
+    """Multiply gradients of stages 1 to 3 that backward passes have accumulated, none of which was the last one."""
+    _multiply(tensors_in(accumulated_gradients(optimizer)), optimizer, factor)
+
+
+def _multiply(gradients: Iterable[Tensor], optimizer: Any, factor: float | Tensor) -> None:
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        # Copies to the CPU, which multiplies them, may not have ended.
+        import_module("deepspeed.accelerator").get_accelerator().synchronize()
     for gradient in gradients:
-        gradient.mul_(factor if isinstance(factor, int | float) else factor.to(gradient.device))
+        gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
 
 
 def restore_gradients(optimizer: Any, saved: Mapping[str, Any]) -> None:

@@ -120,7 +120,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def set_components(self, components: Components) -> None:
         super().set_components(components)
-        self._configuration.check_components(self.parts)
+        self._configuration.check_components(self.components)
 
     def precision_for(self, flag: str) -> Precision | None:
         """Return this package's precision if DeepSpeed scales the loss itself; None for the core's."""

@@ -13,7 +13,7 @@ from torch.nn import ModuleDict, ModuleList
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
 from dstrat.interfaces.memory import MemoryLayout
-from dstrat.interfaces.state_dict import check_names, load_by_names
+from dstrat.interfaces.state_dict import load_by_names
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
@@ -117,7 +117,7 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     def set_components(self, components: Components) -> None:
         super().set_components(components)
-        if any(device.type != "cuda" for device in self.parts.parallel_devices or ()):
+        if any(device.type != "cuda" for device in self.components.parallel_devices or ()):
             raise ConflictError(
                 f"{type(self).__name__} is FairScale's, which shards on CUDA devices only, and this is the accelerator "
                 f"{self.parallel_devices[0].type!r}: use strategy='fsdp', which runs here too"
@@ -206,17 +206,15 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         else:
             super().clip_gradients(optimizer, clip_val, algorithm)
 
-    # State
+    # State: FairScale gathers it
 
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the module on each rank; collective."""
+    def sharded_module_state(self) -> dict[str, Any]:
+        """Return the full state of the module on each rank; collective."""
         return {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
 
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole state, which each rank has; collective."""
-        names = load_by_names(self.model, {f"module.{name}": value for name, value in state.items()})
-        missing, unexpected = ([name.removeprefix("module.") for name in side] for side in names)
-        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        """Load a full state, which each rank has; collective."""
+        load_by_names(self.model, {f"module.{name}": value for name, value in state.items()})
 
     def local_weights(self) -> dict[str, Any]:
         """Raise an error: FairScale's shards are of joined parameters.
@@ -228,6 +226,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             f"{type(self).__name__} has shards of flat tensors, in which FairScale joins parameters without "
             "their names; strategy='fsdp' can"
         )
+
+    # FairScale's full state numbers the parameters as they are in its flat ones, so that they have no names here.
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from dstrat.errors import MisuseError
 
 # FairScale's last release is of 2022: it imports what torch has deprecated since, and users cannot change that.
@@ -17,8 +19,6 @@ with warnings.catch_warnings():
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch.optim import Optimizer
 
 __all__ = [
     "FullyShardedDataParallel",
@@ -39,7 +39,10 @@ def expect_backward(model: ShardedDataParallel) -> None:
 
 
 class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types that mypy sees
-    """FairScale's optimizer, which schedulers accept although they were made for another one."""
+    """FairScale's optimizer, which schedulers accept although they were made for another one.
+
+    Its state dict has the entries of this rank's parameters only, without communication.
+    """
 
     # A scheduler of torch marks the optimizer that it is made for, and warns if the one that it steps has no marks:
     # that its step was replaced, and that no step came before the scheduler's.
@@ -50,6 +53,17 @@ class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types tha
         return super().step(closure, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # noqa: ARG002 - FairScale's, which gathers
+        """Return all groups, and the state of this rank's parameters."""
+        numbers = self._param_to_index
+        entries = {numbers[id(parameter)]: entry for parameter, entry in self.optim.state.items()}
+        return {**Optimizer.state_dict(self), "state": entries}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all parameters, or of this rank's; others are dropped."""
+        # A copy, as FairScale removes the entries of other ranks from what it gets.
+        super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is made.

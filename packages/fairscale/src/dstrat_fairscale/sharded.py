@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils import clip_grad_value_
 
 from dstrat.builtin.precision.mixed import MixedPrecision
-from dstrat.errors import CheckpointError, ConflictError, MisuseError, RequestError
-from dstrat.interfaces.state_dict import groups_misfit, load_named_state, named_state, named_weights
+from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
@@ -167,38 +167,6 @@ class DDPShardedStrategy(ParallelStrategy):
             optimizer.clip_grad_norm(clip_val)  # of FairScale, which sums the squares of all ranks
         else:
             clip_grad_value_([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)
-
-    # State
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of an optimizer on global rank 0, and an empty dict on the others; collective."""
-        optimizer.consolidate_state_dict(recipient_rank=0)
-        state: dict[str, Any] = optimizer.state_dict() if self.is_global_zero else {}
-        return state
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the full state of an optimizer that global rank 0 has; collective.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
-        received = self.broadcast(dict(state))
-        sides = (optimizer.param_groups, received["param_groups"])
-        groups, saved = ([group["params"] for group in side] for side in sides)
-        misfit = groups_misfit(optimizer, groups, saved)
-        if misfit is not None:
-            raise CheckpointError(misfit)
-        # A copy, as FairScale removes the entries of other ranks from what it gets.
-        optimizer.load_state_dict({**received, "state": dict(received["state"])})
-
-    def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
-        optimizer.consolidate_state_dict(recipient_rank=-1)  # all ranks
-        return named_state(optimizer, self.module)
-
-    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the full state of an optimizer; each rank keeps its share."""
-        load_named_state(optimizer, self.module, {**state, "state": dict(state["state"])})
 
 
 class DDPSpawnShardedStrategy(DDPShardedStrategy):

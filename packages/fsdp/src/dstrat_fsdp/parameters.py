@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.full_state import copy_full, full_tensor
 from dstrat.errors import MisuseError
+from dstrat.parallel.full_state import copy_full, full_tensor
 from dstrat.parallel.meta_device import reset_method
 from dstrat_fsdp import internals
 from dstrat_fsdp.state import local_tensor, with_local

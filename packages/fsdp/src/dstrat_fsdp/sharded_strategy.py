@@ -13,10 +13,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.full_state import gather_state, scatter_module_state
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import load_named_state, named_state, named_weights
+from dstrat.interfaces.state_dict import load_named_state, named_weights
 from dstrat.parallel.collectives import broadcast_tensors
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
@@ -26,7 +25,7 @@ from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shar
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.parameters import gather_parameters, materialize, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
-from dstrat_fsdp.state import as_shards, load_optimizer
+from dstrat_fsdp.state import as_shards
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
 
 if TYPE_CHECKING:
@@ -242,22 +241,6 @@ class ShardedStrategy(ParallelStrategy):
 
     # State
 
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the full state of the module on global rank 0, and an empty dict on the others; collective."""
-        return gather_state(self.sharded_module_state(), self)
-
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the full state that global rank 0 has; collective."""
-        scatter_module_state(self, state, self.module.state_dict(), strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer on global rank 0, and an empty dict on the others; collective."""
-        return gather_state(optimizer.state_dict(), self)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the full state of an optimizer that global rank 0 has; collective."""
-        load_optimizer(optimizer, state, self)
-
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module by its own names; parameters are DTensors of this rank's shards."""
         self._leave_step()
@@ -274,10 +257,6 @@ class ShardedStrategy(ParallelStrategy):
         if self._sharded is not None:
             self._sharded.free()
             self._sharded.leave_low_precision()
-
-    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer by the names of its parameters, as DTensors of this rank's shards."""
-        return named_state(optimizer, self.module)
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state that a step would create, with empty tensors."""

@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.full_state import agree_on, copy_full, scatter_optimizer_entries
-from dstrat.interfaces.state_dict import groups_misfit
+from dstrat.parallel.full_state import copy_full
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from dstrat.interfaces.strategy import Strategy
 
 
 def as_shards(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
@@ -33,26 +29,6 @@ def as_shards(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
         for name, entry in state["state"].items()
     }
     return {**state, "state": entries}
-
-
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], strategy: Strategy) -> None:
-    """Load the full state of rank 0 into an optimizer; collective.
-
-    Args:
-        optimizer: An optimizer of sharded parameters.
-        state: The state as of ``optimizer.state_dict()`` on one device; only that of rank 0 is used.
-        strategy: The strategy, for communication.
-
-    Raises:
-        CheckpointError: It is the state of another optimizer.
-    """
-    groups = [group["params"] for group in optimizer.param_groups]
-    agree_on(strategy, lambda: groups_misfit(optimizer, groups, [group["params"] for group in state["param_groups"]]))
-    parameters = [parameter for group in groups for parameter in group]
-    entries = scatter_optimizer_entries(
-        strategy, state.get("state", {}), lambda number, full: _as_shard(parameters[number], full)
-    )
-    optimizer.load_state_dict({"state": entries, "param_groups": strategy.broadcast(state.get("param_groups"))})
 
 
 def _as_shard(parameter: Tensor | None, value: Any) -> Any:

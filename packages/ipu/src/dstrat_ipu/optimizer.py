@@ -142,16 +142,15 @@ class CompiledOptimizer:
         self.device.set_state_dict({**template, "ipu_state": state})
         self.state_is_pending = False
 
-    def restore_dtypes(self, module: Module, saved: Mapping[Any, Mapping[str, Any]], *, by_name: bool) -> None:
+    def restore_dtypes(self, module: Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the dtypes of loaded values, which torch has converted to those of the parameters.
 
         Args:
             module: The module, for the names of the parameters.
-            saved: The state of each parameter, by its name or by its number.
-            by_name: Whether the keys are names.
+            saved: The state of each parameter, by its name.
         """
-        for number, (name, parameter) in enumerate(_named(self.host, module)):
-            for key, value in saved.get(name if by_name else number, {}).items():
+        for name, parameter in _named(self.host, module):
+            for key, value in saved.get(name, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     self.host.state[parameter][key] = value.detach().clone()
         self.state_is_pending = True

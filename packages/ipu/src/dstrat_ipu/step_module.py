@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat_ipu import runtime
 
 if TYPE_CHECKING:
@@ -80,12 +80,6 @@ class StepModule(Module):
             MisuseError: A value other than a tensor may change from batch to batch, or the first call had other types
                 or keys, or these in another order.
         """
-        tensors: list[Tensor] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
         structure = tuple(_structure_of(argument) for argument in arguments)
         if self._traced.structure is None:
             self._traced.structure = structure
@@ -95,10 +89,8 @@ class StepModule(Module):
                 f"a batch is {new}, and the step was compiled for {old}: let collate_fn return the same types, with "
                 "the same keys in the same order, for each batch"
             )
-        for argument in arguments:
-            apply_to_tensors(argument, note)
         self._traced.arguments = arguments  # for the trace, which gets tensors alone
-        return tensors
+        return tensors_in(arguments)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Run the step; return its outputs and what it logs."""
@@ -109,13 +101,7 @@ class StepModule(Module):
             outputs = getattr(self.module, self._name)(*arguments)
         if self.is_training_step:
             outputs = _with_final_loss(outputs)
-        tensors_out: list[Tensor] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            tensors_out.append(tensor)
-            return tensor
-
-        apply_to_tensors(outputs, note)
+        tensors_out = tensors_in(outputs)
         traced = self._traced
         traced.outputs = apply_to_tensors(outputs, lambda _: _PLACEHOLDER)
         traced.num_outputs, traced.logs = len(tensors_out), []

@@ -97,11 +97,7 @@ class IPUStrategy(SingleDeviceStrategy):
         inference_opts: Any = None,
     ) -> None:
         super().__init__(None, accelerator, checkpoint_io, precision_plugin)
-        devices = None if parallel_devices is None else tuple(parallel_devices)
-        self.given_parts = dataclasses.replace(
-            self.given_parts, parallel_devices=devices, cluster_environment=cluster_environment
-        )
-        self.parts = self.given_parts
+        self.add_components(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
         if not isinstance(device_iterations, int) or device_iterations < 1:
             raise RequestError(f"device_iterations={device_iterations!r} must be an int of at least 1")
         if autoreport_dir is not None and not autoreport:
@@ -128,7 +124,7 @@ class IPUStrategy(SingleDeviceStrategy):
     @property
     def num_devices(self) -> int:
         """Number of IPUs."""
-        return len(self._present(self.parts.parallel_devices, "devices"))
+        return len(self._present(self.components.parallel_devices, "devices"))
 
     @property
     def replication_factor(self) -> int:
@@ -405,12 +401,12 @@ class IPUStrategy(SingleDeviceStrategy):
         compiled.executor.copyWeightsToHostIfNeeded()
         self._pair.fetch(self.module)
 
-    def _state_of_module(self) -> dict[str, Any]:
+    def sharded_module_state(self) -> dict[str, Any]:
         compiled = self._steps.get("training_step")
         if compiled is not None and compiled.executor.isCompiled():
             compiled.executor.copyWeightsToHostIfNeeded()
         # Reading a parameter of poptorch's class would copy all weights from the device again.
-        return dict(apply_to_tensors(super().module_state_dict(), runtime.plain))
+        return dict(apply_to_tensors(super().sharded_module_state(), runtime.plain))
 
     def local_weights(self) -> dict[str, Any]:
         compiled = self._steps.get("training_step")
@@ -423,19 +419,9 @@ class IPUStrategy(SingleDeviceStrategy):
     def accept_local_weights(self) -> None:
         self._detach_except(None)  # attaching copies the weights of the host to the device
 
-    def module_state_dict(self) -> dict[str, Any]:
-        return self._state_of_module()
-
-    def sharded_module_state(self) -> dict[str, Any]:
-        return self._state_of_module()
-
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         self._detach_except(None)  # attaching copies the weights of the host to the device
         super().load_module_state_dict(state, strict)
-
-    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        self._detach_except(None)
-        super().load_sharded_module_state(state)
 
     def _host(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer with the state on the host, after fetching it."""
@@ -445,23 +431,14 @@ class IPUStrategy(SingleDeviceStrategy):
         self._fetch()
         return pair.host
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return super().optimizer_state(self._host(optimizer))
-
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return super().sharded_optimizer_state(self._host(optimizer))
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self._detach_except(None)
-        super().load_optimizer_state(self._host(optimizer), state)
-        self._pair.adopt_host_groups()
-        self._pair.restore_dtypes(self.module, state.get("state", {}), by_name=False)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self._detach_except(None)
         super().load_sharded_optimizer_state(self._host(optimizer), state)
         self._pair.adopt_host_groups()
-        self._pair.restore_dtypes(self.module, state["state"], by_name=True)
+        self._pair.restore_dtypes(self.module, state["state"])
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of the device's random numbers, from the first call of training on."""

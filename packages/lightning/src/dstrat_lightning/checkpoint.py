@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dstrat.checkpoint.full_state import number_parameters
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.interfaces.state_dict import number_parameters
 from dstrat.training.checkpoint.lightning import DSTRAT_KEY, SHARED_KEYS, LightningFileIO
 from dstrat.training.module.hyperparameters import MODULE_KEYS
 from dstrat.training.module.loading import construct, load_weights, read_checkpoint

@@ -81,7 +81,7 @@ def _write_single_files(trainer: Trainer) -> None:
     if not row.reason.startswith("the default") or type(strategy.checkpoint_io) is not PortableCheckpointIO:
         return
     if strategy.replicates_state:
-        strategy.parts = dataclasses.replace(strategy.parts, checkpoint_io=LightningCheckpointIO())
+        strategy.components = dataclasses.replace(strategy.components, checkpoint_io=LightningCheckpointIO())
         changed = PlanRow(subject=row.subject, value="lightning", reason="the default of a LightningModule")
         choices = tuple(changed if choice is row else choice for choice in plan.choices)
         trainer.plan = dataclasses.replace(plan, checkpoint_io="lightning", choices=choices)

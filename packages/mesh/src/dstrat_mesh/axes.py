@@ -11,12 +11,13 @@ from dstrat.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 
 _MEANINGS = {
     PIPELINE: "stages of the model",
     REPLICATE: "replicas of the shards",
     SHARD: "shards of parameters, gradients and optimizer state",
+    CONTEXT: "parts of sequences",
     TENSOR: "parts of split layers",
 }
 _MOST_GROUPS = 8  # in a row of the plan
@@ -30,23 +31,25 @@ class Axes:
         pp: Number of stages of a pipeline.
         dp_replicate: Number of replicas, which read different batches.
         dp_shard: Number of ranks that share the state of a replica, and read different batches.
+        cp: Number of ranks that divide the sequences of a batch.
         tp: Number of ranks that split layers, and read the same batch.
     """
 
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
 
     @classmethod
-    def of(cls, world_size: int, *, pp: int, dp_replicate: int, dp_shard: int | str, tp: int) -> Axes:
+    def of(cls, world_size: int, *, pp: int, dp_replicate: int, dp_shard: int | str, cp: int, tp: int) -> Axes:
         """Return the axes of a number of processes; ``dp_shard="auto"`` is what the others leave.
 
         Raises:
             RequestError: Their product is not the number of processes.
         """
-        rest = pp * dp_replicate * tp
-        requested = {PIPELINE: pp, REPLICATE: dp_replicate, SHARD: dp_shard, TENSOR: tp}
+        rest = pp * dp_replicate * cp * tp
+        requested = {PIPELINE: pp, REPLICATE: dp_replicate, SHARD: dp_shard, CONTEXT: cp, TENSOR: tp}
         sizes = [f"{name}={size}" for name, size in requested.items() if size not in (1, "auto")]
         product = " * ".join(sizes) or f"{SHARD}=1"
         if dp_shard == "auto":
@@ -56,7 +59,7 @@ class Axes:
                     f"such as {rest} or {2 * rest} devices"
                 )
             dp_shard = world_size // rest
-        axes = cls(pp=pp, dp_replicate=dp_replicate, dp_shard=int(dp_shard), tp=tp)
+        axes = cls(pp=pp, dp_replicate=dp_replicate, dp_shard=int(dp_shard), cp=cp, tp=tp)
         if math.prod(axes.shape) != world_size:
             fits = f", or dp_shard={world_size // rest}" if world_size % rest == 0 else ""
             raise RequestError(
@@ -66,14 +69,27 @@ class Axes:
         return axes
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, int, int, int, int]:
         """The sizes in the order of :attr:`names`."""
-        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
-    def names(self) -> tuple[str, str, str, str]:
+    def names(self) -> tuple[str, str, str, str, str]:
         """The names of the axes, the outermost first."""
-        return PIPELINE, REPLICATE, SHARD, TENSOR
+        return PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Names and sizes of the dimensions of the device mesh.
+
+        Ranks that divide sequences are shards too: their gradients are summed as those of other batches.
+        """
+        return {
+            PIPELINE: self.pp,
+            REPLICATE: self.dp_replicate,
+            SHARD: self.dp_shard * self.cp,
+            TENSOR: self.tp,
+        }
 
     def groups(self, name: str) -> list[list[int]]:
         """Return the ranks of each group along an axis."""

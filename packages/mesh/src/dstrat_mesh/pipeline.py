@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dstrat.checkpoint.portable.shards import holders, local_boxes
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
+from dstrat.parallel.shards import holders, local_boxes
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_fsdp.state import local_tensor
 from dstrat_fsdp.wrap_policy import layers_with_statistics

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError, RequestError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -268,11 +268,4 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _shapes(value: Any) -> tuple[Any, ...]:
-    shapes: list[Any] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        shapes.append((tuple(tensor.shape), tensor.dtype))
-        return tensor
-
-    apply_to_tensors(value, note)
-    return tuple(shapes)
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))

@@ -1,12 +1,13 @@
-"""MeshStrategy: stages, replicas, shards and split layers on a mesh of devices."""
+"""MeshStrategy: stages, replicas, shards, divided sequences and split layers on a mesh of devices."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dstrat.errors import ConflictError, RequestError
@@ -19,15 +20,17 @@ from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, s
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
-from dstrat_mesh.axes import PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.attention import checked_method
+from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
 from dstrat_mesh.pipeline import PipelineRun, check_pipeline
 from dstrat_mesh.schedule import bubble, checked_schedule
+from dstrat_mesh.sequences import Sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
-    import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.wrap_policy import LayerClasses, LayerPolicy, WrapPolicy
+
+_ATTENTION = {"ulysses": "heads exchanged for sequences", "ring": "keys and values from rank to rank"}
 
 
 class MeshStrategy(SharedBatchStrategy):
@@ -59,6 +64,12 @@ class MeshStrategy(SharedBatchStrategy):
     backward passes in the order of the schedule; dropout draws other random numbers than on one device.  Evaluation
     steps run on all stages, and call the pipeline's model, whose output is sent to each of them.
 
+    With ``cp`` each rank computes a part of every sequence, and ``scaled_dot_product_attention`` attends to all of
+    them.  Everything else that a module computes between tokens sees those of one part, so positions are a tensor of
+    the batch.  All tensors of a batch are cut along their second dimension, or as the module's
+    ``cut_sequences(batch, cut)`` does it.  Parts count alike in the mean of their losses, unless ``training_step``
+    returns a weight: ``{"loss": loss, "weight": number_of_labels}``.  Predictions are those of whole sequences.
+
     Args:
         accelerator: The hardware.
         parallel_devices: The devices of this machine, one for each local rank.
@@ -72,6 +83,9 @@ class MeshStrategy(SharedBatchStrategy):
         dp_shard: Number of ranks over which a replica is sharded, which read different batches; "auto" is what the
             other axes leave of the processes.
         tp: Number of ranks over which layers are split, which read the same batch.
+        cp: Number of ranks that divide sequences; they read the same batch, and have shards of a replica too.
+        context_parallel: ``"ulysses"``, which exchanges heads, or ``"ring"``, which sends keys and values around and
+            takes neither masks nor dropout.
         pp: Number of stages; the ranks of a pipeline read the same batch.
         schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches.
         microbatches: Number of microbatches of a batch; None for as many as stages.
@@ -94,6 +108,8 @@ class MeshStrategy(SharedBatchStrategy):
         dp_replicate: int = 1,
         dp_shard: int | str = "auto",
         tp: int = 1,
+        cp: int = 1,
+        context_parallel: str = "ulysses",
         pp: int = 1,
         schedule: str = "1F1B",
         microbatches: int | None = None,
@@ -126,6 +142,7 @@ class MeshStrategy(SharedBatchStrategy):
         self._dp_replicate = checked_size("dp_replicate", dp_replicate)
         self._dp_shard = checked_size("dp_shard", dp_shard, or_auto=True)
         self._tp = checked_size("tp", tp)
+        self._cp = checked_size("cp", cp)
         self._pp = checked_size("pp", pp)
         self._schedule = checked_schedule(schedule)
         self._microbatches = pp if microbatches is None else checked_size("microbatches", microbatches)
@@ -138,7 +155,13 @@ class MeshStrategy(SharedBatchStrategy):
                 f"state_dict_type={state_dict_type!r} would leave all layers on each rank, and pp={pp} divides them: "
                 "leave it out, and load a checkpoint of the run"
             )
+        self._context_parallel = checked_method(context_parallel)
+        if cp == 1 and context_parallel != "ulysses":
+            raise ConflictError(
+                f"context_parallel={context_parallel!r} is for divided sequences: give cp=2 or more, or leave it out"
+            )
         self._pipeline: PipelineRun | None = None
+        self._sequences: Sequences | None = None
         self._accumulates = self._begins_step = False
         if not isinstance(reshard_after_forward, bool):
             raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True or False")
@@ -153,6 +176,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - all ranks are one mesh
         rows = self._axes_of(world_size).rows()
+        if self._cp > 1:
+            rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))
         if self._pp > 1:
             count, idle = self._microbatches, bubble(self._pp, self._microbatches)
             rows.append(
@@ -161,7 +186,14 @@ class MeshStrategy(SharedBatchStrategy):
         return rows
 
     def _axes_of(self, world_size: int) -> Axes:
-        return Axes.of(world_size, pp=self._pp, dp_replicate=self._dp_replicate, dp_shard=self._dp_shard, tp=self._tp)
+        return Axes.of(
+            world_size,
+            pp=self._pp,
+            dp_replicate=self._dp_replicate,
+            dp_shard=self._dp_shard,
+            cp=self._cp,
+            tp=self._tp,
+        )
 
     @property
     def axes(self) -> Axes:
@@ -180,6 +212,11 @@ class MeshStrategy(SharedBatchStrategy):
         size: int = self._tp
         return size
 
+    @property
+    def _num_parts(self) -> int:
+        size: int = self.data_parallel_size * self._cp
+        return size
+
     def setup_environment(self) -> None:
         if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
             # Gradients are on the CPU then, and their norms are reduced there, by gloo.
@@ -187,8 +224,8 @@ class MeshStrategy(SharedBatchStrategy):
         super().setup_environment()
 
     def _open_mesh(self) -> DeviceMesh:
-        axes = self.axes
-        return open_mesh(self.root_device.type, axes.shape, axes.names, self.timeout)
+        mesh = self.axes.mesh
+        return open_mesh(self.root_device.type, tuple(mesh.values()), tuple(mesh), self.timeout)
 
     @property
     def _tensor_mesh(self) -> DeviceMesh:
@@ -240,7 +277,7 @@ class MeshStrategy(SharedBatchStrategy):
         layout = sharded_layout(
             training,
             blocks_of(training.module, self._auto_wrap_policy),
-            num_shards=axes.dp_shard,
+            num_shards=axes.mesh[SHARD],
             num_splits=axes.tp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
@@ -259,6 +296,9 @@ class MeshStrategy(SharedBatchStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
             check_pipeline(self.module, self.precision_plugin, trainer)
+        if self._cp > 1:
+            group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
+            self._sequences = Sequences(self.module, group, self._context_parallel)
         super().wrap_model(trainer)
         if self._pipeline is not None:
             self._pipeline.start(self._train_stage, self._sharded_module.evaluate, log=self.is_global_zero)
@@ -269,13 +309,15 @@ class MeshStrategy(SharedBatchStrategy):
             return super().training_step(*args, **kwargs)
         sharded = self._sharded_module
         self._begins_step = True
+        batch = args[0] if self._sequences is None else self._sequences.cut_batch(args[0])
 
         def before_backward(is_last: bool) -> None:
             sharded.set_gradient_sync(is_last and not self._accumulates)
 
-        outputs = self._pipeline.train(
-            args[0], self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
-        )
+        with self._attending():
+            outputs = self._pipeline.train(
+                batch, self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
+            )
         sharded.set_gradient_sync(not self._accumulates)
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
@@ -295,7 +337,8 @@ class MeshStrategy(SharedBatchStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; the training step of a pipeline has done so."""
         if self._pipeline is None:
-            super().backward(loss, *args, **kwargs)
+            with self._attending():  # of layers that compute their activations again
+                super().backward(loss, *args, **kwargs)
 
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
@@ -307,7 +350,24 @@ class MeshStrategy(SharedBatchStrategy):
         finally:
             self._accumulates = False
 
+    def _attending(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._sequences is None else self._sequences.attention.replacing()
+
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        sequences = self._sequences
+        if sequences is None:
+            return self._run_stages(name, step, *args, **kwargs)
+        if self.step_methods is None:
+            args = (sequences.cut_batch(args[0]), *args[1:])
+        else:  # in a hand-written loop, the first argument is the function
+            args = (args[0], *sequences.cut_arguments(args[1:]))
+        with sequences.attention.replacing():
+            outputs = self._run_stages(name, step, *args, **kwargs)
+        if name == "training_step":
+            sequences.check_attended()
+        return sequences.join_outputs(outputs) if name == "predict_step" else outputs
+
+    def _run_stages(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None or name == "training_step":
             return super().run_step(name, step, *args, **kwargs)
         # The step calls the pipeline's model, in which each stage gathers its own layers.
@@ -328,6 +388,7 @@ class MeshStrategy(SharedBatchStrategy):
         if self._pipeline is not None:
             self._pipeline.end()
             self._pipeline = None
+        self._sequences = None
         super()._end_sharding()
 
     # State of a stage: entries of its layers, under the names of the module

@@ -34,6 +34,11 @@ def is_peft(model: Module) -> bool:
     return derives_from(model, "peft.peft_model", "PeftModel")
 
 
+def accepts_argument(model: Module, name: str) -> bool:
+    """Return whether the ``forward`` of a model of transformers has an argument of that name."""
+    return name in inspect.signature(base_model(model).forward).parameters
+
+
 def is_pretrained_model(model: object) -> bool:
     """Return whether an object is a PreTrainedModel."""
     return derives_from(model, "transformers.modeling_utils", "PreTrainedModel")
@@ -124,8 +129,12 @@ def count_labels(model: Module, batch: Mapping[str, Any]) -> Tensor | None:
 
     Args:
         model: The model.
-        batch: Arguments of its ``forward``; ``labels`` of integers, -100 for those that do not count.
+        batch: Arguments of its ``forward``; ``labels`` of integers, -100 for those that do not count; or
+            ``shift_labels``, in which each token has the label that it predicts.
     """
+    if batch.get("shift_labels") is not None:
+        shifted: Tensor = batch["shift_labels"]
+        return (shifted != IGNORED_LABEL).sum()
     labels = batch.get("labels")
     # Labels of a regression are floating point; there each sample counts the same anyway.
     if labels is None or not hasattr(labels, "dim") or labels.dtype.is_floating_point or labels.dim() == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +13,17 @@ from torch.distributed.tensor import DTensor
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat_transformers.initialization import make_model
-from dstrat_transformers.models import IGNORED_LABEL, base_model, blocks, count_labels, is_peft
+from dstrat_transformers.models import IGNORED_LABEL, accepts_argument, base_model, blocks, count_labels, is_peft
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
 from dstrat_transformers.pipeline import causal_loss, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
+from dstrat_transformers.sequences import WholeMasks, cut_sequences
 from dstrat_transformers.tensor_parallel import parallelize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch.nn import Module
@@ -104,12 +107,14 @@ class HFModule(TrainModule):
         self.gradient_checkpointing = gradient_checkpointing
         self.tensor_parallel_plan = tensor_parallel_plan
         self._strategy: Strategy | None = None
+        self._fixed_arguments: dict[str, Any] = {}
+        self._masks: WholeMasks | None = None
         self._has_labels = False
         if self.model is not None:
             self._take_model()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_strategy": None}  # which belongs to a run in this process
+        return {**super().__getstate__(), "_strategy": None, "_masks": None}  # which belong to a run in this process
 
     # The model
 
@@ -138,9 +143,15 @@ class HFModule(TrainModule):
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002 - the known name
         self._strategy = None
+        if self._masks is not None:
+            self._masks.undo()
+            self._masks = None
 
     def _take_model(self) -> None:
         self.model.train()
+        if accepts_argument(self.model, "use_cache"):
+            # A cache is for generation, and with one the model would not separate packed documents by their positions.
+            self._fixed_arguments = {"use_cache": False}
         if self.gradient_checkpointing is not False:
             options = {} if self.gradient_checkpointing is True else self.gradient_checkpointing
             # The other variant of torch does not see parameters that a strategy gathers in the backward pass.
@@ -155,7 +166,24 @@ class HFModule(TrainModule):
         Raises:
             MisuseError: Its layers are not known.
         """
-        return make_pipeline(self.model, lambda loss: self.log("train_loss", loss, prog_bar=True))
+        return make_pipeline(self.model, lambda loss: self.log("train_loss", loss, prog_bar=True), self._arguments_of)
+
+    def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.
+
+        Args:
+            batch: The batch.
+            cut: Function of a tensor that returns its part.
+
+        Raises:
+            MisuseError: The model is no causal language model with ``attn_implementation="sdpa"``.
+        """
+        if self._masks is None:
+            self._masks = WholeMasks(self.model)
+        return cut_sequences(batch, cut)
+
+    def _arguments_of(self, batch: Mapping[str, Any]) -> AbstractContextManager[Mapping[str, Any]]:
+        return nullcontext(batch) if self._masks is None else self._masks.of(batch)
 
     @property
     def auto_wrap_policy(self) -> Callable[[Module], bool] | None:
@@ -233,14 +261,15 @@ class HFModule(TrainModule):
         return output
 
     def _call(self, batch: Mapping[str, Any]) -> Any:
-        output = self.model(**batch)
-        if not isinstance(output, Tensor):
-            return output
-        # The logits of a pipeline, which go from the last stage to the others.
-        from transformers.modeling_outputs import CausalLMOutputWithPast
+        with self._arguments_of(batch) as arguments:
+            output = self.model(**{**self._fixed_arguments, **arguments})
+        if isinstance(output, Tensor):  # the logits of a pipeline, which go from the last stage to the others
+            from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        loss: Any = causal_loss(self.model, output, batch) if "labels" in batch else None
-        return CausalLMOutputWithPast(loss=loss, logits=output)
+            output = CausalLMOutputWithPast(logits=output)
+        if output.get("loss") is None and "labels" in batch:
+            output["loss"] = causal_loss(base_model(self.model), output.logits, batch)
+        return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:  # noqa: ARG002 - the known name
         loss, labels = self.loss_and_weight(batch)

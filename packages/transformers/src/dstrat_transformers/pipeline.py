@@ -11,6 +11,7 @@ from dstrat_transformers.models import base_model, blocks, count_labels, is_peft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.nn import Module
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
 _INPUTS = ("input_ids", "inputs_embeds", "labels")
 
 
-def make_pipeline(model: Module, on_loss: Callable[[Tensor], None]) -> Pipeline:
+def make_pipeline(
+    model: Module,
+    on_loss: Callable[[Tensor], None],
+    arguments_of: Callable[[Mapping[str, Any]], AbstractContextManager[Mapping[str, Any]]],
+) -> Pipeline:
     """Return the pipeline of a causal language model: embedding, blocks, the last norm and the output layer.
 
     Args:
         model: The model of transformers.
         on_loss: Called with the loss of each training batch.
+        arguments_of: Returns the context of a call of the model with a batch, and its arguments.
 
     Raises:
         MisuseError: The model is no such one, or has further layers.
@@ -34,9 +40,10 @@ def make_pipeline(model: Module, on_loss: Callable[[Tensor], None]) -> Pipeline:
 
     def compute(stage: Sequence[Module], value: Any, batch: Mapping[str, Any]) -> Any:
         # The model itself computes masks and positions, and calls its layers: those of other stages return their input.
-        arguments = {name: argument for name, argument in batch.items() if name not in _INPUTS}
-        arguments |= {"use_cache": False, "input_ids" if layers[0] in stage else "inputs_embeds": value}
-        with _passing_through(layer for layer in layers[1:-1] if layer not in stage):
+        foreign = (layer for layer in layers[1:-1] if layer not in stage)
+        with arguments_of(batch) as whole, _passing_through(foreign):
+            arguments = {name: argument for name, argument in whole.items() if name not in _INPUTS}
+            arguments |= {"use_cache": False, "input_ids" if layers[0] in stage else "inputs_embeds": value}
             if head in stage:
                 return language_model(**arguments).logits
             return body(**arguments).last_hidden_state
@@ -63,9 +70,9 @@ def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
             f"a pipeline of {type(model).__name__} got a batch with {', '.join(batch)}: give it labels, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
         )
-    loss: Tensor = model.loss_function(
-        logits=logits, labels=batch["labels"], vocab_size=model.config.get_text_config().vocab_size
-    )
+    shifted = {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}
+    vocab_size = model.config.get_text_config().vocab_size
+    loss: Tensor = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=vocab_size, **shifted)
     return loss
 
 

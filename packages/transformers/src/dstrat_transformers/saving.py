@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dstrat import Callback
-from dstrat.checkpoint.full_state import gather_state
 from dstrat.errors import MisuseError
+from dstrat.parallel.full_state import gather_state
 from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, unsaved_names
 
 if TYPE_CHECKING:

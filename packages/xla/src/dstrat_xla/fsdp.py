@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.checkpoint.full_state import name_parameters, number_parameters
-from dstrat.errors import CheckpointError, ConflictError, RequestError
+from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import is_extra_state, load_named_state, misfit, named_state
+from dstrat.interfaces.state_dict import (
+    load_named_state,
+    named_state,
+)
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_checks import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -22,7 +24,7 @@ from dstrat_xla.sharding import ShardedModule, block_policy, checked_classes, un
 from dstrat_xla.strategy import XLAStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -106,7 +108,7 @@ class XLAFSDPStrategy(XLAStrategy):
             checked_classes("auto_wrap_policy", auto_wrap_policy)
         self._auto_wrap_policy = auto_wrap_policy
         self._checkpointed = checked_classes("activation_checkpointing_policy", activation_checkpointing_policy)
-        self.replicates_state = state_dict_type == "full"  # as far as checkpoints are concerned
+        self._saves_full = state_dict_type == "full"
         self._options = kwargs
         self._sharded: ShardedModule | None = None
         if sequential_save:
@@ -198,36 +200,30 @@ class XLAFSDPStrategy(XLAStrategy):
         for gradient in gradients:  # multiplied in any case: a comparison would read the norm, and cut the graph
             gradient.mul_((clip_val / (norm + 1e-6)).clamp(max=1.0))
 
-    # State of the module: shards in a portable checkpoint, full tensors elsewhere
+    # State: copies on the host, where a checkpoint is read; shards in a portable one, full tensors in others
+
+    @property
+    def _on_host_as(self) -> Callable[..., Any]:
+        """Return the function that copies a parameter, or a tensor that is sharded like it, to the host; collective."""
+        sharded = self._sharded_module
+        # The devices gather faster than the hosts, which would do so afterwards.
+        is_full = self._saves_full or not self.checkpoint_io.is_collective
+        return sharded.full_tensor if is_full else sharded.host_shard_of
 
     def sharded_module_state(self) -> dict[str, Any]:
-        """Return copies on the host, where a checkpoint is read; :meth:`load_sharded_module_state` sends them back."""
+        """Return copies on the host; :meth:`load_sharded_module_state` sends them back."""
         runtime.settle()
-        return {name: self._as_shard(value) for name, value in self._entries().items()}
-
-    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
-        self._copy_entries(self._entries(), state)
-
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the full state of the module; collective."""
-        runtime.settle()
-        return {name: self._as_full(value) for name, value in self._entries().items()}
-
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the full state that global rank 0 has; collective."""
-        state, entries = self.broadcast(dict(state)), self._entries()
-        shapes = {name: self._as_shard(value) for name, value in entries.items()}
-        if (reason := misfit(self.module, shapes, state, strict=strict)) is not None:
-            raise CheckpointError(reason)
-        self._copy_entries(entries, state)
-        extra = {name: value for name, value in state.items() if is_extra_state(name) and name in entries}
-        if extra:
-            self.module.load_state_dict(extra, strict=False)
+        state, copy = self._entries(), self._on_host_as
+        for name, value in state.items():
+            if isinstance(value, torch.nn.Parameter):
+                state[name] = copy(value)
+            elif isinstance(value, torch.Tensor):
+                state[name] = value.detach().cpu()
+        return state
 
     @torch.no_grad()
-    def _copy_entries(self, entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Copy the parameters and buffers that a state has."""
-        for name, value in entries.items():
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        for name, value in self._entries().items():
             if name in state and isinstance(value, torch.nn.Parameter):
                 self._sharded_module.copy_shard(value, value, state[name])
             elif name in state and isinstance(value, torch.Tensor):
@@ -250,27 +246,22 @@ class XLAFSDPStrategy(XLAStrategy):
         state = self.module.state_dict(keep_vars=True)
         return {unwrapped_name(name): value for name, value in state.items()}
 
-    def _as_shard(self, value: Any) -> Any:
-        if isinstance(value, torch.nn.Parameter):
-            return self._sharded_module.host_shard_of(value)
-        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-    def _as_full(self, value: Any) -> Any:
-        if isinstance(value, torch.nn.Parameter):
-            return self._sharded_module.full_tensor(value)
-        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-    # State of the optimizers, likewise
-
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        replicates = self.replicates_state
-        return self._optimizer_state(
-            optimizer, self._sharded_module.full_tensor if replicates else self._sharded_module.host_shard_of
-        )
+        runtime.settle()
+        sharded, copy = self._sharded_module, self._on_host_as
+        state = named_state(optimizer, sharded)  # type: ignore[arg-type]  # has named_parameters
+        parameters = dict(sharded.named_parameters())
+        for name, entry in state["state"].items():
+            parameter = parameters[name]
+            state["state"][name] = {
+                key: copy(parameter, value) if sharded.is_sharded_like(parameter, value) else value
+                for key, value in entry.items()
+            }
+        return state
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         sharded = self._sharded_module
-        template = named_state(optimizer, sharded)  # type: ignore[arg-type]  # has named_parameters
+        template = named_state(optimizer, sharded)  # type: ignore[arg-type]  # as above
         entries: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter, name in zip(group["params"], template["param_groups"][number]["params"], strict=True):
@@ -283,33 +274,6 @@ class XLAFSDPStrategy(XLAStrategy):
         return {**template, "state": OptionalTensors(entries)}
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._load_optimizer_state(optimizer, state)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer; collective."""
-        return number_parameters(self._optimizer_state(optimizer, self._sharded_module.full_tensor))
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the full state of an optimizer that global rank 0 has; collective."""
-        groups = named_state(optimizer, self._sharded_module)["param_groups"]  # type: ignore[arg-type]  # as above
-        names = [group["params"] for group in groups]
-        self._load_optimizer_state(optimizer, name_parameters(self.broadcast(dict(state)), names))
-
-    def _optimizer_state(self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
-        """Return the state by the names of parameters, with the tensors that are sharded like them converted."""
-        runtime.settle()
-        sharded = self._sharded_module
-        state = named_state(optimizer, sharded)  # type: ignore[arg-type]  # as above
-        parameters = dict(sharded.named_parameters())
-        for name, entry in state["state"].items():
-            parameter = parameters[name]
-            state["state"][name] = {
-                key: convert(parameter, value) if sharded.is_sharded_like(parameter, value) else value
-                for key, value in entry.items()
-            }
-        return state
-
-    def _load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         parameters = dict(self._sharded_module.named_parameters())
         entries = {
             name: {key: self._as_stored(parameters.get(name), value) for key, value in entry.items()}

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler
 
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.samplers import RankBatchSampler, RepeatedBatches
-from dstrat.interfaces.batch import apply_to_tensors, move_to_device
+from dstrat.interfaces.batch import apply_to_tensors, move_to_device, tensors_in
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat_xla import runtime
@@ -77,12 +77,6 @@ class LazySteps(Strategy):
 
     # State: on the host, where slices of a tensor can be written without compiling a graph for each
 
-    def module_state_dict(self) -> dict[str, Any]:
-        return self._on_host(super().module_state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_host(super().optimizer_state(optimizer))
-
     def sharded_module_state(self) -> dict[str, Any]:
         return self._on_host(super().sharded_module_state())
 
@@ -98,14 +92,8 @@ class LazySteps(Strategy):
         """Return the batch on the device: its tensors are converted on the host, and sent in one transfer."""
         device = device or self.root_device
         batch = self.precision_plugin.convert_input(batch)
-        on_host: dict[int, Tensor] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            if tensor.device.type == "cpu":
-                on_host[id(tensor)] = tensor
-            return tensor
-
-        apply_to_tensors(batch, note)  # by id, as a batch may have a tensor twice
+        # By id, as a batch may have a tensor twice.
+        on_host = {id(tensor): tensor for tensor in tensors_in(batch) if tensor.device.type == "cpu"}
         sent = dict(zip(on_host, runtime.send(list(on_host.values()), device), strict=True))
         return move_to_device(apply_to_tensors(batch, lambda tensor: sent.get(id(tensor), tensor)), device)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dstrat.errors import DeviceError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -157,13 +157,7 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def state_on_host(state: T) -> T:
     """Return a nested state with its tensors on the host, copied from the device in one transfer."""
-    tensors: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors[id(tensor)] = tensor
-        return tensor
-
-    apply_to_tensors(state, note)
+    tensors = {id(tensor): tensor for tensor in tensors_in(state)}
     copies = dict(zip(tensors, fetch([tensor.detach() for tensor in tensors.values()]), strict=True))
     return apply_to_tensors(state, lambda tensor: copies[id(tensor)])  # type: ignore[no-any-return]  # of the same types
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 from typing import TYPE_CHECKING, Any
@@ -86,9 +85,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
         debug: bool = False,
     ) -> None:
         super().__init__(None, accelerator, checkpoint_io, precision_plugin)
-        if parallel_devices is not None:
-            self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=tuple(parallel_devices))
-            self.parts = self.given_parts.without_names()
+        self.add_components(parallel_devices=parallel_devices)
         self.mesh_shape = _checked_shape({DATA: -1} if mesh_shape is None else mesh_shape)
         self.annotate = annotate
         self.auto_wrap_policy = auto_wrap_policy if callable(auto_wrap_policy) else tuple(auto_wrap_policy or ())
@@ -98,7 +95,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
 
     def set_components(self, components: Components) -> None:
         super().set_components(components)
-        count = len(self._present(self.parts.parallel_devices, "devices"))
+        count = len(self._present(self.components.parallel_devices, "devices"))
         self._sizes(count)
         runtime.check_spmd(count)
 
@@ -125,7 +122,7 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
     def setup_environment(self) -> None:
         if self.debug:
             runtime.report_compilations()
-        devices = self._present(self.parts.parallel_devices, "devices")
+        devices = self._present(self.components.parallel_devices, "devices")
         runtime.start_spmd(len(devices))  # before the accelerator starts the runtime, with the devices that it has then
         super().setup_environment()
         sizes = self._sizes(len(devices))
@@ -203,22 +200,9 @@ class XLASPMDStrategy(LazySteps, SingleDeviceStrategy):
     def to_host(self, tensor: Tensor) -> Tensor:
         return runtime.on_host(tensor)
 
-    def module_state_dict(self) -> dict[str, Any]:
-        return self._on_host(super().module_state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_host(super().optimizer_state(optimizer))
-
-    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_host(super().sharded_optimizer_state(optimizer))
-
     def _on_host(self, state: dict[str, Any]) -> dict[str, Any]:
         runtime.settle()
         return dict(apply_to_tensors(state, self.to_host))
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, state)
-        _shard_like_parameters(optimizer)
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_sharded_optimizer_state(optimizer, state)

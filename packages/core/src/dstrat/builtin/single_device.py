@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,16 +38,15 @@ class SingleDeviceStrategy(Strategy):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         if device is not None:
-            self.given_parts = dataclasses.replace(self.given_parts, parallel_devices=(torch.device(device),))
-            self.parts = self.given_parts.without_names()
+            self.add_components(parallel_devices=(torch.device(device),))
 
     @property
     def assigned_device(self) -> torch.device:
-        return self._present(self.parts.parallel_devices, "device")[0]
+        return self._present(self.components.parallel_devices, "device")[0]
 
     @property
     def root_device(self) -> torch.device:
-        accelerator, device = self.parts.accelerator, self.assigned_device
+        accelerator, device = self.components.accelerator, self.assigned_device
         return device if accelerator is None else accelerator.device_in_process(device)
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from typing_extensions import override
 
-from dstrat.checkpoint.portable.shards import memory_key
+from dstrat.checkpoint.portable.payload import memory_key
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from dstrat.checkpoint.formats import unused_beside
 from dstrat.checkpoint.portable.format import checksum
-from dstrat.checkpoint.portable.shards import is_sharded, local_tensor
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import check_names, is_extra_state
+from dstrat.parallel.shards import is_sharded, local_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -87,7 +86,7 @@ def replaced_weights(strategy: Strategy, state: Mapping[str, Any], weights: Mapp
         weights: The other weights by name, sharded as those of ``strategy.local_weights()``.
     """
     if not _shards(strategy, strategy.checkpoint_io) and any(map(is_sharded, weights.values())):
-        from dstrat.checkpoint.full_state import gather_state
+        from dstrat.parallel.full_state import gather_state
 
         weights = gather_state(weights, strategy)
     return _without_other_buffers(strategy, {name: weights.get(name, value) for name, value in state.items()})
@@ -104,16 +103,10 @@ def _without_other_buffers(strategy: Strategy, state: dict[str, Any]) -> dict[st
 
 def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     """Return the entries of optimizers, schedulers, precision and strategy in a checkpoint; collective."""
-    optimizers: dict[str, Any]
-    if strategy.checkpoint_io.is_collective:
-        optimizers = {"optimizers": [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]}
-    else:
-        from dstrat.checkpoint.full_state import full_optimizer_state  # imports DTensor, which one device does not need
-
-        states = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
-        optimizers = {"optimizer_states": states}
+    is_named = strategy.checkpoint_io.is_collective
+    state_of = strategy.sharded_optimizer_state if is_named else strategy.optimizer_state
     return {
-        **optimizers,
+        "optimizers" if is_named else "optimizer_states": list(map(state_of, strategy.optimizers)),
         "world_size": strategy.world_size,
         "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
         "precision": strategy.precision_plugin.state_dict(),
@@ -256,7 +249,7 @@ def load_weights(
     if _shards(strategy, io):
         io.load_into(path, {**dict.fromkeys(values), "state_dict": OptionalTensors(targets)})
         return
-    from dstrat.checkpoint.full_state import copy_full
+    from dstrat.parallel.full_state import copy_full
 
     for name, target in targets.items():
         if name in values["state_dict"]:
@@ -299,11 +292,7 @@ def restore_optimization(strategy: Strategy, checkpoint: Mapping[str, Any], path
     states = checkpoint["optimizers" if is_named else "optimizer_states"]
     check_same_number("optimizers", strategy.optimizers, states, path)
     check_same_number("schedulers", strategy.lr_schedulers, checkpoint["lr_schedulers"], path)
-    load: Callable[[Optimizer, Any], None] = strategy.load_sharded_optimizer_state
-    if not is_named:
-        from dstrat.checkpoint.full_state import load_full_optimizer_state  # as above
-
-        load = partial(load_full_optimizer_state, strategy)
+    load = strategy.load_sharded_optimizer_state if is_named else strategy.load_optimizer_state
     for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
         which = f"of optimizer {number}, " if len(states) > 1 else ""
         with _naming_checkpoint(path, which, _MISMATCH_ADVICE):

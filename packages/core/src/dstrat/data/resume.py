@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 from collections import deque
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,33 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+
+
+def convert_position(
+    batches_done: int, *, saved_length: int, saved_world_size: int, length: int, world_size: int
+) -> tuple[int, Fraction]:
+    """Convert the number of batches that each rank has done in an epoch to that of another number of ranks.
+
+    Args:
+        batches_done: The number.
+        saved_length: Number of batches of each of those ranks in an epoch.
+        saved_world_size: Number of those ranks.
+        length: Number of batches of each rank now.
+        world_size: Number of ranks now.
+
+    Returns:
+        The number of batches with the same samples, rounded down, so that no sample is left out, and the number of
+        batches of a rank that have as many samples as one of those.
+    """
+    ratio = Fraction(saved_world_size, world_size)
+    # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the numbers of
+    # ranks do not explain it, as the batch size has changed too, or no rank has a share.
+    is_rounded_up = (saved_length - 1) * ratio < length < saved_length * ratio + 1
+    is_rounded_down = saved_length * ratio - 1 < length < (saved_length + 1) * ratio
+    if not (is_rounded_up or is_rounded_down):
+        ratio = Fraction(length, saved_length)
+    is_over = batches_done >= saved_length  # whose last batches may be incomplete
+    return length if is_over else min(int(batches_done * ratio), length), ratio
 
 
 class Beginning:

@@ -28,6 +28,18 @@ def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     return _apply(batch, _classify, function, lambda other: other)
 
 
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors in a batch, in the order in which :func:`apply_to_tensors` comes to them."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    apply_to_tensors(batch, note)
+    return tensors
+
+
 def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
     """Return the batch with each number, and each array of numpy, as a tensor on the device."""
     import torch

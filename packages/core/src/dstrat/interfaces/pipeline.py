@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module, Sequential
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,14 +100,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         MisuseError: Its tensors have different numbers.
     """
-    shapes: list[tuple[int, ...]] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.dim():
-            shapes.append(tuple(tensor.shape))
-        return tensor
-
-    apply_to_tensors(batch, note)
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()]
     sizes = {shape[0] for shape in shapes}
     if len(sizes) != 1:
         raise MisuseError(

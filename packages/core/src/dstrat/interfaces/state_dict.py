@@ -161,14 +161,7 @@ def named_state(optimizer: Optimizer, module: Module) -> dict[str, Any]:
     state = optimizer.state_dict()
     if not has_standard_layout(state):  # of a wrapper: loaded as it is
         return dict(state)
-    names = dict(enumerate(_names(optimizer, module)))
-    return {
-        **state,
-        "state": {names.get(index, index): entry for index, entry in state["state"].items()},
-        "param_groups": [
-            group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    return _renamed(state, dict(enumerate(_names(optimizer, module))))
 
 
 def has_standard_layout(state: Mapping[str, Any]) -> bool:
@@ -185,7 +178,7 @@ def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, A
     if not has_standard_layout(state):
         optimizer.load_state_dict(dict(state))
         return
-    current, saved = _group_names(optimizer, module), [list(group["params"]) for group in state["param_groups"]]
+    current, saved = _group_names(optimizer, module), group_names(state)
     _check_groups(optimizer, module, current, saved)
     numbers = {name: index for index, name in enumerate(chain.from_iterable(current))}
     optimizer.load_state_dict(
@@ -235,3 +228,38 @@ def _names(optimizer: Optimizer, module: Module) -> list[str]:
     names = {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), f"<parameter {index}>") for index, parameter in enumerate(parameters)]
+
+
+# Names and numbers of parameters
+
+
+def group_names(state: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the names or numbers of the parameters in each group of an optimizer's state."""
+    return [list(group["params"]) for group in state.get("param_groups", ())]
+
+
+def number_parameters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with parameters by number, as in ``Optimizer.state_dict``, instead of by name."""
+    names = chain.from_iterable(group_names(state))
+    return _renamed(state, {name: number for number, name in enumerate(names)})
+
+
+def name_parameters(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the result of ``Optimizer.state_dict`` with parameters by name instead of by number.
+
+    Args:
+        state: By number; a parameter without a name is called by its number.
+        names: Names of the parameters in each group.
+    """
+    numbers = chain.from_iterable(group_names(state))
+    return _renamed(state, {number: str(number) for number in numbers} | dict(enumerate(chain.from_iterable(names))))
+
+
+def _renamed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    return {
+        **state,
+        "state": {keys.get(key, key): entry for key, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }

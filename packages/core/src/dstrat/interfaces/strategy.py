@@ -13,11 +13,15 @@ from dstrat.errors import CheckpointError, ConflictError, MisuseError
 from dstrat.interfaces.batch import move_to_device
 from dstrat.interfaces.state_dict import (
     check_names,
+    group_names,
     groups_misfit,
+    has_standard_layout,
     load_by_names,
     load_named_state,
+    name_parameters,
     named_state,
     named_weights,
+    number_parameters,
 )
 from dstrat.interfaces.tied_parameters import keep_ties
 
@@ -160,6 +164,11 @@ _logger = logging.getLogger(__name__)
 _FIRST_NAMES = {"receive": "set_components", "take_from_first_rank": "broadcast_tensors"}
 
 
+def _renamed(name: str) -> Any:
+    """Return a property with the value of an attribute that has another name now."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
 class Strategy(ABC):
     """One way of distributing training, evaluation and prediction.
 
@@ -214,6 +223,8 @@ class Strategy(ABC):
         hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
         reaches_other_jobs: Whether its processes communicate with those of other jobs, also on other machines.
             Otherwise a job of one machine communicates on the loopback only.
+        components: The components; None for those that it lacks yet.
+        constructor_components: Those that were passed to the constructor, some as an alias or a class.
         optimizers: The optimizers, after :meth:`setup` of a training.
         lr_schedulers: Their schedulers.
         module_backward: Function of the module that computes gradients of a (scaled) loss; None if it has none.
@@ -252,10 +263,8 @@ class Strategy(ABC):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self.given_parts = Components(
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
-        self.parts = self.given_parts.without_names()  # until set_components, which has objects for the names
+        self.constructor_components = Components()
+        self.add_components(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[SchedulerConfig] = []
         self.module_backward: Callable[..., None] | None = None
@@ -267,6 +276,12 @@ class Strategy(ABC):
 
     # Components
 
+    def add_components(self, **components: Any) -> None:
+        """Add components that were passed to the constructor, which calls this; None for one that was not passed."""
+        self.constructor_components = replace(self.constructor_components, **components)
+        # Until set_components, which has objects for the names.
+        self.components = self.constructor_components.without_names()
+
     def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.
 
@@ -277,7 +292,7 @@ class Strategy(ABC):
         """
         from_constructor = {}
         for field in fields(Components):
-            value = getattr(self.given_parts, field.name)
+            value = getattr(self.constructor_components, field.name)
             if isinstance(value, str | type):
                 if getattr(components, field.name) is None:
                     raise MisuseError(
@@ -286,24 +301,27 @@ class Strategy(ABC):
                     )
             elif value is not None:
                 from_constructor[field.name] = value
-        self.parts = replace(components, **from_constructor)
+        self.components = replace(components, **from_constructor)
 
-    receive = set_components  # its first name
+    # First names
+    receive = set_components
+    parts = _renamed("components")
+    given_parts = _renamed("constructor_components")
 
     @property
     def accelerator(self) -> Accelerator:
         """The hardware."""
-        return self._present(self.parts.accelerator, "accelerator")
+        return self._present(self.components.accelerator, "accelerator")
 
     @property
     def precision_plugin(self) -> Precision:
         """The precision: dtypes, casts, loss scaling."""
-        return self._present(self.parts.precision_plugin, "precision plugin")
+        return self._present(self.components.precision_plugin, "precision plugin")
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """How checkpoints reach storage."""
-        return self._present(self.parts.checkpoint_io, "checkpoint io")
+        return self._present(self.components.checkpoint_io, "checkpoint io")
 
     @property
     def is_distributed(self) -> bool:
@@ -316,7 +334,7 @@ class Strategy(ABC):
 
         It follows from the plan; a strategy with another launcher overrides this property.
         """
-        return self.parts.launcher
+        return self.components.launcher
 
     def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
         """Return this strategy's precision for a flag; None to use the accelerator's."""
@@ -592,7 +610,7 @@ class Strategy(ABC):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
-        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         non_blocking = accelerator is not None and accelerator.has_streams
         moved = move_to_device(batch, device or self.root_device, non_blocking=non_blocking)
         return self.precision_plugin.convert_input(moved)
@@ -787,7 +805,7 @@ class Strategy(ABC):
         """
         import torch
 
-        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         has_float64 = accelerator is None or accelerator.supports_dtype(torch.float64)
         # Without float64 one copy for each dtype: no other dtype holds all values of float32 and of the integers.
         groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
@@ -819,49 +837,12 @@ class Strategy(ABC):
 
     def from_host(self, tensor: Tensor) -> Tensor:
         """Return a small tensor of the CPU on :attr:`root_device`; the host does not wait where that has streams."""
-        accelerator = self.parts.accelerator  # None in a strategy that is used by itself, on the CPU
+        accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         # Up to 64 KiB of memory that is not pinned are copied by the driver before this returns.
         return tensor.to(self.root_device, non_blocking=accelerator is not None and accelerator.has_streams)
 
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the full state of the module under its own (unwrapped) names; collective."""
-        state: dict[str, Any] = self.module.state_dict()
-        return state
-
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state that :meth:`module_state_dict` returned; collective.
-
-        Args:
-            state: Tensors by name.
-            strict: Whether missing and unexpected names are an error; otherwise they are logged.
-
-        Raises:
-            CheckpointError: It does not fit the module.
-        """
-        missing, unexpected = load_by_names(self.module, state)
-        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer; collective.
-
-        A strategy with ``replicates_state=False`` need not override it and :meth:`load_optimizer_state`: checkpoints
-        gather the entries of :meth:`sharded_optimizer_state`, and :meth:`load_sharded_optimizer_state` loads full ones.
-        """
-        return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`optimizer_state` returned; collective.
-
-        Raises:
-            CheckpointError: It is the state of other parameters.
-        """
-        if "param_groups" in state:  # an optimizer may define another state_dict
-            groups, saved = (
-                [group["params"] for group in side] for side in (optimizer.param_groups, state["param_groups"])
-            )
-            if (mismatch := groups_misfit(optimizer, groups, saved)) is not None:
-                raise CheckpointError(mismatch)
-        optimizer.load_state_dict(dict(state))
+    # Four methods define it, by names, with this process's shards: sharded_module_state, load_sharded_module_state,
+    # sharded_optimizer_state and load_sharded_optimizer_state.  Those of the full state follow from them.
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module under its own names, with this process's shards; collective.
@@ -876,29 +857,6 @@ class Strategy(ABC):
         """Load a state of :meth:`sharded_module_state`, after a checkpoint was loaded into its tensors; collective.
 
         It does nothing if these tensors are the module's own; otherwise it copies them to the device.
-        """
-
-    def local_weights(self) -> dict[str, Any]:
-        """Return this process's parameters and buffers by name, in the memory that forward passes read; collective.
-
-        Of sharded parameters they are the shards: DTensors, or
-        :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.  Tied parameters are the same object.  Callbacks that
-        average the weights read them after steps, and change them in place for an evaluation; they call
-        :meth:`accept_local_weights` then.  A strategy with ``replicates_state=False`` overrides both.
-
-        Raises:
-            ConflictError: The strategy has no such tensors.
-        """
-        if not self.replicates_state:
-            raise ConflictError(
-                f"{type(self).__name__} does not say which shards of the weights a process has (local_weights)"
-            )
-        return named_weights(self.module)
-
-    def accept_local_weights(self) -> None:
-        """Compute with the tensors of :meth:`local_weights`, which were changed in place; collective.
-
-        Copies of the weights that an optimizer has are not changed: the same values come back before the next step.
         """
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -923,6 +881,71 @@ class Strategy(ABC):
             CheckpointError: It is the state of other parameters.
         """
         load_named_state(optimizer, self.module, state)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the full state of the module under its own (unwrapped) names; collective.
+
+        Of a strategy with ``replicates_state=False`` global rank 0 has it, and the others may have an empty dict.
+        """
+        return self.sharded_module_state()
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state that :meth:`module_state_dict` returned; collective.
+
+        Args:
+            state: Tensors by name; those of global rank 0 count.
+            strict: Whether missing and unexpected names are an error; otherwise they are logged.
+
+        Raises:
+            CheckpointError: It does not fit the module.
+        """
+        missing, unexpected = load_by_names(self.module, state)
+        check_names(self.module, missing, unexpected, strict=strict, logs=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer, with parameters by number as in its ``state_dict``; collective.
+
+        Of a strategy with ``replicates_state=False`` global rank 0 has it, and the others may have an empty dict.
+        """
+        state = self.sharded_optimizer_state(optimizer)
+        return number_parameters(state) if has_standard_layout(state) else state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`optimizer_state` returned; collective.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        current = self.sharded_optimizer_state(optimizer)
+        if has_standard_layout(state) and has_standard_layout(current):
+            names = group_names(current)
+            if (mismatch := groups_misfit(optimizer, names, group_names(state))) is not None:
+                raise CheckpointError(mismatch)
+            state = name_parameters(state, names)
+        self.load_sharded_optimizer_state(optimizer, dict(state))
+
+    def local_weights(self) -> dict[str, Any]:
+        """Return this process's parameters and buffers by name, in the memory that forward passes read; collective.
+
+        Of sharded parameters they are the shards: DTensors, or
+        :class:`~dstrat.interfaces.checkpoint_io.FlatShard`.  Tied parameters are the same object.  Callbacks that
+        average the weights read them after steps, and change them in place for an evaluation; they call
+        :meth:`accept_local_weights` then.  A strategy with ``replicates_state=False`` overrides both.
+
+        Raises:
+            ConflictError: The strategy has no such tensors.
+        """
+        if not self.replicates_state:
+            raise ConflictError(
+                f"{type(self).__name__} does not say which shards of the weights a process has (local_weights)"
+            )
+        return named_weights(self.module)
+
+    def accept_local_weights(self) -> None:
+        """Compute with the tensors of :meth:`local_weights`, which were changed in place; collective.
+
+        Copies of the weights that an optimizer has are not changed: the same values come back before the next step.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return state for a checkpoint besides module and optimizers, the same in every process; collective."""

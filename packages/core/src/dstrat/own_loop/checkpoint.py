@@ -100,9 +100,8 @@ def load(
     if strategy.optimizers:  # a loop that only evaluates has no position in training data
         restore_optimization(strategy, checkpoint, path)
         check_same_number("training loaders", list(loaders), entry["loaders"], path)
-        is_moved = checkpoint["world_size"] != strategy.world_size
         for loader, position in zip(loaders, entry["loaders"], strict=True):
-            loader.load_state_dict(position, scales=is_moved)
+            loader.load_state_dict(position, saved_world_size=checkpoint["world_size"])
         _restore_ranks(strategy, checkpoint, io, path, loaders)
     return dict(entry["state"])
 

@@ -18,6 +18,7 @@ from dstrat.data.resume import (
     Beginning,
     ResumedLoader,
     StatefulLoader,
+    convert_position,
     generator_states,
     is_stateful,
     restore_end_position,
@@ -108,18 +109,23 @@ class TrainingLoader:
         """Return the position, which is the same on every rank."""
         return {"epoch": self.epoch, "batches_done": self.batches_done, "length": length_of(self)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, scales: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, saved_world_size: int) -> None:
         """Continue at a saved position.
 
         Args:
             state: The result of :meth:`state_dict`.
-            scales: Whether to continue at the same fraction of the epoch instead of the same batch, because another
-                number of ranks shared the data.
+            saved_world_size: Number of ranks that shared the data.
         """
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
-        length = length_of(self)
-        if scales and length and state["length"]:
-            self.batches_done = self.batches_done * length // state["length"]
+        length, world_size = length_of(self), self._strategy.world_size
+        if saved_world_size != world_size and length and state["length"]:
+            self.batches_done, _ = convert_position(
+                self.batches_done,
+                saved_length=state["length"],
+                saved_world_size=saved_world_size,
+                length=length,
+                world_size=world_size,
+            )
 
     def rank_state(self) -> dict[str, Any]:
         """Return the random state and the loader's position on this rank."""

@@ -425,7 +425,7 @@ class OwnLoop:
         """Restore a checkpoint, and return the further state that was saved with it; every process calls it.
 
         Call it after :meth:`setup` and :meth:`training_loader`; accumulated gradients are cleared.  With the same
-        strategy and world size the loop continues bit for bit.  Otherwise the data continues at the same fraction of
+        strategy and world size the loop continues bit for bit.  Otherwise the data continues at the same part of
         the epoch, and the random state is not restored.
 
         Raises:

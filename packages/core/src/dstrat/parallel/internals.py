@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +69,25 @@ def count_collectives() -> int:
         with contextlib.suppress(RuntimeError):  # the backend does not count
             count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
     return count
+
+
+class RefusedCollectives(TorchDispatchMode):
+    """A context in which a collective raises an error before it begins.
+
+    Args:
+        error: The error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._error = error
+
+    def __torch_dispatch__(  # torch's name
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):  # of torch.distributed's functions, and of DTensor
+            raise self._error
+        return function(*args, **(kwargs or {}))
 
 
 # Pinned memory

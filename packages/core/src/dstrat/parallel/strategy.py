@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -23,10 +22,11 @@ from dstrat.parallel.process_group import (
     close_process_group,
     open_process_group,
 )
+from dstrat.parallel.shards import is_sharded
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
     import torch
@@ -99,12 +99,7 @@ class ParallelStrategy(Strategy):
         start_method: str | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
-        self.given_parts = dataclasses.replace(
-            self.given_parts,
-            parallel_devices=None if parallel_devices is None else tuple(parallel_devices),
-            cluster_environment=cluster_environment,
-        )
-        self.parts = self.given_parts.without_names()
+        self.add_components(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
         self._root_device: torch.device | None = None
         self._synchronized_norm: SynchronizedNorm | None = None
         self.process_group_backend = process_group_backend
@@ -126,12 +121,12 @@ class ParallelStrategy(Strategy):
     @property
     def parallel_devices(self) -> tuple[torch.device, ...]:
         """The devices of this machine, one for each local rank."""
-        return self._present(self.parts.parallel_devices, "devices")
+        return self._present(self.components.parallel_devices, "devices")
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
         """Where the job runs."""
-        return self._present(self.parts.cluster_environment, "cluster environment")
+        return self._present(self.components.cluster_environment, "cluster environment")
 
     @property
     def assigned_device(self) -> torch.device:
@@ -143,7 +138,7 @@ class ParallelStrategy(Strategy):
     @property
     def root_device(self) -> torch.device:
         if self._root_device is None:  # cached: needed with every batch, and reading the environment is slow
-            cls, accelerator = type(self), self.parts.accelerator
+            cls, accelerator = type(self), self.components.accelerator
             is_replaced = cls.assigned_device is not ParallelStrategy.assigned_device
             device = self.assigned_device if is_replaced else self.parallel_devices[self.local_rank]
             self._root_device = device if accelerator is None else accelerator.device_in_process(device)
@@ -244,6 +239,41 @@ class ParallelStrategy(Strategy):
         if isinstance(optimizer, LBFGS):  # its line search depends on the loss, which must be the same on all ranks
             return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.
+
+    def module_state_dict(self) -> dict[str, Any]:
+        state = super().module_state_dict()
+        if self.replicates_state or not any(map(is_sharded, state.values())):
+            return state
+        from dstrat.parallel.full_state import gather_state
+
+        return gather_state(state, self)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        if self.replicates_state:
+            super().load_module_state_dict(state, strict)
+            return
+        from dstrat.parallel.full_state import scatter_module_state
+
+        targets = self.sharded_module_state()
+        scatter_module_state(self, state, targets, strict=strict)
+        self.load_sharded_module_state(targets)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.replicates_state:
+            return super().optimizer_state(optimizer)
+        from dstrat.parallel.full_state import gather_optimizer_state
+
+        return gather_optimizer_state(self.sharded_optimizer_state(optimizer), self)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        if self.replicates_state:
+            super().load_optimizer_state(optimizer, state)
+            return
+        from dstrat.parallel.full_state import scatter_optimizer_state
+
+        self.load_sharded_optimizer_state(optimizer, scatter_optimizer_state(self, optimizer, state))
 
     # Communication
 

@@ -189,7 +189,7 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
 
 
 def _from_strategy(strategy: Selection[Strategy]) -> Iterator[tuple[Subject, Requested]]:
-    arguments = getattr(strategy.instance, "given_parts", None)
+    arguments = getattr(strategy.instance, "constructor_components", None)
     if not isinstance(arguments, Components):
         name = type(strategy.instance).__name__
         raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")

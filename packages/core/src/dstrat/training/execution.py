@@ -303,7 +303,7 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
         # stop together: callbacks may still communicate, so the strategy comes last.
         close = notify.pop(0)
         notify += [leave, close] if leave else [close]
-        cluster = run.strategy.parts.cluster_environment
+        cluster = run.strategy.components.cluster_environment
         # Last, as the scheduler ends the processes then.
         if cluster is not None and exception.signal == cluster.requeue_signal and run.is_global_zero:
             last = [partial(_requeue, cluster)]

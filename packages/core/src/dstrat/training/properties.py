@@ -126,12 +126,12 @@ class TrainerProperties(NamedArguments):
     @property
     def num_devices(self) -> int:
         """Number of devices of this machine that the job uses."""
-        return len(self.strategy.parts.parallel_devices or (self.strategy.root_device,))
+        return len(self.strategy.components.parallel_devices or (self.strategy.root_device,))
 
     @property
     def device_ids(self) -> list[int]:
         """Indices of the devices of this machine that the job uses."""
-        devices = self.strategy.parts.parallel_devices or (self.strategy.root_device,)
+        devices = self.strategy.components.parallel_devices or (self.strategy.root_device,)
         # The CPU has no index, however often a job uses it.
         return [index if device.index is None else device.index for index, device in enumerate(devices)]
 
@@ -165,7 +165,7 @@ class TrainerProperties(NamedArguments):
     @property
     def restart_count(self) -> int:
         """Number of restarts of the job so far, including those of torchrun."""
-        cluster = self.strategy.parts.cluster_environment
+        cluster = self.strategy.components.cluster_environment
         return max(len(self.failed_attempts), 0 if cluster is None else cluster.attempt)
 
     # Stage and counters

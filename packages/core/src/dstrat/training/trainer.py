@@ -274,7 +274,7 @@ class Trainer(TrainerProperties):
         self.run = Run(self)
         check_preemption(
             preemption_deadline,
-            self.strategy.parts.cluster_environment,
+            self.strategy.components.cluster_environment,
             saves_checkpoints=bool(self.checkpoint_callbacks),
         )
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.shards import local_boxes
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.process_group import close_process_group, open_process_group
+from dstrat.parallel.shards import local_boxes
 
 SHAPES = {"matrix": (5, 7), "cube": (3, 4, 5), "vector": (11,), "scalar": (), "thin": (1, 6, 1)}
 

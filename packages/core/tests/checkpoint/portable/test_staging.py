@@ -7,8 +7,9 @@ import torch
 
 from dstrat.checkpoint.portable import checkpoint_io
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO, StagingMemory
+from dstrat.checkpoint.portable.payload import Payload
 from dstrat.checkpoint.portable.save import arrange
-from dstrat.checkpoint.portable.shards import LocalBox, Payload
+from dstrat.parallel.shards import LocalBox
 
 
 def shard(*sizes):

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dstrat import BatchSizeFinder, Callback, DataModule, LearningRateFinder, TrainModule, Tuner
 from dstrat.errors import ConflictError, MisuseError, RequestError
 
+pytestmark = pytest.mark.usefixtures("quick_collections")  # the finder of batch sizes makes several
+
 DATA = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
 
 

@@ -141,6 +141,7 @@ def test_rank_that_works_for_long_is_no_hang(fit):
     fit(Misbehaves("on_train_epoch_end", 0, lambda: compute(2)), hang_seconds=0.5)
 
 
+@pytest.mark.slow
 def test_rank_at_work_that_is_looked_at_in_a_collective_is_no_hang(fit):
     # The file says that the function is one of torch.distributed.
     file = Path(torch.distributed.__file__).with_name("wait.py")
@@ -178,6 +179,7 @@ trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("waiting", "who"),
     [

@@ -84,6 +84,7 @@ def test_checkpoint_is_saved_after_a_slow_step(training, tmp_path, devices, numb
     assert f"ended after {24 // devices}" in out
 
 
+@pytest.mark.slow
 def test_save_that_may_take_too_long_is_reported(training):
     process = training(2, deadline=4.0, step_seconds=0.6, save_seconds=5.0)
     assert process.next_lines(2) == ["running\n"] * 2

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from dstrat.errors import RankFailedError
 from dstrat.training.loops import stopping
 from dstrat.training.loops.evaluation_loop import pad_to_longest
 
@@ -149,6 +150,33 @@ def test_steps_of_the_second_loader_may_communicate_where_those_of_the_first_do_
     trainer = quiet_trainer(strategy=averaging(timeout=timedelta(seconds=20)), devices=2)
     results = trainer.validate(make_line(Two))
     assert [sum(values.values()) for values in results] == [5.0, 6.0]
+
+
+# Ranks without any batch
+
+
+def test_a_step_that_would_wait_for_a_rank_without_batches_is_an_error(
+    quiet_trainer, line_class, make_line, loader, averaging
+):
+    class Gathering(line_class):
+        def validation_step(self, batch, batch_idx):
+            self.all_gather(batch[0])
+
+    trainer = quiet_trainer(strategy=averaging(timeout=timedelta(seconds=20)), devices=2)
+    message = "validation_step communicates on rank 0 of 2, and another rank has no batch"
+    with pytest.raises(RankFailedError, match=message):
+        trainer.validate(make_line(Gathering), loader(count=1))
+
+
+def test_a_stream_without_a_batch_for_one_rank_is_an_error_where_steps_communicate(
+    quiet_trainer, line_class, communicating
+):
+    class Streamed(line_class):
+        def val_dataloader(self):
+            return ([torch.ones(4, 8), torch.ones(4, 1)] for _ in range(1 - self.global_rank))
+
+    with pytest.raises(RankFailedError, match="gave no batch on rank 1 of 2, and each step of Communicating"):
+        quiet_trainer(strategy=communicating(), devices=2).validate(Streamed())
 
 
 # Fewer batches than ranks

@@ -10,14 +10,15 @@ from typing_extensions import override
 
 from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import BUCKET
+from dstrat.checkpoint.portable.payload import Payload, as_bytes, host_memory, wait_for_devices
 from dstrat.checkpoint.portable.ranks import ChannelRanks, GroupRanks, Ranks
-from dstrat.checkpoint.portable.shards import LocalBox, Payload, as_bytes, host_memory, wait_for_devices
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.errors import CheckpointError, StoreError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.parallel.internals import empty_host_cache
 from dstrat.parallel.job import current_job, rank_and_size
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.shards import LocalBox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

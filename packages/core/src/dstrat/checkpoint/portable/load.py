@@ -22,17 +22,18 @@ from dstrat.checkpoint.portable.format import (
     dtype_named,
     rank_file,
 )
-from dstrat.checkpoint.portable.shards import as_bytes, local_boxes
+from dstrat.checkpoint.portable.payload import as_bytes
 from dstrat.checkpoint.portable.storage import map_in_threads
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
+from dstrat.parallel.shards import local_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.checkpoint.portable.index import Piece, TensorEntry
     from dstrat.checkpoint.portable.reader import CheckpointReader
-    from dstrat.checkpoint.portable.shards import LocalBox
+    from dstrat.parallel.shards import LocalBox
 
 
 _PER_RANK_PREFIX = name_of([PER_RANK, ""])

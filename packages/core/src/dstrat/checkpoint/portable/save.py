@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.index import TensorEntry
+    from dstrat.checkpoint.portable.payload import Payload
     from dstrat.checkpoint.portable.ranks import Ranks
-    from dstrat.checkpoint.portable.shards import Payload
     from dstrat.checkpoint.portable.storage import Unfinished
 
 

@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.portable.format import DTYPES, MEBIBYTE, dtype_name, dump_json, parse_json
 from dstrat.checkpoint.portable.index import TensorEntry
-from dstrat.checkpoint.portable.shards import (
-    LocalBox,
-    Payload,
-    check_kind,
-    holders,
-    is_distributed,
-    local_boxes,
-    memory_key,
-)
+from dstrat.checkpoint.portable.payload import Payload, check_kind, memory_key
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
+from dstrat.parallel.shards import LocalBox, holders, is_distributed, local_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

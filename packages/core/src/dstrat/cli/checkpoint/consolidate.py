@@ -65,8 +65,9 @@ def check_absent(output: CheckpointPath) -> None:
 
 def _write_weights(folder: CheckpointReader, output: CheckpointPath, advance: Callable[[int], None]) -> int:
     from dstrat.checkpoint.portable.load import read_tensors
+    from dstrat.checkpoint.portable.payload import Payload
     from dstrat.checkpoint.portable.save import arrange, write_shard_file
-    from dstrat.checkpoint.portable.shards import LocalBox, Payload
+    from dstrat.parallel.shards import LocalBox
 
     names = [name for name in folder.index() if name.startswith(_WEIGHTS)]
     if not names:

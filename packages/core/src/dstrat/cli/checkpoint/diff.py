@@ -109,7 +109,7 @@ def _tensor_distance(one: Tensor, other: Tensor) -> str | None:
     """Return the distance of two tensors with the same shape and dtype as text; None if their bits are equal."""
     import torch
 
-    from dstrat.checkpoint.portable.shards import as_bytes
+    from dstrat.checkpoint.portable.payload import as_bytes
 
     if torch.equal(as_bytes(one), as_bytes(other)):  # by bits, so that NaN is equal to itself
         return None

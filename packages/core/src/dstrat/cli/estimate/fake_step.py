@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrat.errors import DstratError, MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
 
@@ -212,9 +212,8 @@ def _loss(output: Any) -> Tensor:
         output = output["loss"]
     elif isinstance(getattr(output, "loss", None), Tensor):
         output = output.loss
-    tensors: list[Tensor] = []
-    apply_to_tensors(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    means = [tensor.float().mean() if tensor.dim() else tensor for tensor in tensors if tensor.requires_grad]
+    trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    means = [tensor.float().mean() if tensor.dim() else tensor for tensor in trained]
     if not means:
         raise MisuseError(f"the step returned {type(output).__name__} without a gradient, so that nothing is trained")
     return means[0] if len(means) == 1 else torch.stack(means).sum()
@@ -222,8 +221,7 @@ def _loss(output: Any) -> Tensor:
 
 def _resized(batch: Any, size: int | None) -> Any:
     """Return a fake batch, with another size unless that is None: the first dimension of its first tensor."""
-    sizes: list[int] = []
-    apply_to_tensors(batch, lambda t: sizes.append(t.shape[0] if t.dim() else 0) or t)  # type: ignore[func-returns-value]
+    sizes = [len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)]
 
     def resize(tensor: Tensor) -> Tensor:
         has_batch = size is not None and tensor.dim() > 0 and tensor.shape[0] == sizes[0]

@@ -42,7 +42,7 @@ def draw_in_terminal(curves: Sequence[Curve], width: int, height: int, *, has_co
         curves: The curves.
         width: Number of columns.
         height: Number of lines above the axis.
-        has_colors: Whether the terminal shows colours.
+        has_colors: Whether the terminal shows enough colours to tell curves apart; they are letters otherwise.
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point.value)]
     lowest, highest = _range([point.value for point in points])

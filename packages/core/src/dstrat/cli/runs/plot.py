@@ -50,7 +50,8 @@ def plot(metric: str, runs: tuple[str, ...], output: Path | None) -> None:
     curves = [Curve(run.name, run.curves[metric]) for run in drawable]
     if output is None:
         console = Console(highlight=False)
-        lines = draw_in_terminal(curves, console.width, _LINES, has_colors=console.color_system is not None)
+        has_colors = console.color_system in {"256", "truecolor"}  # of 16 colours, two of ours would be the same
+        lines = draw_in_terminal(curves, console.width, _LINES, has_colors=has_colors)
         console.print(metric, style="bold")
         for line in lines:
             console.print(line, no_wrap=True, overflow="ellipsis")

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dstrat.cli.estimate.command import load_factory
 from dstrat.cli.estimate.fake_step import read_training
 from dstrat.errors import MisuseError, RequestError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.loops.sources import DataSources
 from dstrat.training.module.train_module import TrainModule
@@ -120,7 +120,7 @@ def _of_script(source: str, steps: int) -> VerifiedTraining:
     else:
         raise MisuseError(f"{source!r} ended without a call of trainer.fit: verify a script that trains")
     finally:
-        Trainer.fit, sys.argv[:] = fit, arguments  # type: ignore[method-assign]
+        Trainer.fit, sys.argv[:] = fit, arguments  # type: ignore[method-assign]  # likewise
         sys.path[:] = path
     if sources.datamodule is not None:
         sources.datamodule.prepare_data()
@@ -158,11 +158,13 @@ def record(
     module = copy.deepcopy(training.module)
     if training.make_optimizers is not None:
         make = training.make_optimizers
-        module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]
+        module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]  # of this copy
     batches = training.batches
     if shows_gradients:
         batches = batches[:1]
-        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)  # type: ignore[method-assign]
+        module.configure_optimizers = lambda: torch.optim.SGD(  # type: ignore[method-assign]  # likewise
+            module.parameters(), lr=LEARNING_RATE
+        )
         options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     torch.manual_seed(0)
     trainer = Trainer(
@@ -247,8 +249,7 @@ class Recorder(Callback):
         outputs = self._values["outputs"]
 
         def note(_layer: Module, _inputs: Any, output: Any) -> None:
-            tensors: list[Tensor] = []
-            apply_to_tensors(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+            tensors = tensors_in(output)
             if tensors and tensors[0].dim() and tensors[0].is_floating_point():
                 full: Any = tensors[0].detach()
                 full = full.full_tensor() if hasattr(full, "full_tensor") else full
@@ -258,9 +259,7 @@ class Recorder(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
         if batch_idx == 0:
-            sizes: list[int] = []
-            apply_to_tensors(batch, lambda tensor: sizes.append(len(tensor) if tensor.dim() else 0) or tensor)  # type: ignore[func-returns-value]
-            self._values["samples"] = max(sizes, default=0)
+            self._values["samples"] = max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=0)
 
     def on_train_batch_end(self, trainer: Trainer, *hook_arguments: Any) -> None:
         outputs = hook_arguments[1]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrat.checkpoint.full_state import full_optimizer_state
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.shards import local_tensor
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.checkpoint_io import CheckpointIO, FlatShard
 from dstrat.interfaces.memory import TrainingSize
+from dstrat.parallel.shards import local_tensor
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.ranks.jobs import Subject, open_strategy, run_in_team
 from dstrat.testing.ranks.modules import GLOBAL_BATCH, NETS, Net, dataset
@@ -250,12 +250,31 @@ def round_trip(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[
 def full_state(strategy: Any) -> dict[str, Any]:
     """Return the state of a strategy's module and optimizer as plain values; of the first rank; collective."""
     module = strategy.module_state_dict()
-    optimizers = [full_optimizer_state(strategy, optimizer) for optimizer in strategy.optimizers]
+    optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
     return {"module": _plain(module), "optimizer": _plain(optimizers)}
 
 
-def state_sizes(rank_context: RankContext, subject: Subject, work: Fit) -> tuple[MemoryLayout | None, dict[str, int]]:
-    """Train; return the memory that the strategy declares, and the bytes of a rank's state for a checkpoint.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSize:
+    """Bytes of a rank's state for a checkpoint.
+
+    Attributes:
+        declared: What the strategy declares that the rank holds.
+        full: What a rank would hold if nothing was divided.
+        returned: What the strategy returns.
+        communicated: Tensors that torch.distributed sent or received for that.
+    """
+
+    declared: int
+    full: int
+    returned: int
+    communicated: int
+
+
+def state_sizes(
+    rank_context: RankContext, subject: Subject, work: Fit
+) -> tuple[MemoryLayout | None, dict[str, StateSize]]:
+    """Train; return the memory that the strategy declares, and the sizes of a rank's state for a checkpoint.
 
     Args:
         rank_context: This rank.
@@ -273,14 +292,39 @@ class _StateSizes(Callback):
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.layout: MemoryLayout | None = None
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, StateSize] = {}
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy, work = trainer.strategy, module.shape
         numels = [parameter.numel() for parameter in NETS[work.net](work, None).parameters()]
-        self.layout = strategy.memory_layout(_training_size(module, strategy, numels, self.world_size))
-        optimizers = [strategy.sharded_optimizer_state(optimizer) for optimizer in strategy.optimizers]
-        self.sizes = {"module": _num_bytes(strategy.sharded_module_state()), "optimizer": _num_bytes(optimizers)}
+        training = _training_size(module, strategy, numels, self.world_size)
+        self.layout, full = strategy.memory_layout(training), training.replicated
+        if self.layout is None:
+            return
+        states = {
+            "module": ("parameters", strategy.sharded_module_state),
+            "optimizer": ("optimizer_state", lambda: list(map(strategy.sharded_optimizer_state, strategy.optimizers))),
+        }
+        for name, (field, state_of) in states.items():
+            with _CommunicatedBytes() as communicated:  # type: ignore[no-untyped-call]  # torch's constructor
+                state = state_of()
+            self.sizes[name] = StateSize(
+                declared=getattr(self.layout, field) + self.layout.host,
+                full=getattr(full, field),
+                returned=_num_bytes(state),
+                communicated=communicated.count,
+            )
+
+
+class _CommunicatedBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors in calls of torch.distributed's collectives, by this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.count += _num_bytes(args)
+        return function(*args, **(kwargs or {}))
 
 
 def _training_size(module: torch.nn.Module, strategy: Any, numels: list[int], world_size: int) -> TrainingSize:

@@ -48,14 +48,24 @@ class Checkpoints(StrategyTests):
                 not_declared(f"{self.alias} does not declare its memory (memory_layout returns None)")
             if layout.assumption:
                 not_declared(f"{self.alias} declares its memory for some modules: {layout.assumption}")
-            declared = {"module": layout.parameters + layout.host, "optimizer": layout.optimizer_state + layout.host}
             for name, size in sizes.items():
-                if size > _LARGER * declared[name]:
+                expected = (
+                    f"sharded_{name}_state returns what the rank has, without communication: DTensors, FlatShards, or "
+                    "entries of this rank's parameters only."
+                )
+                if size.returned > _LARGER * size.declared:
                     fail(
-                        f"rank {rank} of {pair} returns {size} bytes as the state of the {name} for a checkpoint, and "
-                        f"memory_layout declares {declared[name]} on each rank: a save gathers what is divided",
-                        expected=f"sharded_{name}_state returns what the rank has: DTensors, FlatShards, or entries of "
-                        "this rank's parameters only.",
+                        f"rank {rank} of {pair} returns {size.returned} bytes as the state of the {name} for a "
+                        f"checkpoint, and memory_layout declares {size.declared} on each rank: a save gathers what is "
+                        "divided",
+                        expected=expected,
+                    )
+                if size.declared < size.full and size.communicated > size.declared:
+                    fail(
+                        f"rank {rank} of {pair} communicates {size.communicated} bytes for the state of the {name} in "
+                        f"a checkpoint, and memory_layout declares {size.declared} on each rank: a save sends what is "
+                        "divided",
+                        expected=expected,
                     )
 
     @standard("processes", "checkpoints")

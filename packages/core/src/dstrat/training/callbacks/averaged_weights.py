@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.checkpoint.portable.shards import local_tensor, with_local
+from dstrat.parallel.shards import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -178,7 +178,7 @@ class BackgroundSaves:
                 self._put(self._replaced)
 
     def _put(self, checkpoint_io: CheckpointIO) -> None:
-        self._strategy.parts = dataclasses.replace(self._strategy.parts, checkpoint_io=checkpoint_io)
+        self._strategy.components = dataclasses.replace(self._strategy.components, checkpoint_io=checkpoint_io)
 
 
 def wait_for_writes(strategy: Strategy) -> None:

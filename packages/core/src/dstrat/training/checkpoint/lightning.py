@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dstrat.checkpoint.full_state import number_parameters
 from dstrat.checkpoint.portable.decode import split_name
 from dstrat.checkpoint.torch_file import StandInCheckpointIO, without_stand_ins
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
-from dstrat.interfaces.state_dict import listed
+from dstrat.interfaces.state_dict import listed, number_parameters
 from dstrat.plugins.known import pip_command
 from dstrat.training.checkpoint.restore import training_entries
 from dstrat.training.checkpoint.save import CHECKPOINT_VERSION

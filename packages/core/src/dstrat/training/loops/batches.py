@@ -110,18 +110,6 @@ class TrainingData:
             torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
         return True
 
-    def scaled(self, batches_done: int, other_length: int | None) -> int:
-        """Return the number of batches for the same fraction of an epoch on another number of ranks.
-
-        Args:
-            batches_done: Number of batches that each rank had done.
-            other_length: Number of batches in the epoch of those ranks; None if it is unknown.
-        """
-        if not self.length or not other_length:
-            return batches_done
-        scaled = batches_done * self.length // other_length
-        return scaled - scaled % self.batches_per_item
-
     def check_position(self, batches_done: int) -> None:
         """Check that an epoch can be resumed after a number of batches.
 

@@ -19,6 +19,7 @@ from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader, s
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.launch.job import describe_unpicklable
+from dstrat.parallel.internals import RefusedCollectives
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import batch_mover, device_batches, device_to_copy_ahead_to, prefetching_strategy
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
@@ -109,6 +110,7 @@ class EvaluationLoop:
         self._passed_loaders = passed  # undivided, for padding batches of a rank without any
         self._longest: list[int] | None = None
         self._are_known: list[bool] = []  # whether all ranks know the length of a loader
+        self._reach_all_ranks: list[bool] = []  # whether each rank has a batch of a loader
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
             if limited != count:
@@ -238,9 +240,11 @@ class EvaluationLoop:
         if self._longest is None:  # kept until the loaders change: one collective, not one per validation
             lengths = [-1 if count is None else count for count in self.num_batches]
             unknown = [int(count is None) for count in self.num_batches]
-            most = strategy.reduce(strategy.from_host(torch.tensor([*lengths, *unknown])), reduce_op="max")
-            longest, any_unknown = most.reshape(2, -1).tolist()
-            self._longest, self._are_known = longest, [not number for number in any_unknown]
+            without = [int(count == 0) for count in self.num_batches]
+            most = strategy.reduce(strategy.from_host(torch.tensor([lengths, unknown, without])), reduce_op="max")
+            self._longest, any_unknown, any_without = most.tolist()
+            self._are_known = [not number for number in any_unknown]
+            self._reach_all_ranks = [not number for number in any_without]
         if strategy.evaluates_together:  # these pad in any case
             return [0] * len(counts)
         longest = [_smaller(count, at_most) or 0 for count in self._longest]
@@ -256,7 +260,7 @@ class EvaluationLoop:
         index_for_step = (dataloader_idx,) if takes_loader else ()
         # Looked up once, as attributes cost time for each batch.
         logged, keeps = self.logged, self.keeps_outputs
-        step = self._observed_step() if num_missing else self._step  # only a rank that pads must know its last batch
+        step = self._step_for(dataloader_idx, num_missing)
         is_alone, interruption = self._votes is None, self._run.interruption
         publishes = bool(self._run.settings.output.log_every_n_steps and self._run.loggers)
         batch_start = self._with_index(f"on_{self._purpose}_batch_start", 2, dataloader_idx)
@@ -290,6 +294,14 @@ class EvaluationLoop:
         logged.in_step, logged.dataloader_idx, logged.batch = False, None, None
         return 0 if batch_idx < 0 else batch_idx + self._per_item
 
+    def _step_for(self, dataloader_idx: int, num_missing: int) -> Callable[..., Any]:
+        """Return the step for the batches of a loader, which takes care of ranks with fewer of them."""
+        if num_missing:  # only a rank that pads must know its last batch
+            return self._observed_step()
+        if self._votes is None or self._run.strategy.evaluates_together or self._reach_all_ranks[dataloader_idx]:
+            return self._step
+        return self._step_without_collectives()
+
     def _observed_step(self) -> Callable[..., Any]:
         """Return the step, observed for its batch and for whether it communicates."""
         self._step_communicates = False
@@ -303,6 +315,21 @@ class EvaluationLoop:
             return outputs
 
         return observed
+
+    def _step_without_collectives(self) -> Callable[..., Any]:
+        """Return the step, in which a collective would wait for ever for a rank without any batch."""
+        strategy, name = self._run.strategy, f"{self._purpose}_step"
+        error = MisuseError(
+            f"{name} communicates on rank {strategy.global_rank} of {strategy.world_size}, and another rank has no "
+            f"batch, so that it does not run {name}: give each rank a batch, or communicate in "
+            f"on_{self._purpose}_epoch_end"
+        )
+
+        def refusing(*args: Any) -> Any:
+            with RefusedCollectives(error):
+                return self._step(*args)
+
+        return refusing
 
     def _pad(self, dataloader_idx: int, batch_idx: int, num_steps: int) -> None:
         """Run steps without results if steps communicate, as those of other ranks wait for this one then.
@@ -409,6 +436,9 @@ def pad_to_longest(
 
     Yields:
         A batch, and whether it is this process's own, not padding.
+
+    Raises:
+        MisuseError: Another process has batches, and there is none for this one.
     """
     iterator, nothing = iter(batches), object()
     last = nothing
@@ -422,7 +452,13 @@ def pad_to_longest(
             last = _copied(batch)
             yield batch, True
         else:
-            last = next(iter(substitutes)) if last is nothing else last
+            if last is nothing:
+                last = next(iter(substitutes), nothing)
+            if last is nothing:
+                raise MisuseError(
+                    f"a loader for evaluation gave no batch on rank {strategy.global_rank} of {strategy.world_size}, "
+                    f"and each step of {type(strategy).__name__} communicates: give each rank a batch at least"
+                )
             yield _copied(last), False
 
 

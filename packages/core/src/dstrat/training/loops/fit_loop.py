@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dstrat.data.random_state import RandomState, RankRandomState
+from dstrat.data.resume import convert_position
 from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -151,18 +152,20 @@ class FitLoop(Position):
 
     def _scale_position(self) -> None:
         """Convert the counters of batches of another number of ranks, which had other shares of the data."""
-        self.batches_done = self.data.scaled(self.batches_done, self.pending.saved_length)
-        if self.pending.resume is not None and self.data.length and self.pending.saved_length:
-            ratio, saved = self.pending.saved_world_size / self._run.world_size, self.pending.saved_length
-            # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the
-            # numbers of ranks do not explain it, as the batch size has changed too, or no rank has a share.
-            is_rounded_up = (saved - 1) * ratio < self.data.length < saved * ratio + 1
-            is_rounded_down = saved * ratio - 1 < self.data.length < (saved + 1) * ratio
-            if not (is_rounded_up or is_rounded_down):
-                ratio = self.data.length / saved
-            self.pending.resume.batch_ratio = ratio
-            self.group_weight *= ratio
-        self.pending.saved_world_size = 0
+        pending = self.pending
+        if self.data.length and pending.saved_length:
+            done, ratio = convert_position(
+                self.batches_done,
+                saved_length=pending.saved_length,
+                saved_world_size=pending.saved_world_size,
+                length=self.data.length,
+                world_size=self._run.world_size,
+            )
+            self.batches_done = done - done % self.data.batches_per_item
+            if pending.resume is not None:
+                pending.resume.batch_ratio = float(ratio)
+                self.group_weight *= float(ratio)
+        pending.saved_world_size = 0
 
     def _run_epoch(self) -> None:
         run, hooks = self._run, self._run.hooks

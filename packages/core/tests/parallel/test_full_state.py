@@ -13,17 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dstrat import ParallelStrategy
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.clusters.local import LocalEnvironment
-from dstrat.checkpoint.full_state import (
-    agree_on,
-    gather_state,
-    name_parameters,
-    number_parameters,
-    scatter_module_state,
-    scatter_optimizer_entries,
-)
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
+from dstrat.interfaces.state_dict import name_parameters, number_parameters
 from dstrat.launch.local import LocalLauncher
+from dstrat.parallel.full_state import agree_on, gather_state, scatter_module_state, scatter_state
 from dstrat.parallel.process_group import close_process_group, open_process_group
 
 WHOLE = torch.arange(15.0).reshape(5, 3)
@@ -71,11 +65,17 @@ def scatter_too_large(strategy):
         scatter_module_state(strategy, state, strategy.module.state_dict(), strict=True)
 
 
-def scatter_optimizer(strategy):
-    entries = {"weight": {"step": 3, "mean": WHOLE}} if strategy.is_global_zero else {}
-    rows = slice(0, 2) if strategy.is_global_zero else slice(2, 5)
-    found = scatter_optimizer_entries(strategy, entries, lambda name, whole: (name, whole[rows].tolist()))
-    return found == {"weight": {"step": 3, "mean": ("weight", WHOLE[rows].tolist())}}
+def scatter_nested(strategy):
+    entry = {"step": 3, "mean": WHOLE}
+    state = {"cut": entry, "whole": entry, "foreign": entry} if strategy.is_global_zero else {}
+    shard = flat_shard(torch.zeros(5, 3))
+    found = scatter_state(strategy, state, {"cut": {"mean": shard}, "foreign": None})
+    return (
+        found.keys() == {"cut", "whole"}
+        and found["cut"] == {"step": 3, "mean": shard}
+        and torch.equal(shard.local, flat_shard(WHOLE).local)
+        and torch.equal(found["whole"]["mean"], WHOLE)
+    )
 
 
 class Alone(ParallelStrategy):
@@ -90,7 +90,7 @@ class Alone(ParallelStrategy):
 
 def test_counts_of_steps_do_not_pass_through_the_device():
     entries = {"weight": {"step": torch.tensor(3.0)}}
-    found = scatter_optimizer_entries(Alone(), entries, lambda name, value: value)
+    found = scatter_state(Alone(), entries, {})
     assert (float(found["weight"]["step"]), found["weight"]["step"].device.type) == (3.0, "cpu")
 
 
@@ -117,7 +117,7 @@ def run_all(functions):
 @pytest.fixture(scope="module")
 def ranks():
     """What each function returns in each of two ranks."""
-    functions = (gather, scatter_module, scatter_too_large, scatter_optimizer, disagree)
+    functions = (gather, scatter_module, scatter_too_large, scatter_nested, disagree)
     return LocalLauncher(num_processes=2, start_method="fork").launch(run_all, functions)
 
 
@@ -130,8 +130,8 @@ def test_each_rank_takes_its_elements_of_the_module(ranks):
     assert [found["scatter_module"] for found in ranks] == [(elements[:10], 4.0), (elements[10:], 4.0)]
 
 
-def test_each_rank_takes_its_share_of_the_optimizer(ranks):
-    assert [found["scatter_optimizer"] for found in ranks] == [True, True]
+def test_each_rank_takes_what_its_template_has_of_a_state(ranks):
+    assert [found["scatter_nested"] for found in ranks] == [True, True]
 
 
 def test_all_ranks_raise_what_rank_0_finds(ranks):

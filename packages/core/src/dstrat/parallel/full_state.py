@@ -1,0 +1,263 @@
+"""Full state of a sharded module and its optimizers: gathered on rank 0, scattered from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import CheckpointError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.checkpoint_io import FlatShard
+from dstrat.interfaces.state_dict import (
+    group_names,
+    groups_misfit,
+    has_standard_layout,
+    is_extra_state,
+    misfit,
+    name_parameters,
+    number_parameters,
+)
+from dstrat.parallel.shards import holders, local_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.strategy import Strategy
+    from dstrat.parallel.shards import LocalBox
+
+_BACKENDS_OF_HOSTS = ("gloo", "mpi")
+
+
+def agree_on(strategy: Strategy, find_problem: Callable[[], str | None]) -> None:
+    """Raise an error of rank 0 on every rank, so that the others do not wait for rank 0 in a collective; collective.
+
+    Args:
+        strategy: Broadcasts the result of the check.
+        find_problem: Called on rank 0 only, which alone has the full state; returns a message, or None.
+
+    Raises:
+        CheckpointError: ``find_problem`` returned a message.
+    """
+    problem = strategy.broadcast(find_problem() if strategy.is_global_zero else None)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+# Gathering
+
+
+def gather_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Return the full state on the CPU of rank 0, and an empty dict on the other ranks; collective.
+
+    Tensors are gathered one by one, so that the device holds at most one full tensor at a time.
+
+    Args:
+        state: A nested state with the same structure on every rank, whose shards are DTensors or FlatShards.
+        strategy: Has the rank and the device.
+    """
+
+    def gather_tensor(tensor: Tensor) -> Tensor | None:
+        full = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        return full.detach().cpu() if strategy.is_global_zero else None
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: gather(inner) for key, inner in value.items()}
+        if isinstance(value, FlatShard):
+            return gather_tensor(_sum_on_rank_0(value, _device(strategy)))
+        return apply_to_tensors(value, gather_tensor)
+
+    gathered: dict[str, Any] = gather(state)
+    return gathered if strategy.is_global_zero else {}
+
+
+def _sum_on_rank_0(shard: FlatShard, device: torch.device) -> Tensor:
+    full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+    shard.taken_from(full).copy_(shard.local)
+    # As bytes, since each element is non-zero on one rank only: a sum of bytes is exact for every dtype, also for
+    # those that the backend cannot reduce.
+    dist.reduce(full.view(-1).view(torch.uint8), 0)
+    return full
+
+
+def gather_optimizer_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Return the full state of an optimizer on rank 0, and an empty dict on the other ranks; collective.
+
+    Args:
+        state: A state of :meth:`~dstrat.interfaces.strategy.Strategy.sharded_optimizer_state`, whose entries of
+            parameters are shards, or exist on one rank each.
+        strategy: Has the rank and the device.
+    """
+    if not has_standard_layout(state):
+        return gather_state(state, strategy)
+    entries = state["state"]
+    names = [strategy.broadcast(sorted(entries), src=rank) for rank in range(strategy.world_size)]
+    common = set(names[0]).intersection(*names)
+    gathered = gather_state({**state, "state": {name: entries[name] for name in sorted(common)}}, strategy)
+    for rank, names_of_rank in enumerate(names):  # the entries of one rank at a time
+        if common.issuperset(names_of_rank):
+            continue
+        local = {}
+        if rank == strategy.global_rank:
+            local = {name: entries[name] for name in names_of_rank if name not in common}
+        received = strategy.broadcast(apply_to_tensors(local, Tensor.cpu), src=rank)
+        if strategy.is_global_zero:
+            gathered["state"] |= received
+    return number_parameters(gathered) if strategy.is_global_zero else {}
+
+
+@torch.no_grad()
+def full_tensor(sharded: DTensor) -> Tensor:
+    """Return the full tensor of a DTensor, on every rank and on its device; collective over all ranks of the job."""
+    if not any(getattr(placement, "split_factor", 1) > 1 for placement in sharded.placements):
+        full: Tensor = sharded.full_tensor()
+        return full
+    # torch 2.9 gathers rows in a wrong order if two dimensions of the mesh shard one dimension of the tensor unevenly
+    # (split_factor).  A sum of bytes, to which one rank adds each box, does not depend on an order.
+    sum_of_boxes = torch.zeros(sharded.shape, dtype=sharded.dtype, device=sharded.device)
+    if holders(sharded)[0] == dist.get_rank():
+        for box in local_boxes(sharded):
+            sum_of_boxes[_slices(box)] = box.tensor
+    dist.all_reduce(sum_of_boxes.view(torch.uint8))
+    return sum_of_boxes
+
+
+# Scattering
+
+
+def scatter_module_state(
+    strategy: Strategy, state: Mapping[str, Any], targets: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Load the full state of rank 0 into a module: each rank copies its shards, one tensor at a time; collective.
+
+    Args:
+        strategy: Has the module, the rank and the device.
+        state: The full state by name; ignored on all ranks but rank 0.
+        targets: This rank's tensors, DTensors or FlatShards of the module's state, by name.
+        strict: Whether missing and unexpected names are an error; otherwise they are logged.
+
+    Raises:
+        CheckpointError: Names are missing or unexpected, or a tensor has another shape.
+    """
+    agree_on(strategy, lambda: misfit(strategy.module, targets, state, strict=strict))
+    tensors = {
+        name: target
+        for name, target in targets.items()
+        if isinstance(target, Tensor | FlatShard) and not is_extra_state(name)
+    }
+    filled = scatter_state(strategy, {name: state[name] for name in targets if name in state}, tensors)
+    extra = {name: value for name, value in filled.items() if name not in tensors}
+    if extra:  # extra states, and values that are not tensors
+        strategy.module.load_state_dict(extra, strict=False)
+
+
+def scatter_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's shards of the full state of an optimizer, by the names of its parameters; collective.
+
+    Args:
+        strategy: Has the optimizer's template, the rank and the device.
+        optimizer: The optimizer, which is not changed.
+        state: A result of :func:`gather_optimizer_state`; ignored on all ranks but rank 0.
+
+    Raises:
+        CheckpointError: It is the state of other parameters.
+    """
+    current = strategy.sharded_optimizer_state(optimizer)
+    if has_standard_layout(current):
+        names = group_names(current)
+        agree_on(strategy, lambda: groups_misfit(optimizer, names, group_names(state)))
+        state = name_parameters(state, names) if strategy.is_global_zero else {}
+    return scatter_state(strategy, state, strategy.optimizer_template(optimizer))
+
+
+def scatter_state(strategy: Strategy, state: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's shards of the full state of rank 0; collective.
+
+    Args:
+        strategy: Has the rank and the device.
+        state: A nested state; ignored on all ranks but rank 0.
+        template: This rank's tensors, DTensors or FlatShards at the same paths, which are overwritten and returned.
+            A tensor that it lacks, or has in another shape, is returned in full; below a None nothing is returned.
+    """
+    outline = strategy.broadcast(_outline(state))
+
+    def receive(value: Any, source: Any, target: Any) -> Any:
+        if isinstance(value, Mapping):
+            source, target = source or {}, {} if target is None else target
+            received = {}
+            for key, inner in value.items():
+                # Received also where it is not wanted, as the other ranks take part.
+                tensors = receive(inner, source.get(key), target.get(key, {}))
+                if target.get(key, {}) is not None:
+                    received[key] = tensors
+            return received
+        full = _broadcast_tensor(source, value, strategy) if isinstance(value, _TensorOutline) else value
+        if isinstance(full, Tensor) and isinstance(target, Tensor | FlatShard) and target.shape == full.shape:
+            copy_full(target, full)
+            return target
+        return full
+
+    scattered: dict[str, Any] = receive(outline, state, template)
+    return scattered
+
+
+def _outline(value: Any) -> Any:
+    """Return a nested state with an outline of each tensor in it, but that of scalars and of lists complete."""
+    if isinstance(value, Mapping):
+        return {key: _outline(inner) for key, inner in value.items()}
+    if isinstance(value, Tensor) and value.dim():
+        return _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
+    # Sent at once, and left on the CPU, such as counts of steps: optimizers read these in each step, and move others to
+    # their parameter when they load them.  A copy, as the optimizer counts on in the tensor that it loads.
+    return apply_to_tensors(value, lambda tensor: tensor.to("cpu", copy=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TensorOutline:
+    """Shape and dtype of a tensor, which the other ranks need to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _broadcast_tensor(source: Tensor | None, outline: _TensorOutline, strategy: Strategy) -> Tensor:
+    """Return rank 0's tensor on the device of each rank; collective."""
+    full = torch.empty(outline.shape, dtype=outline.dtype, device=_device(strategy))
+    if strategy.is_global_zero and source is not None:
+        full.copy_(source)
+    dist.broadcast(full, 0)
+    return full
+
+
+@torch.no_grad()
+def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
+    """Copy a full tensor into a tensor that may be sharded; not collective.
+
+    Args:
+        target: A tensor, or a DTensor or FlatShard, of which this rank's elements are set.
+        full: The full tensor, of the same shape.
+    """
+    if isinstance(target, FlatShard):
+        target.local.copy_(target.taken_from(full))
+    elif isinstance(target, DTensor):
+        for box in local_boxes(target):
+            box.tensor.copy_(full[_slices(box)])
+    else:
+        target.copy_(full)
+
+
+def _device(strategy: Strategy) -> torch.device:
+    """Return the device on which torch.distributed communicates."""
+    return torch.device("cpu") if dist.get_backend() in _BACKENDS_OF_HOSTS else strategy.root_device
+
+
+def _slices(box: LocalBox) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.starts, box.tensor.shape, strict=True))

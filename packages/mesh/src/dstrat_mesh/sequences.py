@@ -1,0 +1,127 @@
+"""Sequences of a batch, of which each rank of ``cp`` computes a part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.parallel.collectives import gather_tensors
+from dstrat_mesh.attention import DividedAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+_SEQUENCE = 1  # dimension of the tensors of a batch
+_METHOD = "cut_sequences"
+
+
+class Sequences:
+    """The sequences of a run's batches: cut before each step, and attended to as wholes in it.
+
+    A module may define ``cut_sequences(batch, cut)``, which returns the batch with what ``cut`` returns for its
+    tensors; ``cut(tensor)`` is this rank's part along dimension 1, and ``cut(tensor, dim)`` along another one.
+    Otherwise all tensors with two or more dimensions are cut.
+
+    Args:
+        module: The user's module.
+        group: The ranks, in the order of the parts.
+        method: The method of attention; of a ring, each rank has a part from the head and one from the tail.
+
+    Attributes:
+        attention: The attention to whole sequences.
+    """
+
+    def __init__(self, module: Module, group: ProcessGroup, method: str) -> None:
+        self._module, self._group, self._method = module, group, method
+        self.attention = DividedAttention(method, group)
+        self._part_length = 0
+        self._is_checked = False
+
+    @property
+    def _num_chunks(self) -> int:
+        return self._group.size() * (2 if self._method == "ring" else 1)
+
+    def cut(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
+        """Return this rank's part of a tensor.
+
+        Raises:
+            MisuseError: The ranks do not divide its length.
+        """
+        count, length = self._num_chunks, tensor.shape[dim]
+        if length % count:
+            balanced = ", with two parts for each" if self._method == "ring" else ""
+            raise MisuseError(
+                f"sequences of {length} tokens cannot be divided over the {self._group.size()} ranks of cp{balanced}: "
+                f"pad them to a multiple of {count}, such as {length + -length % count} tokens"
+            )
+        self._part_length = length // self._group.size()
+        rank, chunks = self._group.rank(), tensor.chunk(count, dim)
+        if self._method == "ring":
+            return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
+        return chunks[rank].contiguous()
+
+    def join(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
+        """Return the whole of a tensor that was cut; collective."""
+        parts = gather_tensors(tensor.contiguous(), group=self._group).unbind()
+        if self._method == "ring":
+            halves = [part.chunk(2, dim) for part in parts]
+            parts = (*(half[0] for half in halves), *(half[1] for half in reversed(halves)))
+        return torch.cat(parts, dim)
+
+    def cut_batch(self, batch: Any) -> Any:
+        """Return this rank's part of a batch.
+
+        Raises:
+            MisuseError: Its tensors have other lengths, or ranks do not divide them.
+        """
+        if hasattr(self._module, _METHOD):
+            cut_sequences: Callable[..., Any] = getattr(self._module, _METHOD)
+            return cut_sequences(batch, self.cut)
+        shapes: list[tuple[int, ...]] = []
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.dim() <= _SEQUENCE:
+                return tensor
+            shapes.append(tuple(tensor.shape))
+            return self.cut(tensor)
+
+        part = apply_to_tensors(batch, cut)
+        if len({shape[_SEQUENCE] for shape in shapes}) != 1:
+            raise MisuseError(
+                f"a batch with tensors of the shapes {shapes} has no one length of sequences, their second dimension, "
+                f"which cp divides: define {_METHOD}(self, batch, cut) in {type(self._module).__name__}, which returns "
+                "the batch with cut(tensor) for each tensor with a part for each token"
+            )
+        return part
+
+    def cut_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return this rank's part of the arguments of a function: a batch, or a batch of several arguments."""
+        if len(arguments) == 1:
+            return (self.cut_batch(arguments[0]),)
+        cut: tuple[Any, ...] = self.cut_batch(arguments)
+        return cut
+
+    def join_outputs(self, outputs: Any) -> Any:
+        """Return outputs with the tensors whose second dimension is that of a part joined; collective."""
+
+        def join(tensor: Tensor) -> Tensor:
+            has_part = tensor.dim() > _SEQUENCE and tensor.shape[_SEQUENCE] == self._part_length
+            return self.join(tensor) if has_part else tensor
+
+        return apply_to_tensors(outputs, join)
+
+    def check_attended(self) -> None:
+        """Raise MisuseError if the first training step of the module has called no attention."""
+        if not self._is_checked and self.attention.num_calls == 0:
+            raise MisuseError(
+                f"a training step of {type(self._module).__name__} has called no scaled_dot_product_attention, so "
+                "that its tokens would see those of their own rank only: call that function of torch, or leave cp out"
+            )
+        self._is_checked = True

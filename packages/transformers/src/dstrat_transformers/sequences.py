@@ -1,0 +1,110 @@
+"""Sequences that ranks divide, for causal language models: parts of batches, and masks of whole sequences."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from dstrat.errors import MisuseError
+from dstrat_transformers.models import IGNORED_LABEL, base_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+    from torch.nn import Module
+
+_WHOLE = "dstrat_whole_sequences"
+"""Name of the attention implementation, which transformers looks up in its interfaces."""
+_DOCUMENTS = "documents"
+_CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
+
+
+class WholeMasks:
+    """Attention of a model to whole sequences, of which its inputs are a part.
+
+    A model makes masks for its inputs; these are made for the sequences of the attention mask, which is not cut.
+    Attention itself is torch's ``scaled_dot_product_attention``, which the strategy replaces.
+
+    Args:
+        model: The model.
+
+    Raises:
+        MisuseError: It is no causal language model, or has another implementation of attention.
+    """
+
+    def __init__(self, model: Module) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        self._model = base_model(model)
+        name, implementation = type(model).__name__, self._model.config._attn_implementation  # noqa: SLF001 - no public name
+        if getattr(self._model, "loss_type", None) != "ForCausalLM":
+            raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have divided sequences: leave cp out")
+        if implementation != "sdpa":
+            raise MisuseError(
+                f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
+                "create the model with attn_implementation='sdpa', or leave cp out"
+            )
+        AttentionInterface.register(_WHOLE, sdpa_attention_forward)
+        AttentionMaskInterface.register(_WHOLE, self._make)
+        self._documents: Tensor | None = None
+        self._is_cut = False
+        self._model.set_attn_implementation(_WHOLE)
+
+    def undo(self) -> None:
+        """Restore the model's own implementation."""
+        self._model.set_attn_implementation("sdpa")
+
+    @contextmanager
+    def of(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """In this context masks are those of a batch; yields the arguments of the model without labels."""
+        arguments = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+        earlier = self._documents, self._is_cut
+        self._documents, self._is_cut = arguments.pop(_DOCUMENTS, self._documents), True
+        try:
+            yield arguments
+        finally:
+            self._documents, self._is_cut = earlier
+
+    def _make(self, *, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **options: Any) -> Any:
+        """Return the mask of whole sequences, as ``sdpa_mask`` of transformers; None for plain causal attention."""
+        from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
+
+        if self._is_cut:  # otherwise a callback generates text
+            length = options["attention_mask"].shape[-1]
+            options |= {"q_length": length, "kv_length": length}
+        if self._documents is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(self._documents))
+            allow_is_causal_skip = False
+        return sdpa_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **options)
+
+
+def cut_sequences(batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return a rank's part of a batch of a causal language model.
+
+    Each token gets its position and the label that it predicts, as the next token may be another rank's.  Positions
+    that begin again, without an attention mask, separate documents, as everywhere in transformers.
+
+    Args:
+        batch: Arguments of the model, whose tensors have whole sequences.
+        cut: Function of a tensor that returns its part.
+    """
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    whole = dict(batch)
+    tokens = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
+    length = tokens.shape[1]
+    positions = whole.get("position_ids")
+    if positions is not None and whole.get("attention_mask") is None:
+        whole[_DOCUMENTS] = find_packed_sequence_indices(positions)
+    if positions is None:
+        whole["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
+    if whole.get("attention_mask") is None:
+        whole["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    if whole.get("labels") is not None:
+        whole["shift_labels"] = functional.pad(whole["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+    return {name: cut(value) if name in _CUT and value is not None else value for name, value in whole.items()}

@@ -1,0 +1,99 @@
+"""Models of transformers with divided sequences: losses of one device, also of packed documents and windows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
+
+import torch
+import transformers
+
+from dstrat.errors import RankFailedError
+from dstrat_mesh import MeshStrategy
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import small
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("llama")]
+
+OPTIONS = {"trainer_options": {"max_epochs": 1, "gradient_clip_val": 0.5}}
+LENGTH = 12
+
+
+def strategy(**sizes):
+    return MeshStrategy(start_method="fork", **sizes)
+
+
+def rows(kind):
+    """Sequences of twelve tokens: packed documents, padding at the end, or neither."""
+    made = []
+    for index in range(24):
+        tokens = torch.randint(3, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        row, split = {"input_ids": tokens, "labels": tokens.clone()}, 2 + index % 8
+        if kind == "packed":
+            row["position_ids"] = torch.cat([torch.arange(split), torch.arange(LENGTH - split)])
+        if kind == "padded":
+            row["attention_mask"] = (torch.arange(LENGTH) < split + 2).long()
+        row["labels"][split:] = small.IGNORED if kind != "packed" else row["labels"][split:]
+        made.append(row)
+    return made
+
+
+def windowed():
+    """Return a model whose layers see four tokens, every second one."""
+    torch.manual_seed(1)
+    sizes = {name: getattr(small.config(), name) for name in SIZES}
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**sizes, head_dim=8, sliding_window=4, layer_types=TYPES, query_pre_attn_scalar=8)
+    )
+
+
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+SIZES += ["num_key_value_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"]
+TYPES = ["sliding_attention", "full_attention"]
+CASES = {
+    "windows": (windowed, "packed", {"cp": 2}),
+    "padded": (small.llama, "padded", {"cp": 2}),
+    "ring": (small.llama, "plain", {"cp": 2, "context_parallel": "ring"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_divided_sequences_have_the_losses_of_one_device(tmp_path, name):
+    model, kind, sizes = CASES[name]
+    options = {"data": rows(kind), "validation": rows(kind)[:8], **OPTIONS}
+    reference = small.train(tmp_path / "one", model=model(), **options)
+    seen = small.train(tmp_path / "two", strategy(**sizes), 2, model=model(), **options)
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    assert seen["val"] == pytest.approx(reference["val"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"cp": 2, "pp": 2}, {"cp": 2, "tp": 2, "context_parallel": "ring"}], ids=str)
+def test_divided_sequences_go_together_with_other_axes(tmp_path, sizes):
+    kind = "plain" if "context_parallel" in sizes else "packed"
+    options = {"data": rows(kind), "validation": rows(kind)[:8], **OPTIONS}
+    reference = small.train(tmp_path / "one", model=small.llama(), **options)
+    seen = small.train(tmp_path / "four", strategy(**sizes), 4, model=small.llama(), **options)
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    assert seen["val"] == pytest.approx(reference["val"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "sizes", "message"),
+    [
+        (lambda: small.llama(attn_implementation="eager"), "plain", {}, "has attn_implementation='eager', and cp"),
+        (small.llama, "padded", {"context_parallel": "ring"}, "got a mask, and context_parallel='ring'"),
+    ],
+)
+def test_what_divided_sequences_cannot_do_is_refused(tmp_path, model, kind, sizes, message):
+    with pytest.raises(RankFailedError) as error:
+        small.train(
+            tmp_path, strategy(cp=2, **sizes), 2, model=model(), data=rows(kind), validation=rows(kind), **OPTIONS
+        )
+    assert message in str(error.value)
