@@ -363,7 +363,7 @@ def test_precisions_are_those_of_ipus():
 
 def test_a_loop_of_ones_own_is_refused():
     loop = OwnLoop(dstrat.build(accelerator="ipu", devices=1))
-    with pytest.raises(ConflictError, match="IPUStrategy runs forward and backward passes together here"):
+    with pytest.raises(ConflictError, match="IPUStrategy runs whole optimizer steps here"):
         loop.launch(lambda loop: loop.setup(torch.nn.Linear(1, 1), lambda net: torch.optim.SGD(net.parameters(), 0.1)))
 
 

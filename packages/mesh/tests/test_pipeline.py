@@ -25,16 +25,13 @@ LAYOUTS = {  # by the number of ranks; schedule and microbatches too
     (4, "stages and shards"): [
         {"pp": 4, "microbatches": 6},
         {"pp": 4, "microbatches": 6, "schedule": "GPipe"},
-        {"pp": 2, "dp_shard": 2, "microbatches": 4},
         {"pp": 2, "dp_shard": 2, "microbatches": 4, "schedule": "GPipe"},
         {"pp": 2, "dp_replicate": 2},
-        {"pp": 2, "tp": 2, "microbatches": 4},
     ],
     # Of the first two, the meshes of split layers are equal, and their groups have other names.
     (8, "all axes"): [
         {"pp": 2, "dp_shard": 2, "tp": 2},
         {"pp": 4, "tp": 2},
-        {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
     ],
 }
 

@@ -208,6 +208,6 @@ def test_a_strategy_that_compiles_whole_steps_is_refused():
     refuse(
         loop,
         ConflictError,
-        "runs forward and backward passes together here",
+        "runs whole optimizer steps here, so that a loop of one's own cannot call backward",
         lambda loop: loop.setup(nn.Linear(1, 1), sgd),
     )

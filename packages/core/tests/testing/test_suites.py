@@ -14,6 +14,7 @@ from dstrat.testing import (
     AcceleratorSuite,
     CheckpointIOSuite,
     ClusterEnvironmentSuite,
+    LayoutSuite,
     PluginSuite,
     PrecisionSuite,
     StrategySuite,
@@ -21,7 +22,10 @@ from dstrat.testing import (
 from dstrat.testing.run import run_suite
 from dstrat.testing.suite import CAPABILITIES, standard_tests
 
-SUITES = (AcceleratorSuite, CheckpointIOSuite, ClusterEnvironmentSuite, PluginSuite, PrecisionSuite, StrategySuite)
+SUITES = (
+    *(AcceleratorSuite, CheckpointIOSuite, ClusterEnvironmentSuite, PluginSuite, PrecisionSuite),
+    *(StrategySuite, LayoutSuite),
+)
 TIERS = ("basic", "optional", "processes", "device")
 
 

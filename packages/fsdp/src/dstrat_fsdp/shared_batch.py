@@ -51,26 +51,26 @@ class SharedBatchStrategy(ShardedStrategy):
         """Return the groups of ranks that read different batches, one for each dimension of the mesh."""
 
     @property
-    def _num_parts(self) -> int:
+    def _num_data_groups(self) -> int:
         """Number of groups of ranks that compute with different data: other batches, or other parts of a batch."""
         return self.data_parallel_size
 
     # Data
 
     @property
-    def _part(self) -> int:
-        return self.global_rank // self.tensor_parallel_size % self._num_parts
+    def _data_group(self) -> int:
+        return self.global_rank // self.tensor_parallel_size % self._num_data_groups
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """``num_replicas`` and ``rank`` of this rank's group, all ranks of which read the same data."""
-        share = self._part * self.data_parallel_size // self._num_parts
+        share = self._data_group * self.data_parallel_size // self._num_data_groups
         return {"num_replicas": self.data_parallel_size, "rank": share}
 
     @property
     def is_first_reader(self) -> bool:
         """Whether this rank is the first of its group, all of which compute with the same data."""
-        return self.global_rank == self._part * self.tensor_parallel_size
+        return self.global_rank == self._data_group * self.tensor_parallel_size
 
     # Layers that are split
 
@@ -108,7 +108,7 @@ class SharedBatchStrategy(ShardedStrategy):
         reduced = super().reduce(tensor, group=group, reduce_op=reduce_op)
         if group is None and name in ("sum", "premul_sum") and reduced is not tensor:
             exact = None if reduced.is_floating_point() else "trunc"
-            return torch.div(reduced, self.world_size // self._num_parts, rounding_mode=exact)
+            return torch.div(reduced, self.world_size // self._num_data_groups, rounding_mode=exact)
         return reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name

@@ -145,9 +145,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, divided: int, joined: int, group: ProcessGroup) -> Tensor:
         ctx.inverse = joined, divided, group
-        parts = torch.stack(tensor.chunk(group.size(), divided))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
+        chunks = torch.stack(tensor.chunk(group.size(), divided))
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received, chunks, group=group)
         return torch.cat(received.unbind(), joined)
 
     @staticmethod
@@ -213,10 +213,10 @@ class _Ring(torch.autograd.Function):
             for rows, columns, mask in _blocks(query, group, step, is_causal):
                 scores = _scores(query[rows], keys[columns], mask, scale)
                 # Sums of exponentials are merged by their logarithms, which do not overflow.
-                found = scores.logsumexp(-1, keepdim=True)
-                merged = torch.logaddexp(log_sum[rows], found)
-                of_block = _matmul((scores - merged).exp(), values[columns])
-                output[rows] = output[rows] * (log_sum[rows] - merged).exp() + of_block
+                of_block = scores.logsumexp(-1, keepdim=True)
+                merged = torch.logaddexp(log_sum[rows], of_block)
+                added = _matmul((scores - merged).exp(), values[columns])
+                output[rows] = output[rows] * (log_sum[rows] - merged).exp() + added
                 log_sum[rows] = merged
             if transfer is not None:
                 pair = transfer.wait()
@@ -277,9 +277,9 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
     return scores if mask is None else scores.masked_fill_(mask, -math.inf)
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    with torch.autocast(left.device.type, enabled=False):
-        return left.float() @ right.float()
+def _matmul(matrix: Tensor, other: Tensor) -> Tensor:
+    with torch.autocast(matrix.device.type, enabled=False):
+        return matrix.float() @ other.float()
 
 
 class _Transfer:

@@ -41,7 +41,7 @@ class Sequences:
     def __init__(self, module: Module, group: ProcessGroup, method: str) -> None:
         self._module, self._group, self._method = module, group, method
         self.attention = DividedAttention(method, group)
-        self._part_length = 0
+        self._local_length = 0
         self._is_checked = False
 
     @property
@@ -61,7 +61,7 @@ class Sequences:
                 f"sequences of {length} tokens cannot be divided over the {self._group.size()} ranks of cp{balanced}: "
                 f"pad them to a multiple of {count}, such as {length + -length % count} tokens"
             )
-        self._part_length = length // self._group.size()
+        self._local_length = length // self._group.size()
         rank, chunks = self._group.rank(), tensor.chunk(count, dim)
         if self._method == "ring":
             return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
@@ -69,11 +69,11 @@ class Sequences:
 
     def join(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
         """Return the whole of a tensor that was cut; collective."""
-        parts = gather_tensors(tensor.contiguous(), group=self._group).unbind()
+        pieces = gather_tensors(tensor.contiguous(), group=self._group).unbind()
         if self._method == "ring":
-            halves = [part.chunk(2, dim) for part in parts]
-            parts = (*(half[0] for half in halves), *(half[1] for half in reversed(halves)))
-        return torch.cat(parts, dim)
+            halves = [piece.chunk(2, dim) for piece in pieces]
+            pieces = (*(half[0] for half in halves), *(half[1] for half in reversed(halves)))
+        return torch.cat(pieces, dim)
 
     def cut_batch(self, batch: Any) -> Any:
         """Return this rank's part of a batch.
@@ -92,14 +92,14 @@ class Sequences:
             shapes.append(tuple(tensor.shape))
             return self.cut(tensor)
 
-        part = apply_to_tensors(batch, cut)
+        local = apply_to_tensors(batch, cut)
         if len({shape[_SEQUENCE] for shape in shapes}) != 1:
             raise MisuseError(
                 f"a batch with tensors of the shapes {shapes} has no one length of sequences, their second dimension, "
                 f"which cp divides: define {_METHOD}(self, batch, cut) in {type(self._module).__name__}, which returns "
                 "the batch with cut(tensor) for each tensor with a part for each token"
             )
-        return part
+        return local
 
     def cut_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return this rank's part of the arguments of a function: a batch, or a batch of several arguments."""
@@ -112,8 +112,8 @@ class Sequences:
         """Return outputs with the tensors whose second dimension is that of a part joined; collective."""
 
         def join(tensor: Tensor) -> Tensor:
-            has_part = tensor.dim() > _SEQUENCE and tensor.shape[_SEQUENCE] == self._part_length
-            return self.join(tensor) if has_part else tensor
+            is_local = tensor.dim() > _SEQUENCE and tensor.shape[_SEQUENCE] == self._local_length
+            return self.join(tensor) if is_local else tensor
 
         return apply_to_tensors(outputs, join)
 

@@ -213,7 +213,7 @@ class MeshStrategy(SharedBatchStrategy):
         return size
 
     @property
-    def _num_parts(self) -> int:
+    def _num_data_groups(self) -> int:
         size: int = self.data_parallel_size * self._cp
         return size
 
@@ -309,7 +309,11 @@ class MeshStrategy(SharedBatchStrategy):
             return super().training_step(*args, **kwargs)
         sharded = self._sharded_module
         self._begins_step = True
-        batch = args[0] if self._sequences is None else self._sequences.cut_batch(args[0])
+        # In a hand-written loop the first argument is the function.
+        values = args[:1] if self.step_methods is None else args[1:]
+        batch = values[0] if len(values) == 1 else values
+        if self._sequences is not None:
+            batch = self._sequences.cut_batch(batch)
 
         def before_backward(is_last: bool) -> None:
             sharded.set_gradient_sync(is_last and not self._accumulates)

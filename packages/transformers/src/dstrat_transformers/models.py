@@ -39,6 +39,12 @@ def accepts_argument(model: Module, name: str) -> bool:
     return name in inspect.signature(base_model(model).forward).parameters
 
 
+def attention_implementation(model: Any) -> str:
+    """Return the name of the attention implementation of a PreTrainedModel."""
+    name: str = model.config._attn_implementation  # noqa: SLF001 - there is no public name
+    return name
+
+
 def is_pretrained_model(model: object) -> bool:
     """Return whether an object is a PreTrainedModel."""
     return derives_from(model, "transformers.modeling_utils", "PreTrainedModel")

@@ -18,7 +18,7 @@ from dstrat_transformers.optimization import make_optimizer, make_scheduler, sch
 from dstrat_transformers.pipeline import causal_loss, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
-from dstrat_transformers.sequences import WholeMasks, cut_sequences
+from dstrat_transformers.sequences import FullMasks, cut_sequences
 from dstrat_transformers.tensor_parallel import parallelize
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class HFModule(TrainModule):
         self.tensor_parallel_plan = tensor_parallel_plan
         self._strategy: Strategy | None = None
         self._fixed_arguments: dict[str, Any] = {}
-        self._masks: WholeMasks | None = None
+        self._masks: FullMasks | None = None
         self._has_labels = False
         if self.model is not None:
             self._take_model()
@@ -166,7 +166,12 @@ class HFModule(TrainModule):
         Raises:
             MisuseError: Its layers are not known.
         """
-        return make_pipeline(self.model, lambda loss: self.log("train_loss", loss, prog_bar=True), self._arguments_of)
+
+        def log_loss(loss: Tensor) -> None:
+            if self._trainer is not None:  # in a loop of one's own there is none
+                self.log("train_loss", loss, prog_bar=True)
+
+        return make_pipeline(self.model, log_loss, self._arguments_of)
 
     def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.
@@ -179,7 +184,7 @@ class HFModule(TrainModule):
             MisuseError: The model is no causal language model with ``attn_implementation="sdpa"``.
         """
         if self._masks is None:
-            self._masks = WholeMasks(self.model)
+            self._masks = FullMasks(self.model)
         return cut_sequences(batch, cut)
 
     def _arguments_of(self, batch: Mapping[str, Any]) -> AbstractContextManager[Mapping[str, Any]]:

@@ -41,8 +41,8 @@ def make_pipeline(
     def compute(stage: Sequence[Module], value: Any, batch: Mapping[str, Any]) -> Any:
         # The model itself computes masks and positions, and calls its layers: those of other stages return their input.
         foreign = (layer for layer in layers[1:-1] if layer not in stage)
-        with arguments_of(batch) as whole, _passing_through(foreign):
-            arguments = {name: argument for name, argument in whole.items() if name not in _INPUTS}
+        with arguments_of(batch) as model_arguments, _passing_through(foreign):
+            arguments = {name: argument for name, argument in model_arguments.items() if name not in _INPUTS}
             arguments |= {"use_cache": False, "input_ids" if layers[0] in stage else "inputs_embeds": value}
             if head in stage:
                 return language_model(**arguments).logits

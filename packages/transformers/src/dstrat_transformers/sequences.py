@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import IGNORED_LABEL, base_model
+from dstrat_transformers.models import IGNORED_LABEL, attention_implementation, base_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_WHOLE = "dstrat_whole_sequences"
+_FULL = "dstrat_full_sequences"
 """Name of the attention implementation, which transformers looks up in its interfaces."""
 _DOCUMENTS = "documents"
 _CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
 
 
-class WholeMasks:
+class FullMasks:
     """Attention of a model to whole sequences, of which its inputs are a part.
 
     A model makes masks for its inputs; these are made for the sequences of the attention mask, which is not cut.
@@ -41,7 +41,7 @@ class WholeMasks:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         self._model = base_model(model)
-        name, implementation = type(model).__name__, self._model.config._attn_implementation  # noqa: SLF001 - no public name
+        name, implementation = type(model).__name__, attention_implementation(self._model)
         if getattr(self._model, "loss_type", None) != "ForCausalLM":
             raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have divided sequences: leave cp out")
         if implementation != "sdpa":
@@ -49,11 +49,11 @@ class WholeMasks:
                 f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
                 "create the model with attn_implementation='sdpa', or leave cp out"
             )
-        AttentionInterface.register(_WHOLE, sdpa_attention_forward)
-        AttentionMaskInterface.register(_WHOLE, self._make)
+        AttentionInterface.register(_FULL, sdpa_attention_forward)
+        AttentionMaskInterface.register(_FULL, self._make)
         self._documents: Tensor | None = None
         self._is_cut = False
-        self._model.set_attn_implementation(_WHOLE)
+        self._model.set_attn_implementation(_FULL)
 
     def undo(self) -> None:
         """Restore the model's own implementation."""
@@ -95,16 +95,16 @@ def cut_sequences(batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> 
     """
     from transformers.masking_utils import find_packed_sequence_indices
 
-    whole = dict(batch)
-    tokens = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
+    full = dict(batch)
+    tokens = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]
     length = tokens.shape[1]
-    positions = whole.get("position_ids")
-    if positions is not None and whole.get("attention_mask") is None:
-        whole[_DOCUMENTS] = find_packed_sequence_indices(positions)
+    positions = full.get("position_ids")
+    if positions is not None and full.get("attention_mask") is None:
+        full[_DOCUMENTS] = find_packed_sequence_indices(positions)
     if positions is None:
-        whole["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
-    if whole.get("attention_mask") is None:
-        whole["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    if whole.get("labels") is not None:
-        whole["shift_labels"] = functional.pad(whole["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
-    return {name: cut(value) if name in _CUT and value is not None else value for name, value in whole.items()}
+        full["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
+    if full.get("attention_mask") is None:
+        full["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    if full.get("labels") is not None:
+        full["shift_labels"] = functional.pad(full["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+    return {name: cut(value) if name in _CUT and value is not None else value for name, value in full.items()}

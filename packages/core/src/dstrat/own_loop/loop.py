@@ -165,11 +165,7 @@ class OwnLoop:
         strategy.setup(settings)
         # Not at the launch: the function may import torchmetrics.
         self._contexts.enter_context(states_gathered_by(strategy))
-        if strategy.compiled_steps() is not None:
-            raise ConflictError(
-                f"{type(strategy).__name__} runs forward and backward passes together here (a compiled step, or a "
-                "pipeline), so that a loop of one's own cannot call backward: use a Trainer, or choose another strategy"
-            )
+        self._steps.begin()
         if settings.is_fitting:
             strategy.check_set_up()
         if accumulate_grad_batches > 1 and len(strategy.optimizers) > 1:
@@ -222,6 +218,10 @@ class OwnLoop:
         """Call a function of the module in the strategy's wrapper and precision, and return its result.
 
         With gradients enabled it is a training step, whose loss is for :meth:`backward`; otherwise an evaluation step.
+
+        With stages (``"mesh(pp=2)"``) a training step computes the loss of the module's ``configure_pipeline`` for a
+        batch, which the other arguments are, and its gradients; the function is not called.  The result is that loss,
+        or a pair of it and its weight if the pipeline has one, as a function for weights of :meth:`backward` returns.
 
         Args:
             function: The module itself, one of its methods, or any function that calls them; of several modules, one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dstrat.data.limits import check_count
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization, check_clipping, read_optimizers
 from dstrat.parallel.loss_weights import LossWeights
 from dstrat.parallel.separate_modules import SeparateModules
@@ -54,9 +55,33 @@ class Steps:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._strategy = settings, settings.strategy
         self._weights = LossWeights(settings.strategy)
+        self._computes_gradients = False
         self._in_group = 0  # batches accumulated since the last optimizer step
         self._due: list[Optimizer] = []  # have not stepped since the last backward pass
         self.num_done = 0
+
+    def begin(self) -> None:
+        """Take over the gradients of a strategy that computes them with the loss, such as through stages.
+
+        Raises:
+            ConflictError: The strategy runs optimizer steps too, or there are several optimizers.
+        """
+        strategy = self._strategy
+        compiled = strategy.compiled_steps()
+        if compiled is None:
+            return
+        if compiled.optimizer_steps > 0:
+            raise ConflictError(
+                f"{type(strategy).__name__} runs whole optimizer steps here, so that a loop of one's own cannot call "
+                "backward: use a Trainer, or choose another strategy"
+            )
+        if len(strategy.optimizers) > 1:
+            raise ConflictError(
+                f"{type(strategy).__name__} runs forward and backward passes together here, for all parameters, and "
+                f"setup made {len(strategy.optimizers)} optimizers: put the parameters into groups of one"
+            )
+        self._computes_gradients = True
+        strategy.weigh_batch = lambda weight: self._weighted(torch.ones_like(weight), weight)
 
     def compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a training step with gradients, otherwise an evaluation step; see :meth:`dstrat.OwnLoop.compute`."""
@@ -71,10 +96,17 @@ class Steps:
                 "`with loop.evaluation():`, or pass setup a function that makes them"
             )
         with self._synchronization():
-            return strategy.training_step(function, *args, **kwargs)  # type: ignore[no-any-return]  # likewise
+            outputs: Any = strategy.training_step(function, *args, **kwargs)
+        if self._computes_gradients and isinstance(outputs, Mapping):
+            outputs = outputs["loss"], outputs["weight"]
+        computed: T = outputs
+        return computed
 
     def backward(self, loss: Tensor, weight: Any = None) -> None:
         """Compute the gradients of a loss, divided by the number of accumulated batches, and by its weight."""
+        if self._computes_gradients:  # compute has done it
+            self._due = list(self._strategy.optimizers)
+            return
         if weight is not None or self._weights.is_used is not False:
             loss = self._weighted(loss, weight)
         # Some optimizers have stepped since the last backward pass, and the others' gradients are of that pass.
@@ -174,8 +206,12 @@ class Steps:
         def prepare() -> None:
             if not is_complete:
                 return
+            # Gradients that compute has left are not divided by the number of batches.
+            factor: Any = 1 / accumulate if self._computes_gradients else 1
             if self._weights.is_used and accumulate > 1:
-                self._strategy.scale_gradients(optimizer, accumulate * self._weights.correction())
+                factor = factor * accumulate * self._weights.correction()
+            if accumulate > 1 and (self._weights.is_used or self._computes_gradients):
+                self._strategy.scale_gradients(optimizer, factor)
             if limit is not None:  # without clipping, the precision unscales within its step
                 self._strategy.unscale_gradients(optimizer)
                 self._strategy.clip_gradients(optimizer, limit, algorithm)

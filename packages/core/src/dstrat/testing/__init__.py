@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dstrat.testing.launcher import LauncherSuite as LauncherSuite
     from dstrat.testing.plugin import PluginSuite as PluginSuite
     from dstrat.testing.precision import PrecisionSuite as PrecisionSuite
+    from dstrat.testing.strategy.layouts import Layout as Layout
+    from dstrat.testing.strategy.layouts import LayoutSuite as LayoutSuite
     from dstrat.testing.strategy.suite import StrategySuite as StrategySuite
 
 _HOMES = {
@@ -31,6 +33,8 @@ _HOMES = {
     "CheckpointIOSuite": "dstrat.testing.checkpoint_io",
     "ClusterEnvironmentSuite": "dstrat.testing.cluster",
     "LauncherSuite": "dstrat.testing.launcher",
+    "Layout": "dstrat.testing.strategy.layouts",
+    "LayoutSuite": "dstrat.testing.strategy.layouts",
     "PluginSuite": "dstrat.testing.plugin",
     "PrecisionSuite": "dstrat.testing.precision",
     "StrategySuite": "dstrat.testing.strategy.suite",

@@ -1,0 +1,201 @@
+"""Trainings of a layout in a rank, with a module that every kind of parallelism can divide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat.interfaces.pipeline import Pipeline
+from dstrat.parallel.shards import local_tensor
+from dstrat.testing.ranks.fits import Fit, make_trainer
+from dstrat.training.callbacks.callback import Callback
+from dstrat.training.module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from dstrat.testing.ranks.jobs import Subject
+    from dstrat.testing.ranks.team import RankContext
+
+GLOBAL_BATCH, BATCHES = 8, 6  # of an epoch
+STEPS, SAVED_AT = 5, 2  # of two batches each: the checkpoint is in the middle of the first epoch
+_LENGTH, _TOKENS, _WIDTH, _HEADS, _KEY_HEADS = 16, 11, 16, 4, 2
+_IGNORED = -100
+_CLIP = 0.1  # below the norms of all steps, which are from 0.2 on
+_SEED = 100
+
+
+class Embedding(nn.Module):
+    """Embedding of tokens and positions, the last dimension of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(_TOKENS, _WIDTH), nn.Embedding(_LENGTH, _WIDTH)
+        self.register_buffer("scale", torch.rand(_WIDTH) + 0.5)  # of the first rank, as the parameters
+
+    def forward(self, pair: Tensor) -> Tensor:
+        embedded: Tensor = (self.tokens(pair[..., 0]) + self.positions(pair[..., 1])) * self.scale
+        return embedded
+
+
+class Attention(nn.Module):
+    """Causal attention, of whose key heads each serves two of queries; with a part of the heads where it is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(_WIDTH, _WIDTH)
+        self.key, self.value = (nn.Linear(_WIDTH, _WIDTH * _KEY_HEADS // _HEADS) for _ in range(2))
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, _WIDTH // _HEADS)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        added: Tensor = x + self.out(attended.transpose(1, 2).flatten(2))
+        return added
+
+
+class LayoutNet(TrainModule):
+    """A small language model; its loss is a mean over labels, of which each sequence has another number.
+
+    Its layers are ``net``, an ``nn.Sequential`` with layers of attention (``query``, ``key``, ``value``, ``out``).
+
+    Args:
+        configure: What it does in its ``configure_model``.
+        seed: Seed of its first values.
+    """
+
+    def __init__(self, configure: Callable[[TrainModule], None] | None, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self._configure = configure
+        self.net = nn.Sequential(
+            Embedding(), Attention(), nn.Tanh(), Attention(), nn.Tanh(), nn.Linear(_WIDTH, _TOKENS)
+        )
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    def configure_model(self) -> None:
+        if self._configure is not None:
+            self._configure(self)
+
+    def configure_pipeline(self) -> Pipeline:
+        return Pipeline(model=self.net, inputs=_inputs, loss=_loss, weight=_count)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002 - the hook's
+        return {"loss": _loss(self.net(_inputs(batch)), batch), "weight": _count(batch)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        self.log("loss", _loss(self.net(_inputs(batch)), batch), batch_size=float(_count(batch)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        reduce, weight = self.trainer.strategy.reduce, outputs["weight"].float()
+        # The loss is that of a batch before it is divided by the number of accumulated ones, or after it.
+        self.losses.append(float(reduce(outputs["loss"].detach() * weight) / reduce(weight)))
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        # Unlike Adam's, its steps grow with the gradients: losses show wrong factors, and a wrong norm in clipping.
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.5)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(GLOBAL_BATCH * BATCHES)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(GLOBAL_BATCH)
+
+    def _loader(self, size: int) -> DataLoader[Any]:
+        readers = self.trainer.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+        return DataLoader(_data(size), batch_size=GLOBAL_BATCH // readers)
+
+
+def _data(size: int) -> TensorDataset:
+    tokens = torch.randint(_TOKENS, (size, _LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(_LENGTH).expand(size, -1)
+    num_labels = 3 + 5 * torch.arange(size)[:, None] % (_LENGTH - 3)
+    return TensorDataset(tokens[:, :-1], positions, tokens[:, 1:].where(positions < num_labels, _IGNORED))
+
+
+def _inputs(batch: Any) -> Tensor:
+    return torch.stack(batch[:2], -1)
+
+
+def _count(batch: Any) -> Tensor:
+    labels: Tensor = batch[2]
+    return (labels != _IGNORED).sum()
+
+
+def _loss(logits: Tensor, batch: Any) -> Tensor:
+    total = functional.cross_entropy(logits.flatten(0, 1), batch[2].flatten(), reduction="sum")
+    loss: Tensor = total / _count(batch).clamp(min=1)  # a part of the sequences may have no labels
+    return loss
+
+
+@dataclass(kw_only=True)
+class LayoutRecord(Callback):
+    """What a training of a layout leaves in a rank.
+
+    Attributes:
+        save_to: Where a checkpoint is saved.
+        losses: The loss of each batch over all ranks.
+        validated: The loss of each validation.
+        numel: Number of elements of the parameters that the rank holds, at the end.
+        drawn: A random number after a step that has begun with a seed of the rank.
+    """
+
+    save_to: str | None = None
+    losses: list[float] = field(default_factory=list)
+    validated: list[float] = field(default_factory=list)
+    numel: int = 0
+    drawn: float = 0.0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        torch.manual_seed(_SEED + trainer.global_rank)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - likewise
+        self.drawn = float(torch.rand(()))
+        if self.save_to is not None and trainer.global_step == SAVED_AT and batch_idx % 2:
+            trainer.save_checkpoint(self.save_to)
+            self.save_to = None
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        weights = trainer.strategy.local_weights()
+        parameters = {name for name, _ in module.named_parameters()}
+        self.numel = sum(local_tensor(value).numel() for name, value in weights.items() if name in parameters)
+
+
+def expected_draw(rank: int) -> float:
+    """Return the first random number of a rank after it was seeded, when nothing else draws."""
+    return float(torch.rand((), generator=torch.Generator().manual_seed(_SEED + rank)))
+
+
+def train_layouts(rank_context: RankContext, subject: Subject, ways: Sequence[Mapping[str, str]]) -> list[LayoutRecord]:
+    """Train once for each way: ``save_to`` and ``resume_from`` are paths of checkpoints.
+
+    Args:
+        rank_context: This rank.
+        subject: The strategy.
+        ways: The trainings.
+    """
+    return [_train(rank_context, subject, **way) for way in ways]
+
+
+def _train(
+    rank_context: RankContext, subject: Subject, save_to: str | None = None, resume_from: str | None = None
+) -> LayoutRecord:
+    record, net = LayoutRecord(save_to=save_to), LayoutNet(subject.configure_model, seed=rank_context.rank)
+    work = Fit(epochs=2, stop_at=STEPS, accumulate=2, clip=_CLIP, validate_every=BATCHES)
+    make_trainer(rank_context, subject, work, [record]).fit(net, ckpt_path=resume_from)
+    record.losses, record.validated = net.losses, net.validated
+    return record
