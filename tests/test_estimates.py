@@ -102,6 +102,7 @@ def estimated(alias, world_size, num_blocks):
     return size.peak(strategy_of(alias).memory_layout(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alias", "world_size", "num_blocks"),
     [

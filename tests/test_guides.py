@@ -360,6 +360,7 @@ def explained() -> list[str]:
     return [" ".join(block.text.split("\n")).strip() for block in blocks("troubleshooting.md") if block.kind == "text"]
 
 
+@pytest.mark.slow
 def test_a_message_that_is_explained_is_one_that_the_code_can_raise() -> None:
     shares = {message: share_from_sources(message) for message in explained()}
     assert shares

@@ -183,6 +183,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_tokens_count_alike_in_each_layout_of_a_mesh(ranks, tmp_path):
     cases = {

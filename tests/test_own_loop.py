@@ -223,6 +223,7 @@ def test_a_loop_has_the_losses_of_one_device_also_when_it_is_launched_again(name
     assert loop.launch(train) == loop.launch(train) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_example_runs_its_script_in_each_rank_and_goes_on_on_one_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

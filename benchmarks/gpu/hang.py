@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,8 +27,9 @@ from gpt import GPT, GPT_124M
 way = sys.argv[1]
 if way == "blocking":
     import ctypes
-    runtime = ctypes.CDLL(None)
-    assert runtime.cudaSetDeviceFlags(4) == 0  # cudaDeviceScheduleBlockingSync
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuInit(0) == 0
+    assert driver.cuDevicePrimaryCtxSetFlags_v2(0, 4) == 0  # CU_CTX_SCHED_BLOCKING_SYNC
 faulthandler.register(signal.SIGUSR1, all_threads=False)
 device = torch.device("cuda", 0)
 model, tokens = GPT(GPT_124M).to(device), torch.zeros(2, 1025, dtype=torch.long, device=device)
@@ -98,7 +100,8 @@ def waiting_host(device: Device) -> list[Figure]:
         finally:
             process.kill()
         stack = process.communicate()[1].strip().splitlines()
-        frames = " < ".join(line.strip()[:60] for line in stack if line.startswith("  File"))[:200]
+        found = [re.search(r'([^/"]+)", line (\d+),? in (.*)', line) for line in stack]
+        frames = " < ".join(f"{frame[3]} ({frame[1]}:{frame[2]})" for frame in found[:8] if frame)
         figures.append(figure(f"processor of a host that waits ({way})", share, "", None, frames or "no stack"))
     return figures
 

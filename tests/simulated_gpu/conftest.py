@@ -14,6 +14,20 @@ HAS_DEVICES = simulated_gpu.DEVICES in os.environ
 collect_ignore = [] if HAS_DEVICES else ["test_conformance.py"]
 
 
+# Parts of the kit that launch and end processes, or look at records: they show nothing of a device that the session
+# ``tests`` does not, and take more than half of the time.  The accelerator's suite starts processes with devices.
+WITHOUT_DEVICES = {"Records", "Sessions", "Failures"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+    """Leave to ``-m variant`` what has nothing of a device."""
+    for item in items:
+        part = getattr(item.function, "__qualname__", "").partition(".")[0]
+        if item.path.name == "test_conformance.py" and part in WITHOUT_DEVICES:
+            item.add_marker(pytest.mark.variant)
+
+
 def pytest_runtest_setup(item):
     """Skip what cannot run here, before fixtures of its module are made, and say why."""
     if not HAS_DEVICES:

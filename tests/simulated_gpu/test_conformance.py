@@ -1,6 +1,7 @@
 """The conformance kit on simulated GPUs: what a GPU would run has run on something that is not a CPU.
 
-By default fsdp only, which uses most of a device; ``nox -s simulated_gpu -- -m variant`` runs the others.
+By default what trains and computes; ``nox -s simulated_gpu -- -m variant`` runs the rest: what launches and ends
+processes (see ``conftest.py``), and fsdp with its parameters on the host, which shares all but the copies with fsdp.
 """
 
 import pytest
@@ -16,14 +17,12 @@ class TestSingleDevice(StrategySuite):
     alias = "single_device"
     accelerator = "simulated_gpu"
     world_sizes = (1,)
-    pytestmark = pytest.mark.variant
 
 
 class TestDDP(StrategySuite):
     alias = "ddp"
     accelerator = "simulated_gpu"
     world_sizes = (2,)
-    pytestmark = pytest.mark.variant
 
 
 class TestFSDP(StrategySuite):

@@ -46,6 +46,7 @@ def failure(out, name):
     return path.read_text()
 
 
+@pytest.mark.slow
 def test_ddp_runs_the_script_again_and_gives_the_losses_of_one_device(tmp_path, one_device):
     (tmp_path / "train.py").write_text(SCRIPT)
     WarmProgram(tmp_path / "train.py", str(tmp_path), "ddp").run()

@@ -62,6 +62,7 @@ FROM_META = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", FROM_META)
 def test_parameters_that_were_made_without_memory_have_the_values_of_one_device(world_size):
     cases = FROM_META[world_size]

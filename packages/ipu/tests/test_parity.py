@@ -30,6 +30,7 @@ def reference():
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("iterations", [1, 4])
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -39,6 +39,7 @@ def losses(cluster, training, meta=False, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_losses_are_those_of_one_device(ranks):
     cases = {

@@ -1,14 +1,17 @@
 """Pipelines: losses of one device on each layout and with each schedule, evaluation, and layers of other stages."""
 
+import io
+
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_device_losses
+from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_device_losses, start
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat import Pipeline
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import DstratError, RequestError
 from dstrat_mesh import MeshStrategy
 
@@ -103,6 +106,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_losses_are_those_of_one_device(layouts):
     cases = {
@@ -157,6 +161,38 @@ def test_a_parameter_of_two_stages_is_trained_as_one():
     cases = {str(options): options for options in ({"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "meta": True})}
     for found in in_ranks(each, 4, function=shared_losses, cases=cases):
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
+# Full state, of which each stage has its layers
+
+
+def saved_and_loaded(cluster, **options):
+    first = started(cluster, **options)
+    train(first, steps=2)
+    written = io.BytesIO()
+    torch.save((first.module_state_dict(), first.optimizer_state(first.optimizers[0])), written)
+    expected = train(first, steps=2)
+    second = started(cluster, **options)
+    module, optimizer = torch.load(io.BytesIO(written.getvalue()))  # empty on other ranks than 0
+    second.load_module_state_dict(module)
+    second.load_optimizer_state(second.optimizers[0], optimizer)
+    found = train(second, steps=2)
+    second.teardown()
+    return written.getvalue(), found == expected, expected
+
+
+def test_full_state_comes_from_all_stages_and_goes_to_them():
+    everywhere = in_ranks(saved_and_loaded, 4, pp=2, tp=2, module_class=SharedNet)
+    (written, _, expected), (other, *_), *_ = everywhere
+    assert [resumes for _, resumes, _ in everywhere] == [True] * 4
+    assert torch.load(io.BytesIO(other)) == ({}, {})
+    alone = SingleDeviceStrategy()
+    start(alone, SharedNet(), parts())
+    module, optimizer = torch.load(io.BytesIO(written))
+    alone.load_module_state_dict(module)
+    alone.load_optimizer_state(alone.optimizers[0], optimizer)
+    assert train(alone, steps=2) == pytest.approx(expected, rel=1e-5)
+    alone.teardown()
 
 
 # What does not fit is refused

@@ -121,3 +121,40 @@ def test_losses_and_rates_are_those_of_transformers_own_trainer(tmp_path):
     trained = LlamaForCausalLM.from_pretrained(tmp_path / "ours" / "model")
     for ours, theirs in zip(trained.parameters(), peer.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+def test_accumulated_batches_of_different_lengths_train_as_with_transformers_own_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    data = small.rows(44)  # the last step of an epoch has two batches
+    arguments = TrainingArguments(
+        output_dir=tmp_path / "peer",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        num_train_epochs=2,
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    peer = Trainer(model=small.llama(), args=arguments, train_dataset=data)
+    peer.train()
+    options = {
+        "optimizer": "sgd",
+        "scheduler": None,
+        "learning_rate": 0.05,
+        "weight_decay": 0.0,
+        "trainer_options": {"accumulate_grad_batches": 4},
+    }
+    for alias, devices in (("auto", 1), ("ddp_fork", 2)):
+        loader = torch.utils.data.DataLoader(data, batch_size=2 // devices)
+        small.train(tmp_path / alias, alias, devices, data=loader, **options)
+        trained = LlamaForCausalLM.from_pretrained(tmp_path / alias / "model")
+        for ours, theirs in zip(trained.parameters(), peer.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)

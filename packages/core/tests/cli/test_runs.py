@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from dstrat.cli.main import commands
 from dstrat.cli.runs.command import describe_seconds
-from dstrat.cli.runs.record import StageRun
-from dstrat.cli.runs.report import _throughput
+from dstrat.cli.runs.record import StageRun, read_run
+from dstrat.cli.runs.report import _charts, _throughput
 from dstrat.errors import DstratError
 from dstrat.launch.run_record import RECORD_FILE, this_process
 
@@ -259,6 +259,13 @@ def test_a_report_shows_speed_memory_and_attempts_to_scale(dstrat, folder):
 def test_throughput_is_that_between_epochs():
     stage = StageRun(begin=begin(), end=end(40, 9), epochs=[epoch(0, 1), epoch(10, 3), epoch(30, 5)])
     assert [(step, round(value, 6)) for step, value in _throughput(stage)] == [(10, 5.0), (30, 10.0), (40, 2.5)]
+
+
+def test_a_quantity_of_training_and_validation_is_one_chart(tmp_path):
+    write(tmp_path / "a", [begin()])
+    (tmp_path / "a" / "metrics.csv").write_text("step,train_loss_step,train_loss_epoch,val_loss,rate\n1,4,3,2,1\n")
+    charts = {title: [curve.label for curve in curves] for title, curves in _charts(read_run(tmp_path / "a"))}
+    assert charts == {"loss": ["train_loss_step", "train_loss_epoch", "val_loss"], "rate": ["rate"]}
 
 
 def test_epochs_without_a_step_or_in_one_tick_of_the_clock_have_no_throughput():

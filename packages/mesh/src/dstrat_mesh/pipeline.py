@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
-from dstrat.parallel.shards import holders, local_boxes
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_fsdp.state import local_tensor
 from dstrat_fsdp.wrap_policy import layers_with_statistics
-from dstrat_mesh.axes import PIPELINE, TENSOR
+from dstrat_mesh.axes import PIPELINE
 from dstrat_mesh.schedule import Links, StageRunner
 from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -244,33 +242,6 @@ class PipelineRun:
             for layer in layers:
                 for buffer in layer.buffers():
                     self.links.from_stage(buffer, stage)
-
-    @torch.no_grad()
-    def gather_state(self, state: Mapping[str, Any], module: Module) -> dict[str, Any]:
-        """Return the full state of the module on global rank 0, and an empty dict on the others; collective."""
-        gathered: dict[str, Any] = {}
-        rank, is_first_in_tp = dist.get_rank(), self._mesh.get_local_rank(TENSOR) == 0
-        stage = self.links.stage
-        counted_elsewhere = {
-            name for shared in self._stages.shared if stage in shared.stages[1:] for name in shared.names
-        }
-        for name, like in module.state_dict(keep_vars=True).items():
-            value = state.get(name)
-            if not isinstance(like, torch.nn.Parameter):
-                gathered[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-                continue
-            full = torch.zeros(like.shape, dtype=like.dtype, device=self.links.device)
-            if isinstance(value, DTensor) and name not in counted_elsewhere:
-                # A layer that is not split exists in each group of split layers.
-                is_writer = is_first_in_tp or TENSOR in (value.device_mesh.mesh_dim_names or ())
-                if is_writer and holders(value)[0] == rank:
-                    for box in local_boxes(value):
-                        position = zip(box.starts, box.tensor.shape, strict=True)
-                        full[tuple(slice(start, start + size) for start, size in position)] = box.tensor
-            # As bytes, of which each is non-zero on one rank only: exact for every dtype.
-            dist.reduce(full.view(-1).view(torch.uint8), 0)
-            gathered[name] = full.cpu() if rank == 0 else None
-        return gathered if rank == 0 else {}
 
 
 def _call_in_order(layers: Sequence[Module], value: Any, batch: Any) -> Any:  # noqa: ARG001 - as Pipeline.compute

@@ -27,7 +27,7 @@ from dstrat_mesh.schedule import bubble, checked_schedule
 from dstrat_mesh.sequences import Sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
@@ -405,11 +405,6 @@ class MeshStrategy(SharedBatchStrategy):
     def local_weights(self) -> dict[str, Any]:
         return _without_meta(super().local_weights())
 
-    def module_state_dict(self) -> dict[str, Any]:
-        if self._pipeline is None:
-            return super().module_state_dict()
-        return self._pipeline.gather_state(self.sharded_module_state(), self.module)
-
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._pipeline is None:
             return super().optimizer_template(optimizer)
@@ -425,25 +420,6 @@ class MeshStrategy(SharedBatchStrategy):
                 group["params"] = parameters
         template["state"].update(dict.fromkeys(foreign))  # other ranks read them
         return template
-
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        self._refuse_full_state()
-        super().load_module_state_dict(state, strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._refuse_full_state()
-        return super().optimizer_state(optimizer)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self._refuse_full_state()
-        super().load_optimizer_state(optimizer, state)
-
-    def _refuse_full_state(self) -> None:
-        if self._pipeline is not None:
-            raise ConflictError(
-                f"pp={self._pp} divides the layers over ranks, and {type(self.checkpoint_io).__name__} needs all of "
-                "them on one: use the portable format, which is the default"
-            )
 
 
 def _without_meta(state: dict[str, Any]) -> dict[str, Any]:

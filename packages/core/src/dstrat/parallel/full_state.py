@@ -26,7 +26,7 @@ from dstrat.interfaces.state_dict import (
 from dstrat.parallel.shards import holders, local_boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
 
@@ -82,36 +82,93 @@ def gather_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]
 def _sum_on_rank_0(shard: FlatShard, device: torch.device) -> Tensor:
     full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
     shard.taken_from(full).copy_(shard.local)
-    # As bytes, since each element is non-zero on one rank only: a sum of bytes is exact for every dtype, also for
-    # those that the backend cannot reduce.
-    dist.reduce(full.view(-1).view(torch.uint8), 0)
+    _reduce_bytes(full)
     return full
+
+
+def _reduce_bytes(full: Tensor) -> None:
+    """Add tensors on rank 0, whose elements are non-zero on one rank only; collective."""
+    # As bytes: their sum is exact for every dtype, also for those that the backend cannot reduce.
+    dist.reduce(full.view(-1).view(torch.uint8), 0)
+
+
+def gather_entries(entries: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Return the full entries of all ranks on rank 0, and an empty dict on the other ranks; collective.
+
+    Args:
+        entries: State of this rank by the names of parameters and buffers.  A rank may have some of the names only, as
+            a stage of a pipeline has, or a rank that owns some parameters.
+        strategy: Has the rank and the device.
+    """
+    names = [strategy.broadcast(list(entries), src=rank) for rank in range(strategy.world_size)]
+    common = set(names[0]).intersection(*names)
+    gathered = gather_state({name: entries[name] for name in names[0] if name in common}, strategy)
+    if not all(common.issuperset(names_of_rank) for names_of_rank in names):
+        gathered |= _gather_boxes({name: entry for name, entry in entries.items() if name not in common}, strategy)
+    return gathered
+
+
+@torch.no_grad()
+def _gather_boxes(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Return the full state of which ranks have different entries, on rank 0; collective."""
+    local = dict(_leaves(state))
+    outlines = [
+        strategy.broadcast({path: _boxes_of(value) for path, value in local.items()}, src=rank)
+        for rank in range(strategy.world_size)
+    ]
+    gathered: dict[str, Any] = {}
+    for path in sorted(set().union(*outlines)):
+        versions = {rank: outline[path] for rank, outline in enumerate(outlines) if path in outline}
+        value: Any = next(iter(versions.values()))
+        if isinstance(value, _TensorOutline):
+            full = torch.zeros(value.shape, dtype=value.dtype, device=_device(strategy))
+            for box in local_boxes(local[path]) if path in local else ():
+                # Of the ranks that have the same box, the first one sends it.
+                if next(r for r, one in versions.items() if _extent(box) in one.boxes) == strategy.global_rank:
+                    full[_slices(box)] = box.tensor
+            _reduce_bytes(full)
+            value = full.cpu()
+        *parents, key = path
+        entry = gathered
+        for parent in parents:
+            entry = entry.setdefault(parent, {})
+        entry[key] = value
+    return gathered if strategy.is_global_zero else {}
+
+
+def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values of nested mappings by their paths."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, *parents, key)
+        else:
+            yield (*parents, key), value
+
+
+def _boxes_of(value: Any) -> Any:
+    """Return the outline of a tensor, with this rank's boxes; another value, and a scalar on the CPU, as it is."""
+    if not isinstance(value, Tensor | FlatShard) or not value.shape:
+        return apply_to_tensors(value, Tensor.cpu)
+    boxes = frozenset(map(_extent, local_boxes(value)))
+    return _TensorOutline(shape=tuple(value.shape), dtype=value.dtype, boxes=boxes)
+
+
+def _extent(box: LocalBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.starts, tuple(box.tensor.shape)
 
 
 def gather_optimizer_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
     """Return the full state of an optimizer on rank 0, and an empty dict on the other ranks; collective.
 
     Args:
-        state: A state of :meth:`~dstrat.interfaces.strategy.Strategy.sharded_optimizer_state`, whose entries of
-            parameters are shards, or exist on one rank each.
+        state: A state of :meth:`~dstrat.interfaces.strategy.Strategy.sharded_optimizer_state`.
         strategy: Has the rank and the device.
     """
     if not has_standard_layout(state):
         return gather_state(state, strategy)
-    entries = state["state"]
-    names = [strategy.broadcast(sorted(entries), src=rank) for rank in range(strategy.world_size)]
-    common = set(names[0]).intersection(*names)
-    gathered = gather_state({**state, "state": {name: entries[name] for name in sorted(common)}}, strategy)
-    for rank, names_of_rank in enumerate(names):  # the entries of one rank at a time
-        if common.issuperset(names_of_rank):
-            continue
-        local = {}
-        if rank == strategy.global_rank:
-            local = {name: entries[name] for name in names_of_rank if name not in common}
-        received = strategy.broadcast(apply_to_tensors(local, Tensor.cpu), src=rank)
-        if strategy.is_global_zero:
-            gathered["state"] |= received
-    return number_parameters(gathered) if strategy.is_global_zero else {}
+    entries = gather_entries(state["state"], strategy)
+    gathered = gather_state({**state, "state": {}}, strategy)
+    return number_parameters({**gathered, "state": entries}) if strategy.is_global_zero else {}
 
 
 @torch.no_grad()
@@ -147,13 +204,19 @@ def scatter_module_state(
     Raises:
         CheckpointError: Names are missing or unexpected, or a tensor has another shape.
     """
-    agree_on(strategy, lambda: misfit(strategy.module, targets, state, strict=strict))
     tensors = {
         name: target
         for name, target in targets.items()
         if isinstance(target, Tensor | FlatShard) and not is_extra_state(name)
     }
-    filled = scatter_state(strategy, {name: state[name] for name in targets if name in state}, tensors)
+    local = {name: _TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
+    outline: dict[str, Any] = {}  # of the targets of all ranks
+    for rank in range(strategy.world_size):
+        outline |= strategy.broadcast(dict.fromkeys(targets) | local, src=rank)
+    agree_on(strategy, lambda: misfit(strategy.module, outline, state, strict=strict))
+    # Nothing is returned of names that this rank does not have.
+    template: dict[str, Any] = dict.fromkeys(outline) | {name: {} for name in targets} | tensors
+    filled = scatter_state(strategy, {name: state[name] for name in outline if name in state}, template)
     extra = {name: value for name, value in filled.items() if name not in tensors}
     if extra:  # extra states, and values that are not tensors
         strategy.module.load_state_dict(extra, strict=False)
@@ -222,10 +285,11 @@ def _outline(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorOutline:
-    """Shape and dtype of a tensor, which the other ranks need to receive it."""
+    """Shape and dtype of a tensor, which the other ranks need to receive it, and the boxes of a rank that sends."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    boxes: frozenset[Any] = frozenset()
 
 
 def _broadcast_tensor(source: Tensor | None, outline: _TensorOutline, strategy: Strategy) -> Tensor:

@@ -246,9 +246,9 @@ class ParallelStrategy(Strategy):
         state = super().module_state_dict()
         if self.replicates_state or not any(map(is_sharded, state.values())):
             return state
-        from dstrat.parallel.full_state import gather_state
+        from dstrat.parallel.full_state import gather_entries
 
-        return gather_state(state, self)
+        return gather_entries(state, self)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.replicates_state:

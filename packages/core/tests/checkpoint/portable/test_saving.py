@@ -259,6 +259,7 @@ def test_where_files_cannot_be_written_directly_the_cache_is_used(tmp_path, monk
     assert torch.equal(io.load_checkpoint(tmp_path / "c")["w"], weight)
 
 
+@pytest.mark.slow
 def test_saving_a_large_model_takes_only_buckets_of_memory(tmp_path):
     """In a process of its own, where nothing else takes memory."""
     outcome = subprocess.run(

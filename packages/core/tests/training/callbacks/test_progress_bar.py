@@ -522,6 +522,7 @@ print("survived")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_is_forked_while_the_bar_is_drawn_can_write(tmp_path):
     pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")

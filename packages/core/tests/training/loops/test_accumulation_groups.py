@@ -141,3 +141,15 @@ def test_a_resume_in_an_epoch_of_another_accumulation_keeps_the_begun_group(quie
     schedule = GradientAccumulationScheduler({0: 2, 1: 4})
     quiet_trainer(max_epochs=2, callbacks=[schedule]).fit(resumed, numbers(5), ckpt_path=path)
     assert resumed.steps == expected[3:]
+
+
+class Grows(Callback):
+    """Accumulates more batches from the fourth one on."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        trainer.accumulate_grad_batches = 2 if batch_idx < 3 else 3
+
+
+def test_another_number_within_an_epoch_counts_from_the_next_group_on(quiet_trainer):
+    steps = fit(quiet_trainer, numbers(8), callbacks=[Grows()], accumulate_grad_batches=2)
+    assert steps == [mean(1, 2), mean(3, 4), mean(5, 6, 7), mean(8)]

@@ -188,6 +188,7 @@ def check(quiet_trainer, tmp_path):
 EVERY_BATCH = range(1, 2 * BATCHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("points", "accumulate", "io"),
     [
@@ -206,10 +207,12 @@ def test_stopped_where_a_hook_saves_after_validation_or_an_epoch(check, hook):
     check([3, 9] if hook == "on_validation_end" else [BATCHES], hook=hook)
 
 
+@pytest.mark.slow
 def test_with_workers(check):
     check([2, 5, 6, 8], loader=lambda: shuffled(num_workers=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", [shuffled, drawn_from_a_generator])
 def test_with_loaders_that_are_made_anew_for_each_epoch(check, loader):
     check([2, 6, 7, 9], loader=loader, reload_dataloaders_every_n_epochs=1)
@@ -241,6 +244,7 @@ def test_with_several_loaders_that_have_generators(check):
     check([2, 6, 8], cls=OfTwo, loader=two_with_generators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("io", [TorchCheckpointIO, PortableCheckpointIO])
 def test_with_a_shorter_loader_that_is_shuffled_again_after_dropout(check, io):
     def loaders():
@@ -264,6 +268,7 @@ def test_with_a_loader_that_knows_its_place_and_is_not_read_up_to_there_again(ch
     assert KnowsItsPlace.reads == 2 * BATCHES + 9 + (2 * BATCHES - 8)  # one ahead where it was stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "points", "num_workers"),
     [
@@ -280,6 +285,7 @@ def test_with_a_stateful_loader_of_torchdata(check, make, points, num_workers):
     check(points, loader=lambda: make(torchdata.StatefulDataLoader, batch_size=4, num_workers=num_workers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
 def test_on_two_processes_with_a_stateful_loader_of_torchdata(check, averaging, num_workers):

@@ -663,10 +663,19 @@ class ProcessGroup final : public OverGloo {
 
 }  // namespace
 
+// Collectives have no formula for gradients: torch passes over that step for its own types of devices, and since a later
+// version than 2.9 for this one too.
+void pass_over_autograd() {
+  if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) return;
+  static torch::Library library(torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kType, &allocator);
   at::RegisterPrivateUse1HooksInterface(&hooks);
   register_device();
+  pass_over_autograd();
   pthread_atfork(nullptr, nullptr, [] { if (is_initialized) is_in_bad_fork = true; });
   m.def("set_num_devices", [](int count) {
     TORCH_CHECK(count <= kMaxDevices, "at most ", kMaxDevices, " simulated GPUs");

@@ -263,8 +263,8 @@ class FitLoop(Position):
         """Look up once per epoch what every batch needs: attribute look-ups per batch cost measurable time."""
         run = self._run
         self._takes_index = count_arguments(run.module.training_step) > 1
-        is_compiled = isinstance(self._optimization, CompiledOptimization)
-        self._accumulate = 1 if is_compiled else run.settings.steps.accumulate_grad_batches
+        self._is_compiled = isinstance(self._optimization, CompiledOptimization)
+        self._accumulate = 1 if self._is_compiled else run.settings.steps.accumulate_grad_batches
         self._batch_end = run.hooks.of("on_train_batch_end")
         # Also without loggers if there are several ranks: callbacks read values of sync_dist=True, reduced then.
         self._publishes = bool(run.settings.output.log_every_n_steps and (run.loggers or run.world_size > 1))
@@ -274,6 +274,8 @@ class FitLoop(Position):
         if self._run.strategy.optimizers != self._optimizers:
             self._take_new_optimizers()
         if not self.in_group:
+            if not self._is_compiled:  # a callback may have changed it since the last group
+                self._accumulate = self._run.settings.steps.accumulate_grad_batches
             self.group_divisor = 1 if self._accumulate == 1 else self._group_size()
         in_group = self.in_group + 1
         applies = in_group >= self._accumulate or is_last  # more, if a resumed run accumulates fewer
