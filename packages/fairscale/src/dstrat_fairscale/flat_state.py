@@ -98,9 +98,9 @@ def load_state(optimizer: Optimizer, module: Module, rank: int, state: Mapping[s
     entries: dict[int, Any] = {}
     groups = []
     for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        numbered = dict(zip(numbers, group["params"]))  # noqa: B905 - of as many as the group has
-        groups.append({**saved_group, "params": list(numbered)})
-        for number, parameter in numbered.items():
+        numbered = dict(zip(group["params"], numbers))  # noqa: B905 - of numbers, as many as there are parameters
+        groups.append({**saved_group, "params": list(numbered.values())})
+        for parameter, number in numbered.items():
             parts = [(piece, saved[piece.name]) for piece in pieces[parameter] if piece.name in saved]
             if parts:
                 entries[number] = {key: _joined(key, parts, parameter, rank) for key in parts[0][1]}
