@@ -8,6 +8,7 @@ from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_devi
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat import Pipeline
@@ -56,6 +57,10 @@ class PipeNet(BlockNet):
 def split(module, mesh):
     for block in module.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if isinstance(module, SharedNet):
+        for layer in (module.enter, module.leave):
+            parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        module.leave.weight = module.enter.weight
 
 
 def started(cluster, meta=False, module_class=PipeNet, **options):

@@ -173,7 +173,7 @@ def gather_optimizer_state(state: Mapping[str, Any], strategy: Strategy) -> dict
 
 @torch.no_grad()
 def full_tensor(sharded: DTensor) -> Tensor:
-    """Return the full tensor of a DTensor, on every rank and on its device; collective over all ranks of the job."""
+    """Return the full tensor of a DTensor, on each rank of its mesh and on its device; collective over the mesh."""
     if not any(getattr(placement, "split_factor", 1) > 1 for placement in sharded.placements):
         full: Tensor = sharded.full_tensor()
         return full
@@ -183,7 +183,9 @@ def full_tensor(sharded: DTensor) -> Tensor:
     if holders(sharded)[0] == dist.get_rank():
         for box in local_boxes(sharded):
             sum_of_boxes[_slices(box)] = box.tensor
-    dist.all_reduce(sum_of_boxes.view(torch.uint8))
+    # Not over all ranks: each stage of a pipeline may have the tensor, over a mesh of its own.
+    for group in sharded.device_mesh.get_all_groups():
+        dist.all_reduce(sum_of_boxes.view(torch.uint8), group=group)
     return sum_of_boxes
 
 
