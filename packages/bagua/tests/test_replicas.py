@@ -79,6 +79,32 @@ def test_evaluation_checkpoints_and_the_end_have_the_average():
             assert all(found.values()), (name, found)
 
 
+class Counted(Net):
+    """Has a number in its state."""
+
+    number = 0
+
+    def get_extra_state(self):
+        return {"number": self.number}
+
+    def set_extra_state(self, state):
+        self.number = state["number"]
+
+
+def loaded_number(cluster):
+    strategy = BaguaStrategy(**DIFFERING["decentralized"])
+    start(strategy, Counted(), parts(cluster))
+    state = {**strategy.module_state_dict(), "_extra_state": {"number": 3}}
+    strategy.load_module_state_dict(state if strategy.is_global_zero else {})
+    number = strategy.module.number
+    strategy.teardown()
+    return number
+
+
+def test_each_rank_loads_the_extra_state_of_a_layer():
+    assert in_ranks(loaded_number) == [3, 3]
+
+
 class Branches(torch.nn.Module):
     """Two branches of one shape, of which each batch uses one."""
 

@@ -194,8 +194,11 @@ def full_tensor(sharded: DTensor) -> Tensor:
 
 def scatter_module_state(
     strategy: Strategy, state: Mapping[str, Any], targets: Mapping[str, Any], *, strict: bool
-) -> None:
+) -> dict[str, Any]:
     """Load the full state of rank 0 into a module: each rank copies its shards, one tensor at a time; collective.
+
+    It returns the targets, and for extra states and others that cannot be copied into a target the values of rank 0:
+    a state for :meth:`~dstrat.interfaces.strategy.Strategy.load_sharded_module_state`.
 
     Args:
         strategy: Has the module, the rank and the device.
@@ -222,6 +225,7 @@ def scatter_module_state(
     extra = {name: value for name, value in filled.items() if name not in tensors}
     if extra:  # extra states, and values that are not tensors
         strategy.module.load_state_dict(extra, strict=False)
+    return {**targets, **extra}
 
 
 def scatter_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

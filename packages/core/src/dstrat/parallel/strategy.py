@@ -257,8 +257,7 @@ class ParallelStrategy(Strategy):
         from dstrat.parallel.full_state import scatter_module_state
 
         targets = self.sharded_module_state()
-        scatter_module_state(self, state, targets, strict=strict)
-        self.load_sharded_module_state(targets)
+        self.load_sharded_module_state(scatter_module_state(self, state, targets, strict=strict))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.replicates_state:
