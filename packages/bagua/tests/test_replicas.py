@@ -52,7 +52,7 @@ def weights_everywhere(cluster, **options):
     average = strategy.reduce(local)
     with strategy.evaluation_context():
         evaluated = weights_of(strategy.module)
-    state = strategy.module_state_dict()
+    state = strategy.broadcast(strategy.module_state_dict())  # rank 0 has it
     saved = torch.cat([state[name].reshape(-1) for name, _ in strategy.module.named_parameters()])
     moments = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]["layers.0.weight"]["exp_avg"]
     own = strategy.optimizers[0].state[strategy.module.layers[0].weight]["exp_avg"]

@@ -100,12 +100,14 @@ def gather_entries(entries: Mapping[str, Any], strategy: Strategy) -> dict[str, 
             a stage of a pipeline has, or a rank that owns some parameters.
         strategy: Has the rank and the device.
     """
-    names = [strategy.broadcast(list(entries), src=rank) for rank in range(strategy.world_size)]
-    common = set(names[0]).intersection(*names)
-    gathered = gather_state({name: entries[name] for name in names[0] if name in common}, strategy)
-    if not all(common.issuperset(names_of_rank) for names_of_rank in names):
-        gathered |= _gather_boxes({name: entry for name, entry in entries.items() if name not in common}, strategy)
-    return gathered
+    names = strategy.broadcast(list(entries))  # all ranks gather in one order
+    # A vote first: ranks have the same names mostly, and exchanging those of a large model from each rank takes time.
+    if not strategy.reduce_boolean_decision(set(names) != entries.keys(), all=False):
+        return gather_state({name: entries[name] for name in names}, strategy)
+    common = set(names).intersection(*(strategy.broadcast(list(entries), src=r) for r in range(strategy.world_size)))
+    gathered = gather_state({name: entries[name] for name in names if name in common}, strategy)
+    others = {name: entry for name, entry in entries.items() if name not in common}
+    return gathered | _gather_boxes(others, strategy)
 
 
 @torch.no_grad()
@@ -214,10 +216,12 @@ def scatter_module_state(
         for name, target in targets.items()
         if isinstance(target, Tensor | FlatShard) and not is_extra_state(name)
     }
-    local = {name: _TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
-    outline: dict[str, Any] = {}  # of the targets of all ranks
-    for rank in range(strategy.world_size):
-        outline |= strategy.broadcast(dict.fromkeys(targets) | local, src=rank)
+    local: dict[str, Any] = dict.fromkeys(targets)
+    local |= {name: _TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
+    outline = dict(strategy.broadcast(local))  # of the targets of all ranks
+    if strategy.reduce_boolean_decision(outline != local, all=False):  # a vote first, as in gather_entries
+        for rank in range(1, strategy.world_size):
+            outline |= strategy.broadcast(local, src=rank)
     agree_on(strategy, lambda: misfit(strategy.module, outline, state, strict=strict))
     # Nothing is returned of names that this rank does not have.
     template: dict[str, Any] = dict.fromkeys(outline) | {name: {} for name in targets} | tensors

@@ -22,7 +22,6 @@ from dstrat.parallel.process_group import (
     close_process_group,
     open_process_group,
 )
-from dstrat.parallel.shards import is_sharded
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
@@ -243,12 +242,11 @@ class ParallelStrategy(Strategy):
     # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.
 
     def module_state_dict(self) -> dict[str, Any]:
-        state = super().module_state_dict()
-        if self.replicates_state or not any(map(is_sharded, state.values())):
-            return state
+        if self.replicates_state:
+            return super().module_state_dict()
         from dstrat.parallel.full_state import gather_entries
 
-        return gather_entries(state, self)
+        return gather_entries(self.sharded_module_state(), self)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.replicates_state:
