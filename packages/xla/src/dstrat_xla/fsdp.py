@@ -12,10 +12,7 @@ import torch
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import (
-    load_named_state,
-    named_state,
-)
+from dstrat.interfaces.state_dict import load_named_state, named_state, parameter_names
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_checks import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -258,6 +255,9 @@ class XLAFSDPStrategy(XLAStrategy):
                 for key, value in entry.items()
             }
         return state
+
+    def parameter_names(self, optimizer: Optimizer) -> Sequence[Sequence[str]]:
+        return parameter_names(optimizer, self._sharded_module)  # type: ignore[arg-type]  # as above
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         sharded = self._sharded_module

@@ -243,11 +243,14 @@ def scatter_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Map
     Raises:
         CheckpointError: It is the state of other parameters.
     """
-    current = strategy.sharded_optimizer_state(optimizer)
-    if has_standard_layout(current):
-        names = group_names(current)
-        agree_on(strategy, lambda: groups_misfit(optimizer, names, group_names(state)))
-        state = name_parameters(state, names) if strategy.is_global_zero else {}
+    names = strategy.parameter_names(optimizer)
+
+    def find_mismatch() -> str | None:
+        return groups_misfit(optimizer, names, group_names(state)) if has_standard_layout(state) else None
+
+    agree_on(strategy, find_mismatch)
+    if strategy.is_global_zero and has_standard_layout(state):
+        state = name_parameters(state, names)
     return scatter_state(strategy, state, strategy.optimizer_template(optimizer))
 
 
