@@ -23,6 +23,7 @@ from dstrat.interfaces.state_dict import (
     name_parameters,
     number_parameters,
 )
+from dstrat.parallel.collectives import uses_host_memory
 from dstrat.parallel.shards import holders, local_boxes
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.parallel.shards import LocalBox
-
-_BACKENDS_OF_HOSTS = ("gloo", "mpi")
 
 
 def agree_on(strategy: Strategy, find_problem: Callable[[], str | None]) -> None:
@@ -106,8 +105,7 @@ def gather_entries(entries: Mapping[str, Any], strategy: Strategy) -> dict[str, 
         return gather_state({name: entries[name] for name in names}, strategy)
     common = set(names).intersection(*(strategy.broadcast(list(entries), src=r) for r in range(strategy.world_size)))
     gathered = gather_state({name: entries[name] for name in names if name in common}, strategy)
-    others = {name: entry for name, entry in entries.items() if name not in common}
-    return gathered | _gather_boxes(others, strategy)
+    return gathered | _gather_boxes({name: entries[name] for name in entries if name not in common}, strategy)
 
 
 @torch.no_grad()
@@ -115,18 +113,18 @@ def _gather_boxes(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any
     """Return the full state of which ranks have different entries, on rank 0; collective."""
     local = dict(_leaves(state))
     outlines = [
-        strategy.broadcast({path: _boxes_of(value) for path, value in local.items()}, src=rank)
+        strategy.broadcast({path: _outline_and_boxes(value) for path, value in local.items()}, src=rank)
         for rank in range(strategy.world_size)
     ]
     gathered: dict[str, Any] = {}
     for path in sorted(set().union(*outlines)):
         versions = {rank: outline[path] for rank, outline in enumerate(outlines) if path in outline}
-        value: Any = next(iter(versions.values()))
+        value: Any = next(iter(versions.values()))[0]
         if isinstance(value, _TensorOutline):
             full = torch.zeros(value.shape, dtype=value.dtype, device=_device(strategy))
             for box in local_boxes(local[path]) if path in local else ():
                 # Of the ranks that have the same box, the first one sends it.
-                if next(r for r, one in versions.items() if _extent(box) in one.boxes) == strategy.global_rank:
+                if next(r for r, (_, boxes) in versions.items() if _extent(box) in boxes) == strategy.global_rank:
                     full[_slices(box)] = box.tensor
             _reduce_bytes(full)
             value = full.cpu()
@@ -147,12 +145,12 @@ def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str
             yield (*parents, key), value
 
 
-def _boxes_of(value: Any) -> Any:
-    """Return the outline of a tensor, with this rank's boxes; another value, and a scalar on the CPU, as it is."""
+def _outline_and_boxes(value: Any) -> tuple[Any, frozenset[Any]]:
+    """Return the outline of a tensor and this rank's boxes; another value, and a scalar on the CPU, as it is."""
     if not isinstance(value, Tensor | FlatShard) or not value.shape:
-        return apply_to_tensors(value, Tensor.cpu)
-    boxes = frozenset(map(_extent, local_boxes(value)))
-    return _TensorOutline(shape=tuple(value.shape), dtype=value.dtype, boxes=boxes)
+        return apply_to_tensors(value, Tensor.cpu), frozenset()
+    outline = _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
+    return outline, frozenset(map(_extent, local_boxes(value)))
 
 
 def _extent(box: LocalBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -298,11 +296,10 @@ def _outline(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorOutline:
-    """Shape and dtype of a tensor, which the other ranks need to receive it, and the boxes of a rank that sends."""
+    """Shape and dtype of a tensor, which the other ranks need to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: frozenset[Any] = frozenset()
 
 
 def _broadcast_tensor(source: Tensor | None, outline: _TensorOutline, strategy: Strategy) -> Tensor:
@@ -333,7 +330,7 @@ def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
 
 def _device(strategy: Strategy) -> torch.device:
     """Return the device on which torch.distributed communicates."""
-    return torch.device("cpu") if dist.get_backend() in _BACKENDS_OF_HOSTS else strategy.root_device
+    return torch.device("cpu") if uses_host_memory() else strategy.root_device
 
 
 def _slices(box: LocalBox) -> tuple[slice, ...]:

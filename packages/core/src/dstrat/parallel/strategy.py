@@ -11,7 +11,13 @@ from torch.optim import LBFGS
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
-from dstrat.parallel.collectives import broadcast_object, broadcast_tensors, gather_tensors, reduce_tensor
+from dstrat.parallel.collectives import (
+    broadcast_object,
+    broadcast_tensors,
+    gather_tensors,
+    reduce_tensor,
+    uses_host_memory,
+)
 from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.job import current_job
 from dstrat.parallel.process_group import (
@@ -41,8 +47,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-_BACKENDS_OF_HOSTS = ("gloo", "mpi")  # of torch's own
 
 
 class ParallelStrategy(Strategy):
@@ -285,7 +289,7 @@ class ParallelStrategy(Strategy):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
         device = self.root_device
         # Else torch guesses the device, and warns.
-        if device.index is not None and dist.get_backend() not in _BACKENDS_OF_HOSTS:
+        if device.index is not None and not uses_host_memory():
             dist.barrier(device_ids=[device.index])
         else:
             dist.barrier()
