@@ -105,7 +105,7 @@ class XLAFSDPStrategy(XLAStrategy):
             checked_classes("auto_wrap_policy", auto_wrap_policy)
         self._auto_wrap_policy = auto_wrap_policy
         self._checkpointed = checked_classes("activation_checkpointing_policy", activation_checkpointing_policy)
-        self._saves_full = state_dict_type == "full"
+        self.saves_full_state = state_dict_type == "full"
         self._options = kwargs
         self._sharded: ShardedModule | None = None
         if sequential_save:
@@ -204,7 +204,7 @@ class XLAFSDPStrategy(XLAStrategy):
         """Return the function that copies a parameter, or a tensor that is sharded like it, to the host; collective."""
         sharded = self._sharded_module
         # The devices gather faster than the hosts, which would do so afterwards.
-        is_full = self._saves_full or not self.checkpoint_io.is_collective
+        is_full = self.saves_full_state or not self.checkpoint_io.is_collective
         return sharded.full_tensor if is_full else sharded.host_shard_of
 
     def sharded_module_state(self) -> dict[str, Any]:

@@ -214,6 +214,8 @@ class Strategy(ABC):
             :meth:`optimizer_step` is called for each batch.
         replicates_state: Whether each process holds the full state of the module and its optimizers, so that one can
             write it without the others.
+        saves_full_state: Whether checkpoints have full tensors although processes have shards, which a single file can
+            have then.
         saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
             value of ``"gradients"``, which is empty if there are none.
         allows_new_optimizers: Whether :attr:`optimizers` may be set during a training.  Then :meth:`setup_optimizers`
@@ -240,6 +242,7 @@ class Strategy(ABC):
     drives_several_devices: bool = False
     accumulates_gradients: bool = False
     replicates_state: bool = True
+    saves_full_state: bool = False
     saves_gradients: bool = False
     allows_new_optimizers: bool = True
     evaluates_together: bool = False
