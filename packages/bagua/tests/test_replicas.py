@@ -52,7 +52,7 @@ def weights_everywhere(cluster, **options):
     average = strategy.reduce(local)
     with strategy.evaluation_context():
         evaluated = weights_of(strategy.module)
-    state = strategy.module_state_dict()
+    state = strategy.broadcast(strategy.module_state_dict())  # rank 0 has it
     saved = torch.cat([state[name].reshape(-1) for name, _ in strategy.module.named_parameters()])
     moments = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]["layers.0.weight"]["exp_avg"]
     own = strategy.optimizers[0].state[strategy.module.layers[0].weight]["exp_avg"]
@@ -77,6 +77,32 @@ def test_evaluation_checkpoints_and_the_end_have_the_average():
     for outcomes in in_ranks(each, function=weights_everywhere, cases=DIFFERING):
         for name, found in outcomes.items():
             assert all(found.values()), (name, found)
+
+
+class Counted(Net):
+    """Has a number in its state."""
+
+    number = 0
+
+    def get_extra_state(self):
+        return {"number": self.number}
+
+    def set_extra_state(self, state):
+        self.number = state["number"]
+
+
+def loaded_number(cluster):
+    strategy = BaguaStrategy(**DIFFERING["decentralized"])
+    start(strategy, Counted(), parts(cluster))
+    state = {**strategy.module_state_dict(), "_extra_state": {"number": 3}}
+    strategy.load_module_state_dict(state if strategy.is_global_zero else {})
+    number = strategy.module.number
+    strategy.teardown()
+    return number
+
+
+def test_each_rank_loads_the_extra_state_of_a_layer():
+    assert in_ranks(loaded_number) == [3, 3]
 
 
 class Branches(torch.nn.Module):

@@ -238,17 +238,23 @@ def sharded_optimizer(cluster):
     start(strategy, Sharded(), parts(cluster))
     losses = train(strategy)
     [optimizer] = strategy.optimizers
-    state = strategy.broadcast(strategy.optimizer_state(optimizer))
+    saved = strategy.optimizer_state(optimizer)
+    state = strategy.broadcast(saved)
+    begun = strategy.collectives_begun()
     strategy.load_optimizer_state(optimizer, state)
+    collectives = strategy.collectives_begun() - begun
     strategy.teardown()
-    return losses, len(state["state"]), len(list(strategy.module.parameters()))
+    return losses, len(state["state"]), len(list(strategy.module.parameters())), bool(saved), collectives
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_state_of_an_optimizer_that_is_sharded_over_the_ranks_is_whole():
-    for losses, with_state, parameters in in_ranks(sharded_optimizer):
+    outcomes = in_ranks(sharded_optimizer)
+    for losses, with_state, parameters, _, collectives in outcomes:
         assert losses == pytest.approx(single_device_losses(Net()), rel=1e-6)
         assert with_state == parameters
+        assert collectives == 0  # of a load: every rank has the full state
+    assert [has_state for *_, has_state, _ in outcomes] == [True, False]
 
 
 def names(cluster):

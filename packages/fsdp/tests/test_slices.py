@@ -16,13 +16,16 @@ from dstrat_fsdp.state import shard_like
 PLANS = {"by rows": ColwiseParallel, "by columns": RowwiseParallel}
 
 
-def two_dimensional(plan, rows):
-    """Return a layer of numbers, each another, over two dimensions of a mesh; and the numbers."""
+def two_dimensional(plan, rows, stages=1):
+    """Return a layer of numbers, each another, over two dimensions of a mesh; and the numbers.
+
+    Each stage of a pipeline has such a layer.
+    """
     layer = nn.Linear(6, rows, bias=False)
     numbers = torch.arange(6.0 * rows).reshape(rows, 6)
     with torch.no_grad():
         layer.weight.copy_(numbers)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh("cpu", (stages, 2 // stages, 2), mesh_dim_names=("stage", "data", "tensor"))
     parallelize_module(layer, mesh["tensor"], plan())
     fully_shard(layer, mesh=mesh["data"])
     return layer, numbers
@@ -32,7 +35,7 @@ def gathered(plan):
     # Shards of 10 rows are 3, 2, 3 and 2; torch 2.9 gathers those in a wrong order.
     return [
         torch.equal(full_tensor(layer.weight), numbers)
-        for layer, numbers in (two_dimensional(plan, n) for n in (8, 10))
+        for layer, numbers in (two_dimensional(plan, rows, stages) for rows in (8, 10) for stages in (1, 2))
     ]
 
 
@@ -57,7 +60,7 @@ def with_a_group(cluster, function):
 
 def test_a_tensor_over_two_dimensions_of_a_mesh_is_gathered_in_its_order():
     for found in in_ranks(with_a_group, 4, function=gathered):
-        assert found == {"by rows": [True, True], "by columns": [True, True]}
+        assert found == {"by rows": [True] * 4, "by columns": [True] * 4}
 
 
 def test_each_rank_takes_its_part_of_a_whole_tensor():

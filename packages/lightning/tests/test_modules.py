@@ -617,6 +617,18 @@ def test_where_shards_are_saved_a_line_says_how_to_get_a_file(library, make, cap
     assert [record.levelname for record in caplog.records if "a folder of shards" in record.message] == ["WARNING"]
 
 
+def test_full_tensors_of_shards_are_saved_in_a_file(make):
+    from dstrat_fsdp import FSDPStrategy
+
+    class Full(FSDPStrategy):
+        saves_full_state = True
+
+    net, data, trainer = make
+    made = trainer(strategy=Full())
+    made.fit(net(), datamodule=data())
+    assert made.plan.checkpoint_io == "lightning"
+
+
 def test_private_names_are_refused_by_an_error_that_names_dstrat(make):
     _, _, trainer = make
     with pytest.raises(AttributeError, match=r"dstrat's Trainer has no attribute '_accelerator_connector'"):

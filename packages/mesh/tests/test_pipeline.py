@@ -1,5 +1,6 @@
 """Pipelines: losses of one device on each layout and with each schedule, evaluation, and layers of other stages."""
 
+import dataclasses
 import io
 
 import pytest
@@ -8,10 +9,12 @@ from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_devi
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dstrat import Pipeline
+from dstrat import Pipeline, TorchCheckpointIO
 from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.checkpoint.strategy_state import module_entries, replaced_weights
 from dstrat.errors import DstratError, RequestError
 from dstrat_mesh import MeshStrategy
 
@@ -56,6 +59,10 @@ class PipeNet(BlockNet):
 def split(module, mesh):
     for block in module.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if isinstance(module, SharedNet):
+        for layer in (module.enter, module.leave):
+            parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        module.leave.weight = module.enter.weight
 
 
 def started(cluster, meta=False, module_class=PipeNet, **options):
@@ -193,6 +200,25 @@ def test_full_state_comes_from_all_stages_and_goes_to_them():
     alone.load_optimizer_state(alone.optimizers[0], optimizer)
     assert train(alone, steps=2) == pytest.approx(expected, rel=1e-5)
     alone.teardown()
+
+
+def replaced(cluster):
+    """Return whether a single file with other weights has those of all stages."""
+    strategy = started(cluster, pp=2)
+    strategy.components = dataclasses.replace(strategy.components, checkpoint_io=TorchCheckpointIO())
+    state = module_entries(strategy)["state_dict"]
+    before = {name: value.clone() for name, value in state.items()}
+    with torch.no_grad():
+        weights = {name: value + 1 for name, value in strategy.local_weights().items()}
+    after = replaced_weights(strategy, state, weights)
+    strategy.teardown()
+    return {name: torch.equal(after[name], value + 1) for name, value in before.items()}
+
+
+def test_a_file_with_averaged_weights_has_those_of_all_stages():
+    first, last = in_ranks(replaced)
+    assert first == dict.fromkeys(PipeNet().state_dict(), True)
+    assert last == {}
 
 
 # What does not fit is refused

@@ -17,7 +17,14 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
 from dstrat.interfaces.state_dict import name_parameters, number_parameters
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel.full_state import agree_on, gather_state, scatter_module_state, scatter_state
+from dstrat.parallel.full_state import (
+    agree_on,
+    gather_entries,
+    gather_state,
+    scatter_module_state,
+    scatter_optimizer_state,
+    scatter_state,
+)
 from dstrat.parallel.process_group import close_process_group, open_process_group
 
 WHOLE = torch.arange(15.0).reshape(5, 3)
@@ -94,6 +101,64 @@ def test_counts_of_steps_do_not_pass_through_the_device():
     assert (float(found["weight"]["step"]), found["weight"]["step"].device.type) == (3.0, "cpu")
 
 
+def components(strategy):
+    return strategy.accelerator, strategy.parallel_devices, strategy.cluster_environment
+
+
+class Divided(ParallelStrategy):
+    """Each rank has a plain tensor that the other one lacks."""
+
+    replicates_state = False
+
+    def sharded_module_state(self):
+        name = "weight" if self.is_global_zero else "seen"
+        return {name: self.module.state_dict()[name] + 1}
+
+
+def gather_divided(strategy):
+    divided = Divided(*components(strategy))
+    divided.connect(Net())
+    return {name: value.unique().tolist() for name, value in divided.module_state_dict().items()}
+
+
+class Recording(ParallelStrategy):
+    """Records the ranks that send an object to all others."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.senders = set()
+
+    def broadcast(self, obj, src=0):
+        self.senders.add(src)
+        return super().broadcast(obj, src)
+
+
+def senders_of_names(strategy):
+    recording = Recording(*components(strategy))
+    recording.connect(Net())
+    state = recording.module.state_dict()
+    scatter_module_state(recording, gather_entries(state, recording), state, strict=True)
+    return recording.senders
+
+
+class Unread(ParallelStrategy):
+    """Must not compute the state of an optimizer for the names of its parameters."""
+
+    def optimizer_template(self, optimizer):
+        return {}
+
+    def sharded_optimizer_state(self, optimizer):
+        raise AssertionError(optimizer)
+
+
+def names_of_loaded(strategy):
+    unread = Unread(*components(strategy))
+    unread.connect(Net())
+    optimizer = torch.optim.SGD(unread.module.parameters(), lr=0.1)
+    state = optimizer.state_dict() if strategy.is_global_zero else {}
+    return scatter_optimizer_state(unread, optimizer, state)["param_groups"][0]["params"]
+
+
 def disagree(strategy):
     with pytest.raises(CheckpointError, match="found by rank 0"):
         agree_on(strategy, lambda: f"found by rank {strategy.global_rank}")
@@ -117,12 +182,33 @@ def run_all(functions):
 @pytest.fixture(scope="module")
 def ranks():
     """What each function returns in each of two ranks."""
-    functions = (gather, scatter_module, scatter_too_large, scatter_nested, disagree)
+    functions = (
+        gather,
+        scatter_module,
+        scatter_too_large,
+        scatter_nested,
+        disagree,
+        gather_divided,
+        senders_of_names,
+        names_of_loaded,
+    )
     return LocalLauncher(num_processes=2, start_method="fork").launch(run_all, functions)
 
 
 def test_rank_0_has_the_whole_state(ranks):
     assert [found["gather"] for found in ranks] == [(True, pytest.approx(0.1), (0.9, 0.99)), {}]
+
+
+def test_plain_tensors_come_from_the_ranks_that_have_them(ranks):
+    assert [found["gather_divided"] for found in ranks] == [{"weight": [1.0], "seen": [1.0]}, {}]
+
+
+def test_ranks_with_the_same_names_do_not_exchange_them(ranks):
+    assert [found["senders_of_names"] for found in ranks] == [{0}, {0}]
+
+
+def test_an_optimizers_state_is_not_computed_to_load_another(ranks):
+    assert [found["names_of_loaded"] for found in ranks] == [["weight"], ["weight"]]
 
 
 def test_each_rank_takes_its_elements_of_the_module(ranks):

@@ -46,7 +46,7 @@ class DDP2Strategy(DDPStrategy):
 
     @property
     def driven_devices(self) -> tuple[torch.device, ...]:
-        return tuple(self.parallel_devices)
+        return self.parallel_devices
 
     @property
     def device_ids(self) -> None:

@@ -264,6 +264,13 @@ class DDPStrategy(ParallelStrategy):
 
     # State
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the full state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
+        if not _is_sharded(optimizer):
+            return super().optimizer_state(optimizer)
+        optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if self.is_global_zero else {}
+
     def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
         if not _is_sharded(optimizer):

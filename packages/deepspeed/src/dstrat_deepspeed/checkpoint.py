@@ -15,7 +15,7 @@ from dstrat_deepspeed.nvme import parameters_in_files
 from dstrat_deepspeed.optimizer_state import PartitionedState, partitions_of, shard_of_stage_3
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch.nn import Module
@@ -88,6 +88,11 @@ class CheckpointedStrategy(ParallelStrategy):
         self._accept_changes(moves=False)
         partitioned = self._partitioned(optimizer)
         return super().sharded_optimizer_state(optimizer) if partitioned is None else partitioned.get()
+
+    def parameter_names(self, optimizer: Optimizer) -> Sequence[Sequence[str]]:
+        """Return the names of the parameters in each group of the user's optimizer, which DeepSpeed has joined."""
+        partitioned = self._partitioned(optimizer)
+        return super().parameter_names(optimizer) if partitioned is None else partitioned.group_names
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's tensors to load a checkpoint into, also before the optimizer's first step."""

@@ -80,7 +80,7 @@ def _write_single_files(trainer: Trainer) -> None:
     row = next(row for row in plan.choices if row.subject == "checkpoint io")
     if not row.reason.startswith("the default") or type(strategy.checkpoint_io) is not PortableCheckpointIO:
         return
-    if strategy.replicates_state:
+    if strategy.replicates_state or strategy.saves_full_state:
         strategy.components = dataclasses.replace(strategy.components, checkpoint_io=LightningCheckpointIO())
         changed = PlanRow(subject=row.subject, value="lightning", reason="the default of a LightningModule")
         choices = tuple(changed if choice is row else choice for choice in plan.choices)

@@ -12,10 +12,7 @@ import torch
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import (
-    load_named_state,
-    named_state,
-)
+from dstrat.interfaces.state_dict import load_named_state, named_state, parameter_names
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_checks import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -108,7 +105,7 @@ class XLAFSDPStrategy(XLAStrategy):
             checked_classes("auto_wrap_policy", auto_wrap_policy)
         self._auto_wrap_policy = auto_wrap_policy
         self._checkpointed = checked_classes("activation_checkpointing_policy", activation_checkpointing_policy)
-        self._saves_full = state_dict_type == "full"
+        self.saves_full_state = state_dict_type == "full"
         self._options = kwargs
         self._sharded: ShardedModule | None = None
         if sequential_save:
@@ -207,7 +204,7 @@ class XLAFSDPStrategy(XLAStrategy):
         """Return the function that copies a parameter, or a tensor that is sharded like it, to the host; collective."""
         sharded = self._sharded_module
         # The devices gather faster than the hosts, which would do so afterwards.
-        is_full = self._saves_full or not self.checkpoint_io.is_collective
+        is_full = self.saves_full_state or not self.checkpoint_io.is_collective
         return sharded.full_tensor if is_full else sharded.host_shard_of
 
     def sharded_module_state(self) -> dict[str, Any]:
@@ -258,6 +255,9 @@ class XLAFSDPStrategy(XLAStrategy):
                 for key, value in entry.items()
             }
         return state
+
+    def parameter_names(self, optimizer: Optimizer) -> Sequence[Sequence[str]]:
+        return parameter_names(optimizer, self._sharded_module)  # type: ignore[arg-type]  # as above
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         sharded = self._sharded_module

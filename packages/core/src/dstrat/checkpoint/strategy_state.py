@@ -15,7 +15,7 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import check_names, is_extra_state
-from dstrat.parallel.shards import is_sharded, local_tensor
+from dstrat.parallel.shards import local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,10 +85,10 @@ def replaced_weights(strategy: Strategy, state: Mapping[str, Any], weights: Mapp
         state: The result of :func:`module_entries`.
         weights: The other weights by name, sharded as those of ``strategy.local_weights()``.
     """
-    if not _shards(strategy, strategy.checkpoint_io) and any(map(is_sharded, weights.values())):
-        from dstrat.parallel.full_state import gather_state
+    if not (strategy.checkpoint_io.is_collective or strategy.replicates_state):
+        from dstrat.parallel.full_state import gather_entries
 
-        weights = gather_state(weights, strategy)
+        weights = gather_entries(weights, strategy)
     return _without_other_buffers(strategy, {name: weights.get(name, value) for name, value in state.items()})
 
 

@@ -178,7 +178,7 @@ def load_named_state(optimizer: Optimizer, module: Module, state: Mapping[str, A
     if not has_standard_layout(state):
         optimizer.load_state_dict(dict(state))
         return
-    current, saved = _group_names(optimizer, module), group_names(state)
+    current, saved = parameter_names(optimizer, module), group_names(state)
     _check_groups(optimizer, module, current, saved)
     numbers = {name: index for index, name in enumerate(chain.from_iterable(current))}
     optimizer.load_state_dict(
@@ -217,8 +217,8 @@ def _check_groups(optimizer: Optimizer, module: Module, current: list[list[str]]
         )
 
 
-def _group_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the names of the parameters in each group."""
+def parameter_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer."""
     names = iter(_names(optimizer, module))
     return [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
 

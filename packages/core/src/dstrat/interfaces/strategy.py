@@ -22,6 +22,7 @@ from dstrat.interfaces.state_dict import (
     named_state,
     named_weights,
     number_parameters,
+    parameter_names,
 )
 from dstrat.interfaces.tied_parameters import keep_ties
 
@@ -213,6 +214,8 @@ class Strategy(ABC):
             :meth:`optimizer_step` is called for each batch.
         replicates_state: Whether each process holds the full state of the module and its optimizers, so that one can
             write it without the others.
+        saves_full_state: Whether checkpoints have full tensors although processes have shards, which a single file can
+            have then.
         saves_gradients: Whether :meth:`rank_state` has the gradients that are pending for an optimizer step, as the
             value of ``"gradients"``, which is empty if there are none.
         allows_new_optimizers: Whether :attr:`optimizers` may be set during a training.  Then :meth:`setup_optimizers`
@@ -239,6 +242,7 @@ class Strategy(ABC):
     drives_several_devices: bool = False
     accumulates_gradients: bool = False
     replicates_state: bool = True
+    saves_full_state: bool = False
     saves_gradients: bool = False
     allows_new_optimizers: bool = True
     evaluates_together: bool = False
@@ -867,6 +871,13 @@ class Strategy(ABC):
         """
         return named_state(optimizer, self.module)
 
+    def parameter_names(self, optimizer: Optimizer) -> Sequence[Sequence[str]]:
+        """Return the names of the parameters in each group of an optimizer, as in :meth:`sharded_optimizer_state`.
+
+        A strategy whose optimizers have other tensors than the module's parameters overrides it.
+        """
+        return parameter_names(optimizer, self.module)
+
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return this process's tensors, into which a checkpoint of the optimizer is loaded; collective.
 
@@ -916,9 +927,8 @@ class Strategy(ABC):
         Raises:
             CheckpointError: It is the state of other parameters.
         """
-        current = self.sharded_optimizer_state(optimizer)
-        if has_standard_layout(state) and has_standard_layout(current):
-            names = group_names(current)
+        if has_standard_layout(state):
+            names = self.parameter_names(optimizer)
             if (mismatch := groups_misfit(optimizer, names, group_names(state))) is not None:
                 raise CheckpointError(mismatch)
             state = name_parameters(state, names)

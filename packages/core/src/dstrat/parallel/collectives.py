@@ -33,6 +33,11 @@ _WITH_FACTOR = "premul_sum"
 """An operation of torch that is an object with a factor, without a name."""
 
 
+def uses_host_memory() -> bool:
+    """Return whether the backend of torch.distributed communicates from the memory of the host."""
+    return dist.get_backend() in ("gloo", "mpi")
+
+
 def reduce_tensor(
     tensor: Tensor, *, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
 ) -> Tensor:

@@ -23,6 +23,7 @@ from dstrat.interfaces.state_dict import (
     name_parameters,
     number_parameters,
 )
+from dstrat.parallel.collectives import uses_host_memory
 from dstrat.parallel.shards import holders, local_boxes
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.parallel.shards import LocalBox
-
-_BACKENDS_OF_HOSTS = ("gloo", "mpi")
 
 
 def agree_on(strategy: Strategy, find_problem: Callable[[], str | None]) -> None:
@@ -100,12 +99,13 @@ def gather_entries(entries: Mapping[str, Any], strategy: Strategy) -> dict[str, 
             a stage of a pipeline has, or a rank that owns some parameters.
         strategy: Has the rank and the device.
     """
-    names = [strategy.broadcast(list(entries), src=rank) for rank in range(strategy.world_size)]
-    common = set(names[0]).intersection(*names)
-    gathered = gather_state({name: entries[name] for name in names[0] if name in common}, strategy)
-    if not all(common.issuperset(names_of_rank) for names_of_rank in names):
-        gathered |= _gather_boxes({name: entry for name, entry in entries.items() if name not in common}, strategy)
-    return gathered
+    names = strategy.broadcast(list(entries))  # all ranks gather in one order
+    # A vote first: ranks have the same names mostly, and exchanging those of a large model from each rank takes time.
+    if not strategy.reduce_boolean_decision(set(names) != entries.keys(), all=False):
+        return gather_state({name: entries[name] for name in names}, strategy)
+    common = set(names).intersection(*(strategy.broadcast(list(entries), src=r) for r in range(strategy.world_size)))
+    gathered = gather_state({name: entries[name] for name in names if name in common}, strategy)
+    return gathered | _gather_boxes({name: entries[name] for name in entries if name not in common}, strategy)
 
 
 @torch.no_grad()
@@ -113,18 +113,18 @@ def _gather_boxes(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any
     """Return the full state of which ranks have different entries, on rank 0; collective."""
     local = dict(_leaves(state))
     outlines = [
-        strategy.broadcast({path: _boxes_of(value) for path, value in local.items()}, src=rank)
+        strategy.broadcast({path: _outline_and_boxes(value) for path, value in local.items()}, src=rank)
         for rank in range(strategy.world_size)
     ]
     gathered: dict[str, Any] = {}
     for path in sorted(set().union(*outlines)):
         versions = {rank: outline[path] for rank, outline in enumerate(outlines) if path in outline}
-        value: Any = next(iter(versions.values()))
+        value: Any = next(iter(versions.values()))[0]
         if isinstance(value, _TensorOutline):
             full = torch.zeros(value.shape, dtype=value.dtype, device=_device(strategy))
             for box in local_boxes(local[path]) if path in local else ():
                 # Of the ranks that have the same box, the first one sends it.
-                if next(r for r, one in versions.items() if _extent(box) in one.boxes) == strategy.global_rank:
+                if next(r for r, (_, boxes) in versions.items() if _extent(box) in boxes) == strategy.global_rank:
                     full[_slices(box)] = box.tensor
             _reduce_bytes(full)
             value = full.cpu()
@@ -145,12 +145,12 @@ def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str
             yield (*parents, key), value
 
 
-def _boxes_of(value: Any) -> Any:
-    """Return the outline of a tensor, with this rank's boxes; another value, and a scalar on the CPU, as it is."""
+def _outline_and_boxes(value: Any) -> tuple[Any, frozenset[Any]]:
+    """Return the outline of a tensor and this rank's boxes; another value, and a scalar on the CPU, as it is."""
     if not isinstance(value, Tensor | FlatShard) or not value.shape:
-        return apply_to_tensors(value, Tensor.cpu)
-    boxes = frozenset(map(_extent, local_boxes(value)))
-    return _TensorOutline(shape=tuple(value.shape), dtype=value.dtype, boxes=boxes)
+        return apply_to_tensors(value, Tensor.cpu), frozenset()
+    outline = _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
+    return outline, frozenset(map(_extent, local_boxes(value)))
 
 
 def _extent(box: LocalBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -173,7 +173,7 @@ def gather_optimizer_state(state: Mapping[str, Any], strategy: Strategy) -> dict
 
 @torch.no_grad()
 def full_tensor(sharded: DTensor) -> Tensor:
-    """Return the full tensor of a DTensor, on every rank and on its device; collective over all ranks of the job."""
+    """Return the full tensor of a DTensor, on each rank of its mesh and on its device; collective over the mesh."""
     if not any(getattr(placement, "split_factor", 1) > 1 for placement in sharded.placements):
         full: Tensor = sharded.full_tensor()
         return full
@@ -183,7 +183,9 @@ def full_tensor(sharded: DTensor) -> Tensor:
     if holders(sharded)[0] == dist.get_rank():
         for box in local_boxes(sharded):
             sum_of_boxes[_slices(box)] = box.tensor
-    dist.all_reduce(sum_of_boxes.view(torch.uint8))
+    # Not over all ranks: each stage of a pipeline may have the tensor, over a mesh of its own.
+    for group in sharded.device_mesh.get_all_groups():
+        dist.all_reduce(sum_of_boxes.view(torch.uint8), group=group)
     return sum_of_boxes
 
 
@@ -192,8 +194,11 @@ def full_tensor(sharded: DTensor) -> Tensor:
 
 def scatter_module_state(
     strategy: Strategy, state: Mapping[str, Any], targets: Mapping[str, Any], *, strict: bool
-) -> None:
+) -> dict[str, Any]:
     """Load the full state of rank 0 into a module: each rank copies its shards, one tensor at a time; collective.
+
+    It returns the targets, and for extra states and others that cannot be copied into a target the values of rank 0:
+    a state for :meth:`~dstrat.interfaces.strategy.Strategy.load_sharded_module_state`.
 
     Args:
         strategy: Has the module, the rank and the device.
@@ -209,10 +214,12 @@ def scatter_module_state(
         for name, target in targets.items()
         if isinstance(target, Tensor | FlatShard) and not is_extra_state(name)
     }
-    local = {name: _TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
-    outline: dict[str, Any] = {}  # of the targets of all ranks
-    for rank in range(strategy.world_size):
-        outline |= strategy.broadcast(dict.fromkeys(targets) | local, src=rank)
+    local: dict[str, Any] = dict.fromkeys(targets)
+    local |= {name: _TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
+    outline = dict(strategy.broadcast(local))  # of the targets of all ranks
+    if strategy.reduce_boolean_decision(outline != local, all=False):  # a vote first, as in gather_entries
+        for rank in range(1, strategy.world_size):
+            outline |= strategy.broadcast(local, src=rank)
     agree_on(strategy, lambda: misfit(strategy.module, outline, state, strict=strict))
     # Nothing is returned of names that this rank does not have.
     template: dict[str, Any] = dict.fromkeys(outline) | {name: {} for name in targets} | tensors
@@ -220,6 +227,7 @@ def scatter_module_state(
     extra = {name: value for name, value in filled.items() if name not in tensors}
     if extra:  # extra states, and values that are not tensors
         strategy.module.load_state_dict(extra, strict=False)
+    return {**targets, **extra}
 
 
 def scatter_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,11 +241,14 @@ def scatter_optimizer_state(strategy: Strategy, optimizer: Optimizer, state: Map
     Raises:
         CheckpointError: It is the state of other parameters.
     """
-    current = strategy.sharded_optimizer_state(optimizer)
-    if has_standard_layout(current):
-        names = group_names(current)
-        agree_on(strategy, lambda: groups_misfit(optimizer, names, group_names(state)))
-        state = name_parameters(state, names) if strategy.is_global_zero else {}
+    names = strategy.parameter_names(optimizer)
+
+    def find_mismatch() -> str | None:
+        return groups_misfit(optimizer, names, group_names(state)) if has_standard_layout(state) else None
+
+    agree_on(strategy, find_mismatch)
+    if strategy.is_global_zero and has_standard_layout(state):
+        state = name_parameters(state, names)
     return scatter_state(strategy, state, strategy.optimizer_template(optimizer))
 
 
@@ -285,11 +296,10 @@ def _outline(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorOutline:
-    """Shape and dtype of a tensor, which the other ranks need to receive it, and the boxes of a rank that sends."""
+    """Shape and dtype of a tensor, which the other ranks need to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: frozenset[Any] = frozenset()
 
 
 def _broadcast_tensor(source: Tensor | None, outline: _TensorOutline, strategy: Strategy) -> Tensor:
@@ -320,7 +330,7 @@ def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
 
 def _device(strategy: Strategy) -> torch.device:
     """Return the device on which torch.distributed communicates."""
-    return torch.device("cpu") if dist.get_backend() in _BACKENDS_OF_HOSTS else strategy.root_device
+    return torch.device("cpu") if uses_host_memory() else strategy.root_device
 
 
 def _slices(box: LocalBox) -> tuple[slice, ...]:

@@ -12,6 +12,8 @@ from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dstrat.interfaces.batch import tensors_in
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -87,6 +89,25 @@ class RefusedCollectives(TorchDispatchMode):
     ) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):  # of torch.distributed's functions, and of DTensor
             raise self._error
+        return function(*args, **(kwargs or {}))
+
+
+class CommunicatedBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors in calls of torch.distributed's collectives, by this thread.
+
+    Attributes:
+        count: The bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.count = 0
+
+    def __torch_dispatch__(  # torch's name
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            self.count += sum(tensor.nbytes for tensor in tensors_in(args))
         return function(*args, **(kwargs or {}))
 
 

@@ -11,7 +11,13 @@ from torch.optim import LBFGS
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
-from dstrat.parallel.collectives import broadcast_object, broadcast_tensors, gather_tensors, reduce_tensor
+from dstrat.parallel.collectives import (
+    broadcast_object,
+    broadcast_tensors,
+    gather_tensors,
+    reduce_tensor,
+    uses_host_memory,
+)
 from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.job import current_job
 from dstrat.parallel.process_group import (
@@ -22,7 +28,6 @@ from dstrat.parallel.process_group import (
     close_process_group,
     open_process_group,
 )
-from dstrat.parallel.shards import is_sharded
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
@@ -42,8 +47,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-_BACKENDS_OF_HOSTS = ("gloo", "mpi")  # of torch's own
 
 
 class ParallelStrategy(Strategy):
@@ -243,12 +246,11 @@ class ParallelStrategy(Strategy):
     # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.
 
     def module_state_dict(self) -> dict[str, Any]:
-        state = super().module_state_dict()
-        if self.replicates_state or not any(map(is_sharded, state.values())):
-            return state
+        if self.replicates_state:
+            return super().module_state_dict()
         from dstrat.parallel.full_state import gather_entries
 
-        return gather_entries(state, self)
+        return gather_entries(self.sharded_module_state(), self)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.replicates_state:
@@ -257,8 +259,7 @@ class ParallelStrategy(Strategy):
         from dstrat.parallel.full_state import scatter_module_state
 
         targets = self.sharded_module_state()
-        scatter_module_state(self, state, targets, strict=strict)
-        self.load_sharded_module_state(targets)
+        self.load_sharded_module_state(scatter_module_state(self, state, targets, strict=strict))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.replicates_state:
@@ -288,7 +289,7 @@ class ParallelStrategy(Strategy):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
         device = self.root_device
         # Else torch guesses the device, and warns.
-        if device.index is not None and dist.get_backend() not in _BACKENDS_OF_HOSTS:
+        if device.index is not None and not uses_host_memory():
             dist.barrier(device_ids=[device.index])
         else:
             dist.barrier()

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.checkpoint_io import CheckpointIO, FlatShard
 from dstrat.interfaces.memory import TrainingSize
+from dstrat.parallel.internals import CommunicatedBytes
 from dstrat.parallel.shards import local_tensor
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.ranks.jobs import Subject, open_strategy, run_in_team
@@ -306,7 +306,7 @@ class _StateSizes(Callback):
             "optimizer": ("optimizer_state", lambda: list(map(strategy.sharded_optimizer_state, strategy.optimizers))),
         }
         for name, (field, state_of) in states.items():
-            with _CommunicatedBytes() as communicated:  # type: ignore[no-untyped-call]  # torch's constructor
+            with CommunicatedBytes() as communicated:
                 state = state_of()
             self.sizes[name] = StateSize(
                 declared=getattr(self.layout, field) + self.layout.host,
@@ -314,17 +314,6 @@ class _StateSizes(Callback):
                 returned=_num_bytes(state),
                 communicated=communicated.count,
             )
-
-
-class _CommunicatedBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors in calls of torch.distributed's collectives, by this thread."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            self.count += _num_bytes(args)
-        return function(*args, **(kwargs or {}))
 
 
 def _training_size(module: torch.nn.Module, strategy: Any, numels: list[int], world_size: int) -> TrainingSize:
