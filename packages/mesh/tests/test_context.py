@@ -224,6 +224,53 @@ class Encoder(Small):
         return self.encoder(heads.transpose(1, 2).flatten(2)) * torch.arange(8.0)
 
 
+class InStages(dstrat.TrainModule):
+    """Layers in stages, whose steps all compute the same; the last stage attends, or none."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(context_fits.WIDTH), last)
+
+    def configure_pipeline(self):
+        return dstrat.Pipeline(model=self.net, loss=lambda output, batch: output.square().mean())
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def refusal(cluster, verb, attends, **options):
+    trainer = make_trainer(MeshStrategy(**options), cluster.world_size, plugins=[cluster], fast_dev_run=True)
+    last = context_fits.Attention() if attends else nn.LayerNorm(context_fits.WIDTH)
+    try:
+        getattr(trainer, verb)(InStages(last), DataLoader(torch.ones(2, 8, context_fits.WIDTH), batch_size=2))
+    except DstratError as error:
+        return str(error)
+    return None
+
+
+VERBS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 2, "pp": 2}], ids=str)
+def test_each_kind_of_step_has_to_call_attention_in_some_stage(sizes):
+    cases = {verb: {"verb": verb, "attends": False, **sizes} for verb in VERBS}
+    if "pp" in sizes:
+        cases |= {f"{verb}, attends": {"verb": verb, "attends": True, **sizes} for verb in ("fit", "validate")}
+    for found in in_ranks(each, 4 if "pp" in sizes else 2, function=refusal, cases=cases):
+        attending = [found.pop(name) for name in cases if "attends" in name]
+        assert not any(attending)
+        for verb, message in found.items():
+            assert message.startswith(f"a {VERBS[verb]} step of InStages has called no attention")
+
+
 def tensors(length=8, further=()):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, length, 8, generator=generator), *(torch.ones(2, size) for size in further)]
@@ -267,7 +314,9 @@ def test_what_divided_sequences_cannot_do_is_refused():
         "scaled_dot_product_attention got queries of shape (2, 2, 4, 4) and keys of shape (2, 2, 3, 4)": {
             "module_class": "Crossed"
         },
-        "a training step of Alone has called no scaled_dot_product_attention": {"module_class": "Alone"},
+        "a training step of Alone has called no attention as torch.nn.functional.scaled_dot_product_": {
+            "module_class": "Alone"
+        },
         "nn.MultiheadAttention was called with need_weights=True": {"module_class": "Weights"},
     }
     cases = {message: {"module_class": "Small", "batch": {}, **case} for message, case in cases.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,13 @@ from dstrat.parallel.collectives import gather_tensors
 from dstrat_mesh.attention import DividedAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn import Module
+
+    from dstrat.interfaces.strategy import StepName
 
 _SEQUENCE = 1  # dimension of the tensors of a batch
 _METHOD = "cut_sequences"
@@ -42,7 +45,7 @@ class Sequences:
         self._module, self._group, self._method = module, group, method
         self.attention = DividedAttention(method, group)
         self._local_length = 0
-        self._is_checked = False
+        self._checked: set[StepName] = set()
 
     @property
     def _num_chunks(self) -> int:
@@ -117,11 +120,25 @@ class Sequences:
 
         return apply_to_tensors(outputs, join)
 
-    def check_attended(self) -> None:
-        """Raise MisuseError if the first training step of the module has called no attention."""
-        if not self._is_checked and self.attention.num_calls == 0:
+    @contextmanager
+    def attending(self, name: StepName, any_rank: Callable[[bool], bool]) -> Iterator[None]:
+        """In this context a step attends to whole sequences; collective in the first step of a name.
+
+        Args:
+            name: Name of the step.
+            any_rank: Returns whether any rank passes True, as the layers of a stage may be without attention.
+
+        Raises:
+            MisuseError: It is the first step of the name, and has called no attention.
+        """
+        earlier = self.attention.num_calls
+        with self.attention.replacing():
+            yield
+        if name not in self._checked and not any_rank(self.attention.num_calls > earlier):
             raise MisuseError(
-                f"a training step of {type(self._module).__name__} has called no scaled_dot_product_attention, so "
-                "that its tokens would see those of their own rank only: call that function of torch, or leave cp out"
+                f"a {name.replace('_', ' ')} of {type(self._module).__name__} has called no attention as "
+                "torch.nn.functional.scaled_dot_product_attention, so that its tokens would see those of their own "
+                "rank only: call it by that name, as a name imported from the module is torch's own function, or "
+                "leave cp out"
             )
-        self._is_checked = True
+        self._checked.add(name)

@@ -318,7 +318,7 @@ class MeshStrategy(SharedBatchStrategy):
         def before_backward(is_last: bool) -> None:
             sharded.set_gradient_sync(is_last and not self._accumulates)
 
-        with self._attending():
+        with self._attending("training_step"):
             outputs = self._pipeline.train(
                 batch, self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
             )
@@ -341,7 +341,8 @@ class MeshStrategy(SharedBatchStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; the training step of a pipeline has done so."""
         if self._pipeline is None:
-            with self._attending():  # of layers that compute their activations again
+            # Layers may compute their activations again.
+            with nullcontext() if self._sequences is None else self._sequences.attention.replacing():
                 super().backward(loss, *args, **kwargs)
 
     @contextmanager
@@ -354,8 +355,10 @@ class MeshStrategy(SharedBatchStrategy):
         finally:
             self._accumulates = False
 
-    def _attending(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._sequences is None else self._sequences.attention.replacing()
+    def _attending(self, name: StepName) -> AbstractContextManager[None]:
+        if self._sequences is None:
+            return nullcontext()
+        return self._sequences.attending(name, lambda attended: self.reduce_boolean_decision(attended, all=False))
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         sequences = self._sequences
@@ -365,10 +368,8 @@ class MeshStrategy(SharedBatchStrategy):
             args = (sequences.cut_batch(args[0]), *args[1:])
         else:  # in a hand-written loop, the first argument is the function
             args = (args[0], *sequences.cut_arguments(args[1:]))
-        with sequences.attention.replacing():
+        with self._attending(name):
             outputs = self._run_stages(name, step, *args, **kwargs)
-        if name == "training_step":
-            sequences.check_attended()
         return sequences.join_outputs(outputs) if name == "predict_step" else outputs
 
     def _run_stages(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
