@@ -3,6 +3,7 @@
 Losses of the layouts are in test_layout_conformance.py.
 """
 
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import dstrat
 from dstrat import OwnLoop
-from dstrat.errors import DstratError, RequestError
+from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 from dstrat_mesh.sequences import Sequences
 
@@ -156,6 +157,36 @@ def test_a_loop_of_ones_own_cuts_the_arguments_of_its_function():
     expected = OwnLoop(dstrat.build(strategy="single_device", accelerator="cpu", devices=1)).launch(loop_losses)
     for found in in_ranks(each, function=looped, cases={"ring": {"cp": 2, "context_parallel": "ring"}}):
         assert found["ring"] == pytest.approx([loss / 2 for loss in expected], rel=1e-6)
+
+
+def wrongly_called(cluster, arguments, evaluates=False, **options):
+    strategy = MeshStrategy(**options)
+    loop = OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=2, plugins=[cluster]))
+    return loop.launch(refused_call, arguments, evaluates)
+
+
+def refused_call(loop, arguments, evaluates):
+    loop.setup(Net(), Net.configure_optimizers)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    args, kwargs = [tokens] * arguments.count("tokens"), {name: tokens for name in arguments if name != "tokens"}
+    with pytest.raises(MisuseError) as error, loop.evaluation() if evaluates else nullcontext():
+        loop.compute(lambda *_args, **_kwargs: tokens.float().mean(), *args, **kwargs)
+    return str(error.value)
+
+
+def test_a_batch_in_keyword_arguments_is_refused():
+    cases = {
+        "labels=": {"arguments": ["tokens", "labels"], "pp": 2},
+        "labels=, mask=": {"arguments": ["tokens", "labels", "mask"], "cp": 2},
+        "tokens_=, labels=": {"arguments": ["tokens_", "labels"], "cp": 2, "evaluates": True},
+        "no batch": {"arguments": [], "pp": 2},
+    }
+    for found in in_ranks(each, function=wrongly_called, cases=cases):
+        for received, message in found.items():
+            assert message == (
+                f"compute got {received}, and the mesh divides its batch, which are the positional arguments after the "
+                "function: call loop.compute(function, tokens, labels)"
+            )
 
 
 # What does not fit is refused

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from dstrat.errors import ConflictError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.gradients import clip_by_norm
@@ -309,8 +309,7 @@ class MeshStrategy(SharedBatchStrategy):
             return super().training_step(*args, **kwargs)
         sharded = self._sharded_module
         self._begins_step = True
-        # In a hand-written loop the first argument is the function.
-        values = args[:1] if self.step_methods is None else args[1:]
+        values = args[:1] if self.step_methods is None else _batch_of_function(*args, **kwargs)
         batch = values[0] if len(values) == 1 else values
         if self._sequences is not None:
             batch = self._sequences.cut_batch(batch)
@@ -366,8 +365,8 @@ class MeshStrategy(SharedBatchStrategy):
             return self._run_stages(name, step, *args, **kwargs)
         if self.step_methods is None:
             args = (sequences.cut_batch(args[0]), *args[1:])
-        else:  # in a hand-written loop, the first argument is the function
-            args = (args[0], *sequences.cut_arguments(args[1:]))
+        else:
+            args = (args[0], *sequences.cut_arguments(_batch_of_function(*args, **kwargs)))
         with self._attending(name):
             outputs = self._run_stages(name, step, *args, **kwargs)
         return sequences.join_outputs(outputs) if name == "predict_step" else outputs
@@ -425,3 +424,14 @@ class MeshStrategy(SharedBatchStrategy):
 
 def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
+
+
+def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return the batch in the arguments of ``compute`` of a hand-written loop."""
+    if kwargs or not args:
+        received = ", ".join(f"{name}=" for name in kwargs) or "no batch"
+        raise MisuseError(
+            f"compute got {received}, and the mesh divides its batch, which are the positional arguments after the "
+            "function: call loop.compute(function, tokens, labels)"
+        )
+    return args
