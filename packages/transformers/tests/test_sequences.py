@@ -12,8 +12,9 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 import torch
 import transformers
 
-from dstrat.errors import RankFailedError
+from dstrat.errors import MisuseError, RankFailedError
 from dstrat_mesh import MeshStrategy
+from dstrat_transformers import HFModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -97,3 +98,10 @@ def test_what_divided_sequences_cannot_do_is_refused(tmp_path, model, kind, size
             tmp_path, strategy(cp=2, **sizes), 2, model=model(), data=rows(kind), validation=rows(kind), **OPTIONS
         )
     assert message in str(error.value)
+
+
+def test_a_model_with_a_loss_of_its_experts_is_refused():
+    batch = {name: value[None] for name, value in rows("plain")[0].items()}
+    with pytest.raises(MisuseError) as error:
+        HFModule(small.balanced_experts()).cut_sequences(batch, lambda tensor: tensor)
+    assert str(error.value).startswith("MixtralForCausalLM has config.output_router_logits=True, and")

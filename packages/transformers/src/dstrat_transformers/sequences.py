@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import IGNORED_LABEL, attention_implementation, base_model
+from dstrat_transformers.models import IGNORED_LABEL, attention_implementation, base_model, has_auxiliary_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ class FullMasks:
         model: The model.
 
     Raises:
-        MisuseError: It is no causal language model, or has another implementation of attention.
+        MisuseError: It is no causal language model, has a loss of experts, or another implementation of attention.
     """
 
     def __init__(self, model: Module) -> None:
@@ -44,6 +44,11 @@ class FullMasks:
         name, implementation = type(model).__name__, attention_implementation(self._model)
         if getattr(self._model, "loss_type", None) != "ForCausalLM":
             raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have divided sequences: leave cp out")
+        if has_auxiliary_loss(self._model):
+            raise MisuseError(
+                f"{name} has config.output_router_logits=True, and the loss of its experts is over whole sequences, "
+                "which cp divides: set it to False, or leave cp out"
+            )
         if implementation != "sdpa":
             raise MisuseError(
                 f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
