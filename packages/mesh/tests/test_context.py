@@ -54,9 +54,14 @@ def test_accumulated_batches_of_layers_that_compute_again_are_those_of_one_devic
             assert values == pytest.approx(losses, rel=1e-6)
 
 
+class Joined(Net):
+    def join_sequences(self, outputs, join):
+        return join(outputs)
+
+
 def predicted(cluster, **options):
     trainer = make_trainer(MeshStrategy(**options), cluster.world_size, plugins=[cluster])
-    return torch.cat(trainer.predict(Net(), DataLoader(data(10), batch_size=2)))
+    return torch.cat(trainer.predict(Joined(), DataLoader(data(10), batch_size=2)))
 
 
 def test_predictions_are_those_of_whole_sequences():
@@ -65,6 +70,38 @@ def test_predictions_are_those_of_whole_sequences():
     for found in in_ranks(each, 4, function=predicted, cases=cases):
         for values in found.values():
             torch.testing.assert_close(values, expected)
+
+
+class Pooled(Net):
+    """Predicts classes of whole sequences, as many as tokens of a part, beside the tokens' means and a name."""
+
+    def predict_step(self, batch, batch_idx):
+        tokens = self.net(self.inputs(batch))
+        return {"classes": torch.ones(len(tokens), tokens.shape[1]), "means": tokens.mean(-1), "name": "pooled"}
+
+    def join_sequences(self, outputs, join):
+        return {**outputs, "means": join(outputs["means"])}
+
+
+def shapes(cluster, module_class):
+    trainer = make_trainer(MeshStrategy(cp=2), 2, plugins=[cluster])
+    try:
+        (outputs,) = trainer.predict(globals()[module_class](), DataLoader(data(2), batch_size=2))
+    except MisuseError as error:
+        return str(error)
+    return {name: getattr(value, "shape", value) for name, value in outputs.items()}
+
+
+def test_a_module_says_which_of_its_predictions_are_parts():
+    length = context_fits.LENGTH
+    cases = {name: {"module_class": name} for name in ("Pooled", "Net")}
+    for found in in_ranks(each, function=shapes, cases=cases):
+        assert found["Pooled"] == {"classes": (2, length // 2), "means": (2, length), "name": "pooled"}
+        assert found["Net"] == (
+            "predict_step of Net returned tensors, of which a rank of cp has those of its part of the sequences "
+            "or whole ones: define join_sequences(self, outputs, join), which returns the outputs with join(tensor) "
+            "for each tensor with a part for each token"
+        )
 
 
 # Attention by itself

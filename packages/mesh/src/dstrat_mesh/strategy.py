@@ -68,7 +68,8 @@ class MeshStrategy(SharedBatchStrategy):
     them.  Everything else that a module computes between tokens sees those of one part, so positions are a tensor of
     the batch.  All tensors of a batch are cut along their second dimension, or as the module's
     ``cut_sequences(batch, cut)`` does it.  Parts count alike in the mean of their losses, unless ``training_step``
-    returns a weight: ``{"loss": loss, "weight": number_of_labels}``.  Predictions are those of whole sequences.
+    returns a weight: ``{"loss": loss, "weight": number_of_labels}``.  Predicted tensors are those of whole sequences by
+    the module's ``join_sequences(outputs, join)``, which calls ``join`` for those that are parts.
 
     Args:
         accelerator: The hardware.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_transformers.initialization import make_model
 from dstrat_transformers.models import IGNORED_LABEL, accepts_argument, base_model, blocks, count_labels, is_peft
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
@@ -186,6 +187,27 @@ class HFModule(TrainModule):
         if self._masks is None:
             self._masks = FullMasks(self.model)
         return cut_sequences(batch, cut)
+
+    def join_sequences(self, outputs: Any, join: Callable[[Tensor], Tensor]) -> Any:
+        """Return a prediction with the logits and hidden states of whole sequences, where a strategy divides them.
+
+        Args:
+            outputs: The output of the model; a subclass whose ``predict_step`` returns something else overrides this.
+            join: Function of a tensor that returns that of whole sequences.
+
+        Raises:
+            MisuseError: They are no output of the model.
+        """
+        if not hasattr(outputs, "logits"):
+            raise MisuseError(
+                f"predict_step of {type(self).__name__} returned a {type(outputs).__name__}, not the model's output: "
+                "define join_sequences(self, outputs, join), which returns the outputs with join(tensor) for each "
+                "tensor with a part for each token"
+            )
+        for name in ("logits", "hidden_states"):
+            if outputs.get(name) is not None:
+                outputs[name] = apply_to_tensors(outputs[name], join)
+        return outputs
 
     def _arguments_of(self, batch: Mapping[str, Any]) -> AbstractContextManager[Mapping[str, Any]]:
         return nullcontext(batch) if self._masks is None else self._masks.of(batch)
