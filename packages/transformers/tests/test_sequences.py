@@ -130,3 +130,12 @@ def test_other_predictions_need_a_method_that_joins_them():
     with pytest.raises(RankFailedError) as error:
         predict(Tokens(small.llama()), strategy(cp=2), 2)
     assert "predict_step of Tokens returned a Tensor, not the model's output: define join_sequences" in str(error.value)
+
+
+def test_documents_are_those_of_the_model_that_computes():
+    batch = {name: value[None] for name, value in rows("packed")[2].items()}
+    modules = [HFModule(small.llama()) for _ in range(2)]
+    expected = modules[0].predict_step(batch).logits
+    parts = [module.cut_sequences(batch, lambda tensor: tensor) for module in modules]
+    for module, part in zip(modules, parts, strict=True):
+        torch.testing.assert_close(module.predict_step(part).logits, expected)

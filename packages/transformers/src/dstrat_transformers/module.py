@@ -280,6 +280,11 @@ class HFModule(TrainModule):
                 f"{type(self.model).__name__}, as the collators of transformers make it"
             )
         output = self._call(batch)
+        if isinstance(output, tuple):
+            raise MisuseError(
+                f"{type(base_model(self.model)).__name__} returned a tuple, and HFModule reads the loss of an output "
+                "by its name: leave out return_dict=False"
+            )
         if getattr(output, "loss", None) is None:
             raise MisuseError(
                 f"{type(base_model(self.model)).__name__} returned no loss for a batch with {', '.join(batch.keys())}: "
@@ -290,11 +295,13 @@ class HFModule(TrainModule):
     def _call(self, batch: Mapping[str, Any]) -> Any:
         with self._arguments_of(batch) as arguments:
             output = self.model(**{**self._fixed_arguments, **arguments})
-        if isinstance(output, Tensor):  # the logits of a pipeline, which go from the last stage to the others
+        of_stages = isinstance(output, Tensor)  # the logits of a pipeline, which go from the last stage to the others
+        if of_stages:
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
             output = CausalLMOutputWithPast(logits=output)
-        if output.get("loss") is None and "labels" in batch:
+        # Neither stages nor parts of sequences give the model its labels.
+        if (of_stages or self._masks is not None) and batch.get("labels") is not None:
             output["loss"] = causal_loss(base_model(self.model), output.logits, batch)
         return output
 
