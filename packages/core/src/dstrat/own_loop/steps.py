@@ -151,11 +151,14 @@ class Steps:
 
     def _weighted(self, loss: Tensor, weight: Any) -> Tensor:
         number, accumulate = self._in_group + 1, self._settings.accumulate_grad_batches
+        caller, advice = "backward got", "call loop.backward(loss, weight=n)"
+        if self._computes_gradients:
+            caller, advice = "configure_pipeline gave", "let it return a Pipeline(weight=...)"
         self._weights.agree(
             has_weight=weight is not None,
-            caller="backward got",
+            caller=caller,
             batch=f"batch {number} of optimizer step {self.num_done + 1}",
-            advice="call loop.backward(loss, weight=n)",
+            advice=advice,
         )
         if weight is None:
             return loss
