@@ -12,22 +12,25 @@ from torch.nn import ModuleDict, ModuleList
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
+from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat_fairscale import flat_state
 from dstrat_fairscale.internals import (
     FullyShardedDataParallel,
     ShardedGradScaler,
     auto_wrap,
     default_auto_wrap_policy,
     enable_wrap,
+    leave_deprecations_out,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch.nn import Module
@@ -157,10 +160,13 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         return context
 
     def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+        leave_deprecations_out()
         with self.model_sharded_context():
             for name, child in list(self.module.named_children()):
                 setattr(self.module, name, auto_wrap(child))
-        self.model = FullyShardedDataParallel(StepModule(self.module), **self._fairscale_options())
+        # Joined in the root, which is around the module, its own parameters would be none of the module's.
+        options = {**self._fairscale_options(), "flatten_parameters": False}
+        self.model = FullyShardedDataParallel(StepModule(self.module), **options)
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
@@ -227,15 +233,21 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             "their names; strategy='fsdp' can"
         )
 
-    # FairScale's full state numbers the parameters as they are in its flat ones, so that they have no names here.
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer by the names of parameters, with this rank's shards."""
+        return flat_state.sharded_state(optimizer, self.module, self.global_rank)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on global rank 0, and an empty dict on the others; collective."""
-        return self.model.gather_full_optim_state_dict(optimizer, recipient_rank=0) or {}
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:  # noqa: ARG002 - nothing is read in shards
+        """Return an empty template, so that a checkpoint is read in full."""
+        return OptionalTensors()
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the whole state of an optimizer that global rank 0 has; collective."""
-        optimizer.load_state_dict(self.model.get_shard_from_optim_state_dict(self.broadcast(dict(state))))
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a result of :meth:`sharded_optimizer_state`, or the same with full tensors.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        flat_state.load_state(optimizer, self.module, self.global_rank, state)
 
 
 def unit_sizes(module: Module, min_num_params: int) -> tuple[list[int], int]:

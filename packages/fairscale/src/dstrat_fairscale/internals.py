@@ -14,13 +14,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from fairscale.nn import auto_wrap, default_auto_wrap_policy, enable_wrap
     from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+    from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
     from fairscale.optim import OSS
     from fairscale.optim.grad_scaler import ShardedGradScaler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch.nn import Parameter
+
 __all__ = [
+    "FlatParameter",
     "FullyShardedDataParallel",
     "ShardedDataParallel",
     "ShardedGradScaler",
@@ -29,8 +33,21 @@ __all__ = [
     "default_auto_wrap_policy",
     "enable_wrap",
     "expect_backward",
+    "leave_deprecations_out",
+    "original_shape",
     "rebind_scheduler",
 ]
+
+
+def leave_deprecations_out() -> None:
+    """Show no warnings of what FairScale calls in each step and torch has deprecated since its last release."""
+    for message in (r"TypedStorage is deprecated", r".torch\.distributed\._\w+_base. is a private function"):
+        warnings.filterwarnings("ignore", message)
+
+
+def original_shape(parameter: Parameter) -> tuple[int, ...]:
+    """Return the shape that a parameter had before FairScale has sharded it."""
+    return tuple(getattr(parameter, "_orig_size", parameter.shape))
 
 
 def expect_backward(model: ShardedDataParallel) -> None:
