@@ -197,7 +197,9 @@ def test_modules_that_cannot_work_are_told_of():
     )
     for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in modules}):
         early, partly, own_layout, *changed, outside, in_a_block = found.values()
-        assert early.startswith("MisuseError: the SGD has 22 of 22 parameters that are none of Early's: they were")
+        assert early.startswith(
+            "MisuseError: the SGD has 22 of 22 parameters that are none of Early's, such as those that were"
+        )
         assert partly.startswith("MisuseError: the SGD has 1 of 3 parameters that are none of PartlyEarly's")
         assert own_layout.startswith("MisuseError: the state_dict of Counting has a layout of its own (steps), which")
         for message, name in zip(changed, ("first.weight", "blocks.0.up.weight"), strict=True):

@@ -3,6 +3,7 @@
 Losses of the layouts are in test_layout_conformance.py.
 """
 
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import dstrat
 from dstrat import OwnLoop
-from dstrat.errors import DstratError, RequestError
+from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 from dstrat_mesh.sequences import Sequences
 
@@ -53,9 +54,14 @@ def test_accumulated_batches_of_layers_that_compute_again_are_those_of_one_devic
             assert values == pytest.approx(losses, rel=1e-6)
 
 
+class Joined(Net):
+    def join_sequences(self, outputs, join):
+        return join(outputs)
+
+
 def predicted(cluster, **options):
     trainer = make_trainer(MeshStrategy(**options), cluster.world_size, plugins=[cluster])
-    return torch.cat(trainer.predict(Net(), DataLoader(data(10), batch_size=2)))
+    return torch.cat(trainer.predict(Joined(), DataLoader(data(10), batch_size=2)))
 
 
 def test_predictions_are_those_of_whole_sequences():
@@ -64,6 +70,38 @@ def test_predictions_are_those_of_whole_sequences():
     for found in in_ranks(each, 4, function=predicted, cases=cases):
         for values in found.values():
             torch.testing.assert_close(values, expected)
+
+
+class Pooled(Net):
+    """Predicts classes of whole sequences, as many as tokens of a part, beside the tokens' means and a name."""
+
+    def predict_step(self, batch, batch_idx):
+        tokens = self.net(self.inputs(batch))
+        return {"classes": torch.ones(len(tokens), tokens.shape[1]), "means": tokens.mean(-1), "name": "pooled"}
+
+    def join_sequences(self, outputs, join):
+        return {**outputs, "means": join(outputs["means"])}
+
+
+def shapes(cluster, module_class):
+    trainer = make_trainer(MeshStrategy(cp=2), 2, plugins=[cluster])
+    try:
+        (outputs,) = trainer.predict(globals()[module_class](), DataLoader(data(2), batch_size=2))
+    except MisuseError as error:
+        return str(error)
+    return {name: getattr(value, "shape", value) for name, value in outputs.items()}
+
+
+def test_a_module_says_which_of_its_predictions_are_parts():
+    length = context_fits.LENGTH
+    cases = {name: {"module_class": name} for name in ("Pooled", "Net")}
+    for found in in_ranks(each, function=shapes, cases=cases):
+        assert found["Pooled"] == {"classes": (2, length // 2), "means": (2, length), "name": "pooled"}
+        assert found["Net"] == (
+            "predict_step of Net returned tensors, of which a rank of cp has those of its part of the sequences "
+            "or whole ones: define join_sequences(self, outputs, join), which returns the outputs with join(tensor) "
+            "for each tensor with a part for each token"
+        )
 
 
 # Attention by itself
@@ -86,6 +124,7 @@ ATTENTION = {
     "shared keys": {"is_causal": True, "key_heads": 2, "scale": 0.3},
     "all tokens, around": {"method": "ring"},
     "shared keys, around": {"method": "ring", "is_causal": True, "key_heads": 2, "scale": 0.3},
+    "double precision, around": {"method": "ring", "is_causal": True, "dtype": torch.float64},
     "blocks, around": {"method": "ring", "is_causal": True, "length": 4200, "heads": 1, "key_heads": 1},
 }
 
@@ -100,9 +139,10 @@ def differences(cluster):
     return found
 
 
-def difference(method="ulysses", heads=4, key_heads=4, length=16, mask=None, **options):
+def difference(method="ulysses", heads=4, key_heads=4, length=16, mask=None, dtype=torch.float32, **options):
     generator, group = torch.Generator().manual_seed(0), dist.group.WORLD
-    whole = [torch.randn(2, number, length, 8, generator=generator) for number in (heads, key_heads, key_heads, heads)]
+    counts = heads, key_heads, key_heads, heads
+    whole = [torch.randn(2, number, length, 8, generator=generator, dtype=dtype) for number in counts]
     sequences = Sequences(nn.Module(), group, method)
     options["enable_gqa"] = heads != key_heads
     learned = [mask] if mask is not None and mask.is_floating_point() else []
@@ -124,7 +164,8 @@ def difference(method="ulysses", heads=4, key_heads=4, length=16, mask=None, **o
 
 def test_attention_is_that_of_whole_sequences():
     for found in in_ranks(differences):
-        assert found == dict.fromkeys(ATTENTION, pytest.approx(0, abs=3e-6))
+        for name, largest in found.items():
+            assert largest == pytest.approx(0, abs=1e-14 if "double" in name else 3e-6)
 
 
 # Loops of one's own
@@ -156,6 +197,36 @@ def test_a_loop_of_ones_own_cuts_the_arguments_of_its_function():
     expected = OwnLoop(dstrat.build(strategy="single_device", accelerator="cpu", devices=1)).launch(loop_losses)
     for found in in_ranks(each, function=looped, cases={"ring": {"cp": 2, "context_parallel": "ring"}}):
         assert found["ring"] == pytest.approx([loss / 2 for loss in expected], rel=1e-6)
+
+
+def wrongly_called(cluster, arguments, evaluates=False, **options):
+    strategy = MeshStrategy(**options)
+    loop = OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=2, plugins=[cluster]))
+    return loop.launch(refused_call, arguments, evaluates)
+
+
+def refused_call(loop, arguments, evaluates):
+    loop.setup(Net(), Net.configure_optimizers)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    args, kwargs = [tokens] * arguments.count("tokens"), {name: tokens for name in arguments if name != "tokens"}
+    with pytest.raises(MisuseError) as error, loop.evaluation() if evaluates else nullcontext():
+        loop.compute(lambda *_args, **_kwargs: tokens.float().mean(), *args, **kwargs)
+    return str(error.value)
+
+
+def test_a_batch_in_keyword_arguments_is_refused():
+    cases = {
+        "labels=": {"arguments": ["tokens", "labels"], "pp": 2},
+        "labels=, mask=": {"arguments": ["tokens", "labels", "mask"], "cp": 2},
+        "tokens_=, labels=": {"arguments": ["tokens_", "labels"], "cp": 2, "evaluates": True},
+        "no batch": {"arguments": [], "pp": 2},
+    }
+    for found in in_ranks(each, function=wrongly_called, cases=cases):
+        for received, message in found.items():
+            assert message == (
+                f"compute got {received}, and the mesh divides its batch, which are the positional arguments after the "
+                "function: call loop.compute(function, tokens, labels)"
+            )
 
 
 # What does not fit is refused
@@ -224,6 +295,53 @@ class Encoder(Small):
         return self.encoder(heads.transpose(1, 2).flatten(2)) * torch.arange(8.0)
 
 
+class InStages(dstrat.TrainModule):
+    """Layers in stages, whose steps all compute the same; the last stage attends, or none."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(context_fits.WIDTH), last)
+
+    def configure_pipeline(self):
+        return dstrat.Pipeline(model=self.net, loss=lambda output, batch: output.square().mean())
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def refusal(cluster, verb, attends, **options):
+    trainer = make_trainer(MeshStrategy(**options), cluster.world_size, plugins=[cluster], fast_dev_run=True)
+    last = context_fits.Attention() if attends else nn.LayerNorm(context_fits.WIDTH)
+    try:
+        getattr(trainer, verb)(InStages(last), DataLoader(torch.ones(2, 8, context_fits.WIDTH), batch_size=2))
+    except DstratError as error:
+        return str(error)
+    return None
+
+
+VERBS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 2, "pp": 2}], ids=str)
+def test_each_kind_of_step_has_to_call_attention_in_some_stage(sizes):
+    cases = {verb: {"verb": verb, "attends": False, **sizes} for verb in VERBS}
+    if "pp" in sizes:
+        cases |= {f"{verb}, attends": {"verb": verb, "attends": True, **sizes} for verb in ("fit", "validate")}
+    for found in in_ranks(each, 4 if "pp" in sizes else 2, function=refusal, cases=cases):
+        attending = [found.pop(name) for name in cases if "attends" in name]
+        assert not any(attending)
+        for verb, message in found.items():
+            assert message.startswith(f"a {VERBS[verb]} step of InStages has called no attention")
+
+
 def tensors(length=8, further=()):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, length, 8, generator=generator), *(torch.ones(2, size) for size in further)]
@@ -267,7 +385,9 @@ def test_what_divided_sequences_cannot_do_is_refused():
         "scaled_dot_product_attention got queries of shape (2, 2, 4, 4) and keys of shape (2, 2, 3, 4)": {
             "module_class": "Crossed"
         },
-        "a training step of Alone has called no scaled_dot_product_attention": {"module_class": "Alone"},
+        "a training step of Alone has called no attention as torch.nn.functional.scaled_dot_product_": {
+            "module_class": "Alone"
+        },
         "nn.MultiheadAttention was called with need_weights=True": {"module_class": "Weights"},
     }
     cases = {message: {"module_class": "Small", "batch": {}, **case} for message, case in cases.items()}

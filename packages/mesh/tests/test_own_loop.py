@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import dstrat
 from dstrat import OwnLoop
-from dstrat.errors import ConflictError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat_mesh import MeshStrategy
 
 
@@ -80,14 +80,107 @@ def two_optimizers(loop):
     return str(error.value)
 
 
-def refused(cluster):
+def launched_function(cluster, function, **arguments):
     loop = OwnLoop(dstrat.build(strategy=MeshStrategy(pp=2), accelerator="cpu", devices=2, plugins=[cluster]))
-    return loop.launch(two_optimizers)
+    return loop.launch(globals()[function], **arguments)
 
 
 def test_several_optimizers_are_refused():
-    for message in in_ranks(refused):
+    for message in in_ranks(launched_function, function="two_optimizers"):
         assert message == (
             "MeshStrategy runs forward and backward passes together here, for all parameters, and setup made 2 "
             "optimizers: put the parameters into groups of one"
         )
+
+
+# Gradients of compute belong to the backward that follows it
+
+
+def batches(loop):
+    return iter(loop.training_loader(DataLoader(pipeline_fits.data(40), batch_size=8)))
+
+
+def set_up(loop, **options):
+    net = pipeline_fits.Net()
+    loop.setup(net, sgd, **options)
+    return lambda *values: plain(net, *values)
+
+
+def losses_without_a_batch(loop, spoil):
+    """Train with four batches; between the first two comes another one, whose loss is not finite, if it spoils."""
+    function, losses = set_up(loop), []
+    for index, (inputs, targets) in enumerate(batches(loop)):
+        if index == 1 and not spoil:
+            continue
+        loss = loop.compute(function, inputs * torch.inf if index == 1 else inputs, targets)
+        if not loss.isfinite():
+            continue
+        loop.backward(loss)
+        loop.step()
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_batch_without_backward_leaves_no_gradients():
+    cases = {spoil: {"function": "losses_without_a_batch", "spoil": spoil} for spoil in (True, False)}
+    for found in in_ranks(each, function=launched_function, cases=cases):
+        assert len(found[True]) == 4
+        assert found[True] == found[False]
+
+
+def scaled(loop, loss):
+    loop.backward(loss() * 0.1)
+
+
+def weight_of_the_loop(loop, loss):
+    loop.backward(loss(), weight=8)
+
+
+def same_loss_twice(loop, loss):
+    first = loss()
+    loop.backward(first)
+    loop.backward(first)
+
+
+def a_second_batch(loop, loss):
+    loop.backward(loss())
+    loss()
+    loss()
+
+
+def a_step_with_another_batch(loop, loss):
+    loop.backward(loss())
+    loss()
+    loop.step()
+
+
+def accumulated(loop, loss):
+    loss()
+    loss()
+
+
+def refusal(loop, wrong, **options):
+    function, remaining = set_up(loop, **options), batches(loop)
+    with pytest.raises(MisuseError) as error:
+        globals()[wrong](loop, lambda: loop.compute(function, *next(remaining)))
+    return str(error.value)
+
+
+OTHER = "backward got something else than compute returned last, for which MeshStrategy has computed the gradients"
+ADDED = "compute has added the gradients of a batch to those of others"
+WRONG = {
+    "scaled": OTHER,
+    "weight_of_the_loop": OTHER,
+    "same_loss_twice": OTHER,
+    "a_second_batch": ADDED,
+    "a_step_with_another_batch": ADDED,
+    "accumulated": ADDED,
+}
+
+
+def test_gradients_that_are_not_those_of_the_loop_are_refused():
+    cases = {wrong: {"function": "refusal", "wrong": wrong} for wrong in WRONG}
+    cases["accumulated"]["accumulate_grad_batches"] = 2
+    for found in in_ranks(each, function=launched_function, cases=cases):
+        for wrong, message in found.items():
+            assert message.startswith(WRONG[wrong])

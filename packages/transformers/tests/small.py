@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import dstrat
 from dstrat import Callback, Trainer
@@ -44,6 +44,12 @@ def config(**changes: Any) -> LlamaConfig:
 def llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(1)
     return LlamaForCausalLM(config(**changes))
+
+
+def balanced_experts() -> MixtralForCausalLM:
+    """Return a model with a loss of its experts beside that of the labels."""
+    values = {name: value for name, value in config().to_dict().items() if name not in ("model_type", "architectures")}
+    return MixtralForCausalLM(MixtralConfig(**values, num_local_experts=2, output_router_logits=True))
 
 
 def rows(samples: int = SAMPLES, *, padded: bool = True) -> list[dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -394,3 +395,24 @@ def test_values_that_would_be_lost_are_an_error(tmp_path):
     module = HFModule(lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     with parameters_on_meta(), pytest.raises(MisuseError, match="pass the model itself to HFModule"):
         module.prepare(dstrat.build(strategy="single_device", accelerator="cpu"))
+
+
+class Plain(torch.nn.Module):
+    """A model whose output is what a function makes of its loss."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.layer, self.output = torch.nn.Linear(2, 1), output
+
+    def forward(self, input_ids, labels):
+        return self.output((self.layer(input_ids) - labels).square().mean())
+
+
+def test_outputs_are_any_objects_with_a_loss_and_no_tuples():
+    batch = {"input_ids": torch.ones(3, 2), "labels": torch.ones(3, 1)}
+    assert HFModule(Plain(lambda loss: SimpleNamespace(loss=loss))).loss(batch).requires_grad
+    with pytest.raises(MisuseError) as error:
+        HFModule(Plain(lambda loss: (loss,))).loss(batch)
+    assert str(error.value) == (
+        "Plain returned a tuple, and HFModule reads the loss of an output by its name: leave out return_dict=False"
+    )

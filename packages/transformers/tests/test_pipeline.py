@@ -101,6 +101,7 @@ def others():
         "LlamaForSequenceClassification is no model ...ForCausalLM": transformers.LlamaForSequenceClassification(
             small.config()
         ),
+        "MixtralForCausalLM has config.output_router_logits=True, and": small.balanced_experts(),
     }
 
 

@@ -11,9 +11,12 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
-from dstrat.errors import RankFailedError
+from dstrat import Trainer
+from dstrat.errors import MisuseError, RankFailedError
 from dstrat_mesh import MeshStrategy
+from dstrat_transformers import HFModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -97,3 +100,42 @@ def test_what_divided_sequences_cannot_do_is_refused(tmp_path, model, kind, size
             tmp_path, strategy(cp=2, **sizes), 2, model=model(), data=rows(kind), validation=rows(kind), **OPTIONS
         )
     assert message in str(error.value)
+
+
+def test_a_model_with_a_loss_of_its_experts_is_refused():
+    batch = {name: value[None] for name, value in rows("plain")[0].items()}
+    with pytest.raises(MisuseError) as error:
+        HFModule(small.balanced_experts()).cut_sequences(batch, lambda tensor: tensor)
+    assert str(error.value).startswith("MixtralForCausalLM has config.output_router_logits=True, and")
+
+
+class Tokens(HFModule):
+    def predict_step(self, batch, *_):
+        return super().predict_step(batch).logits.argmax(-1)
+
+
+def predict(module, strategy="auto", devices=1):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, **quiet)
+    return trainer.predict(module, DataLoader(rows("packed")[:4], batch_size=4))
+
+
+def test_predictions_are_those_of_whole_sequences():
+    (expected,) = predict(HFModule(small.llama()))
+    (found,) = predict(HFModule(small.llama()), strategy(cp=2), 2)
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
+def test_other_predictions_need_a_method_that_joins_them():
+    with pytest.raises(RankFailedError) as error:
+        predict(Tokens(small.llama()), strategy(cp=2), 2)
+    assert "predict_step of Tokens returned a Tensor, not the model's output: define join_sequences" in str(error.value)
+
+
+def test_documents_are_those_of_the_model_that_computes():
+    batch = {name: value[None] for name, value in rows("packed")[2].items()}
+    modules = [HFModule(small.llama()) for _ in range(2)]
+    expected = modules[0].predict_step(batch).logits
+    parts = [module.cut_sequences(batch, lambda tensor: tensor) for module in modules]
+    for module, part in zip(modules, parts, strict=True):
+        torch.testing.assert_close(module.predict_step(part).logits, expected)

@@ -204,7 +204,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, is_causal: bool, scale: float
     ) -> Tensor:
-        output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_exact(query.dtype))
         log_sum = torch.full_like(output[..., :1], -math.inf)
         pair = torch.cat([key, value], -1)
         for step in range(group.size()):
@@ -229,11 +229,11 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, output, log_sum = ctx.saved_tensors
         group, is_causal, scale = ctx.options
-        gradient = gradient.float()
+        gradient = gradient.to(output.dtype)
         inner = (gradient * output).sum(-1, keepdim=True)
-        of_query = torch.zeros_like(query, dtype=torch.float32)
+        of_query = torch.zeros_like(query, dtype=output.dtype)
         pair = torch.cat([key, value], -1)
-        of_pair = torch.zeros_like(pair, dtype=torch.float32)  # travels with its pair, and is home after a round
+        of_pair = torch.zeros_like(pair, dtype=output.dtype)  # travels with its pair, and is home after a round
         for step in range(group.size()):
             transfer = _Transfer(pair, group)
             keys, values = pair.split([key.shape[-1], value.shape[-1]], -1)
@@ -277,9 +277,14 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
     return scores if mask is None else scores.masked_fill_(mask, -math.inf)
 
 
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums of values of a dtype: float32 for those of 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _matmul(matrix: Tensor, other: Tensor) -> Tensor:
     with torch.autocast(matrix.device.type, enabled=False):
-        return matrix.float() @ other.float()
+        return matrix.to(_exact(matrix.dtype)) @ other.to(_exact(other.dtype))
 
 
 class _Transfer:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.parallel.collectives import gather_tensors
 from dstrat_mesh.attention import DividedAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
+    from dstrat.interfaces.strategy import StepName
+
 _SEQUENCE = 1  # dimension of the tensors of a batch
-_METHOD = "cut_sequences"
+_CUT, _JOIN = "cut_sequences", "join_sequences"
 
 
 class Sequences:
@@ -27,7 +30,8 @@ class Sequences:
 
     A module may define ``cut_sequences(batch, cut)``, which returns the batch with what ``cut`` returns for its
     tensors; ``cut(tensor)`` is this rank's part along dimension 1, and ``cut(tensor, dim)`` along another one.
-    Otherwise all tensors with two or more dimensions are cut.
+    Otherwise all tensors with two or more dimensions are cut.  A module that predicts tensors defines
+    ``join_sequences(outputs, join)``, which returns the outputs with what ``join`` returns for those that are parts.
 
     Args:
         module: The user's module.
@@ -41,8 +45,7 @@ class Sequences:
     def __init__(self, module: Module, group: ProcessGroup, method: str) -> None:
         self._module, self._group, self._method = module, group, method
         self.attention = DividedAttention(method, group)
-        self._local_length = 0
-        self._is_checked = False
+        self._checked: set[StepName] = set()
 
     @property
     def _num_chunks(self) -> int:
@@ -61,7 +64,6 @@ class Sequences:
                 f"sequences of {length} tokens cannot be divided over the {self._group.size()} ranks of cp{balanced}: "
                 f"pad them to a multiple of {count}, such as {length + -length % count} tokens"
             )
-        self._local_length = length // self._group.size()
         rank, chunks = self._group.rank(), tensor.chunk(count, dim)
         if self._method == "ring":
             return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
@@ -81,8 +83,8 @@ class Sequences:
         Raises:
             MisuseError: Its tensors have other lengths, or ranks do not divide them.
         """
-        if hasattr(self._module, _METHOD):
-            cut_sequences: Callable[..., Any] = getattr(self._module, _METHOD)
+        if hasattr(self._module, _CUT):
+            cut_sequences: Callable[..., Any] = getattr(self._module, _CUT)
             return cut_sequences(batch, self.cut)
         shapes: list[tuple[int, ...]] = []
 
@@ -96,7 +98,7 @@ class Sequences:
         if len({shape[_SEQUENCE] for shape in shapes}) != 1:
             raise MisuseError(
                 f"a batch with tensors of the shapes {shapes} has no one length of sequences, their second dimension, "
-                f"which cp divides: define {_METHOD}(self, batch, cut) in {type(self._module).__name__}, which returns "
+                f"which cp divides: define {_CUT}(self, batch, cut) in {type(self._module).__name__}, which returns "
                 "the batch with cut(tensor) for each tensor with a part for each token"
             )
         return local
@@ -109,19 +111,41 @@ class Sequences:
         return cut
 
     def join_outputs(self, outputs: Any) -> Any:
-        """Return outputs with the tensors whose second dimension is that of a part joined; collective."""
+        """Return predictions with those of whole sequences; collective.
 
-        def join(tensor: Tensor) -> Tensor:
-            is_local = tensor.dim() > _SEQUENCE and tensor.shape[_SEQUENCE] == self._local_length
-            return self.join(tensor) if is_local else tensor
-
-        return apply_to_tensors(outputs, join)
-
-    def check_attended(self) -> None:
-        """Raise MisuseError if the first training step of the module has called no attention."""
-        if not self._is_checked and self.attention.num_calls == 0:
+        Raises:
+            MisuseError: They have tensors, and the module does not say which of them are parts.
+        """
+        if hasattr(self._module, _JOIN):
+            join_sequences: Callable[..., Any] = getattr(self._module, _JOIN)
+            return join_sequences(outputs, self.join)
+        if tensors_in(outputs):
             raise MisuseError(
-                f"a training step of {type(self._module).__name__} has called no scaled_dot_product_attention, so "
-                "that its tokens would see those of their own rank only: call that function of torch, or leave cp out"
+                f"predict_step of {type(self._module).__name__} returned tensors, of which a rank of cp has those of "
+                f"its part of the sequences or whole ones: define {_JOIN}(self, outputs, join), which returns the "
+                "outputs with join(tensor) for each tensor with a part for each token"
             )
-        self._is_checked = True
+        return outputs
+
+    @contextmanager
+    def attending(self, name: StepName, any_rank: Callable[[bool], bool]) -> Iterator[None]:
+        """In this context a step attends to whole sequences; collective in the first step of a name.
+
+        Args:
+            name: Name of the step.
+            any_rank: Returns whether any rank passes True, as the layers of a stage may be without attention.
+
+        Raises:
+            MisuseError: It is the first step of the name, and has called no attention.
+        """
+        earlier = self.attention.num_calls
+        with self.attention.replacing():
+            yield
+        if name not in self._checked and not any_rank(self.attention.num_calls > earlier):
+            raise MisuseError(
+                f"a {name.replace('_', ' ')} of {type(self._module).__name__} has called no attention as "
+                "torch.nn.functional.scaled_dot_product_attention, so that its tokens would see those of their own "
+                "rank only: call it by that name, as a name imported from the module is torch's own function, or "
+                "leave cp out"
+            )
+        self._checked.add(name)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from dstrat.errors import ConflictError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.gradients import clip_by_norm
@@ -68,7 +68,8 @@ class MeshStrategy(SharedBatchStrategy):
     them.  Everything else that a module computes between tokens sees those of one part, so positions are a tensor of
     the batch.  All tensors of a batch are cut along their second dimension, or as the module's
     ``cut_sequences(batch, cut)`` does it.  Parts count alike in the mean of their losses, unless ``training_step``
-    returns a weight: ``{"loss": loss, "weight": number_of_labels}``.  Predictions are those of whole sequences.
+    returns a weight: ``{"loss": loss, "weight": number_of_labels}``.  Predicted tensors are those of whole sequences by
+    the module's ``join_sequences(outputs, join)``, which calls ``join`` for those that are parts.
 
     Args:
         accelerator: The hardware.
@@ -309,8 +310,7 @@ class MeshStrategy(SharedBatchStrategy):
             return super().training_step(*args, **kwargs)
         sharded = self._sharded_module
         self._begins_step = True
-        # In a hand-written loop the first argument is the function.
-        values = args[:1] if self.step_methods is None else args[1:]
+        values = args[:1] if self.step_methods is None else _batch_of_function(*args, **kwargs)
         batch = values[0] if len(values) == 1 else values
         if self._sequences is not None:
             batch = self._sequences.cut_batch(batch)
@@ -318,7 +318,7 @@ class MeshStrategy(SharedBatchStrategy):
         def before_backward(is_last: bool) -> None:
             sharded.set_gradient_sync(is_last and not self._accumulates)
 
-        with self._attending():
+        with self._attending("training_step"):
             outputs = self._pipeline.train(
                 batch, self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
             )
@@ -341,7 +341,8 @@ class MeshStrategy(SharedBatchStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; the training step of a pipeline has done so."""
         if self._pipeline is None:
-            with self._attending():  # of layers that compute their activations again
+            # Layers may compute their activations again.
+            with nullcontext() if self._sequences is None else self._sequences.attention.replacing():
                 super().backward(loss, *args, **kwargs)
 
     @contextmanager
@@ -354,8 +355,10 @@ class MeshStrategy(SharedBatchStrategy):
         finally:
             self._accumulates = False
 
-    def _attending(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._sequences is None else self._sequences.attention.replacing()
+    def _attending(self, name: StepName) -> AbstractContextManager[None]:
+        if self._sequences is None:
+            return nullcontext()
+        return self._sequences.attending(name, lambda attended: self.reduce_boolean_decision(attended, all=False))
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         sequences = self._sequences
@@ -363,12 +366,10 @@ class MeshStrategy(SharedBatchStrategy):
             return self._run_stages(name, step, *args, **kwargs)
         if self.step_methods is None:
             args = (sequences.cut_batch(args[0]), *args[1:])
-        else:  # in a hand-written loop, the first argument is the function
-            args = (args[0], *sequences.cut_arguments(args[1:]))
-        with sequences.attention.replacing():
+        else:
+            args = (args[0], *sequences.cut_arguments(_batch_of_function(*args, **kwargs)))
+        with self._attending(name):
             outputs = self._run_stages(name, step, *args, **kwargs)
-        if name == "training_step":
-            sequences.check_attended()
         return sequences.join_outputs(outputs) if name == "predict_step" else outputs
 
     def _run_stages(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -424,3 +425,14 @@ class MeshStrategy(SharedBatchStrategy):
 
 def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
+
+
+def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return the batch in the arguments of ``compute`` of a hand-written loop."""
+    if kwargs or not args:
+        received = ", ".join(f"{name}=" for name in kwargs) or "no batch"
+        raise MisuseError(
+            f"compute got {received}, and the mesh divides its batch, which are the positional arguments after the "
+            "function: call loop.compute(function, tokens, labels)"
+        )
+    return args

@@ -45,6 +45,11 @@ def attention_implementation(model: Any) -> str:
     return name
 
 
+def has_auxiliary_loss(model: Any) -> bool:
+    """Return whether the ``forward`` of a PreTrainedModel adds another loss to that of the labels: of its experts."""
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
 def is_pretrained_model(model: object) -> bool:
     """Return whether an object is a PreTrainedModel."""
     return derives_from(model, "transformers.modeling_utils", "PreTrainedModel")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
+from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_transformers.initialization import make_model
 from dstrat_transformers.models import IGNORED_LABEL, accepts_argument, base_model, blocks, count_labels, is_peft
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
@@ -187,6 +188,27 @@ class HFModule(TrainModule):
             self._masks = FullMasks(self.model)
         return cut_sequences(batch, cut)
 
+    def join_sequences(self, outputs: Any, join: Callable[[Tensor], Tensor]) -> Any:
+        """Return a prediction with the logits and hidden states of whole sequences, where a strategy divides them.
+
+        Args:
+            outputs: The output of the model; a subclass whose ``predict_step`` returns something else overrides this.
+            join: Function of a tensor that returns that of whole sequences.
+
+        Raises:
+            MisuseError: They are no output of the model.
+        """
+        if not hasattr(outputs, "logits"):
+            raise MisuseError(
+                f"predict_step of {type(self).__name__} returned a {type(outputs).__name__}, not the model's output: "
+                "define join_sequences(self, outputs, join), which returns the outputs with join(tensor) for each "
+                "tensor with a part for each token"
+            )
+        for name in ("logits", "hidden_states"):
+            if outputs.get(name) is not None:
+                outputs[name] = apply_to_tensors(outputs[name], join)
+        return outputs
+
     def _arguments_of(self, batch: Mapping[str, Any]) -> AbstractContextManager[Mapping[str, Any]]:
         return nullcontext(batch) if self._masks is None else self._masks.of(batch)
 
@@ -258,6 +280,11 @@ class HFModule(TrainModule):
                 f"{type(self.model).__name__}, as the collators of transformers make it"
             )
         output = self._call(batch)
+        if isinstance(output, tuple):
+            raise MisuseError(
+                f"{type(base_model(self.model)).__name__} returned a tuple, and HFModule reads the loss of an output "
+                "by its name: leave out return_dict=False"
+            )
         if getattr(output, "loss", None) is None:
             raise MisuseError(
                 f"{type(base_model(self.model)).__name__} returned no loss for a batch with {', '.join(batch.keys())}: "
@@ -268,11 +295,13 @@ class HFModule(TrainModule):
     def _call(self, batch: Mapping[str, Any]) -> Any:
         with self._arguments_of(batch) as arguments:
             output = self.model(**{**self._fixed_arguments, **arguments})
-        if isinstance(output, Tensor):  # the logits of a pipeline, which go from the last stage to the others
+        of_stages = isinstance(output, Tensor)  # the logits of a pipeline, which go from the last stage to the others
+        if of_stages:
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
             output = CausalLMOutputWithPast(logits=output)
-        if output.get("loss") is None and "labels" in batch:
+        # Neither stages nor parts of sequences give the model its labels.
+        if (of_stages or self._masks is not None) and batch.get("labels") is not None:
             output["loss"] = causal_loss(base_model(self.model), output.logits, batch)
         return output
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat import Pipeline
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import base_model, blocks, count_labels, is_peft
+from dstrat_transformers.models import base_model, blocks, count_labels, has_auxiliary_loss, is_peft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,8 +66,9 @@ def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
         MisuseError: The batch has no labels.
     """
     if batch.get("labels") is None:
+        given = ", ".join(name for name, value in batch.items() if value is not None)
         raise MisuseError(
-            f"a pipeline of {type(model).__name__} got a batch with {', '.join(batch)}: give it labels, as "
+            f"{type(model).__name__} got a batch with {given} and without labels: give it labels, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
         )
     shifted = {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}
@@ -80,11 +81,16 @@ def _layers(model: Any) -> list[Module]:
     """Return the layers in order.
 
     Raises:
-        MisuseError: The model has norms.
+        MisuseError: The model is no causal language model, has a loss of experts, or has further layers.
     """
     name, advice = type(model).__name__, "leave pp out"
     if is_peft(model) or getattr(base_model(model), "loss_type", None) != "ForCausalLM":
         raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have pipelines: {advice}")
+    if has_auxiliary_loss(model):
+        raise MisuseError(
+            f"{name} has config.output_router_logits=True, and the loss of its experts is of layers in all stages, "
+            f"while the last one computes that of the labels: set it to False, or {advice}"
+        )
     body, decoder = model.base_model, blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inside = {id(block) for block in decoder}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import IGNORED_LABEL, attention_implementation, base_model
+from dstrat_transformers.models import IGNORED_LABEL, attention_implementation, base_model, has_auxiliary_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +22,21 @@ if TYPE_CHECKING:
 _FULL = "dstrat_full_sequences"
 """Name of the attention implementation, which transformers looks up in its interfaces."""
 _DOCUMENTS = "documents"
+
+
+@dataclass(frozen=True, slots=True)
+class _CutBatch:
+    """The batch that a model computes, whose sequences are cut.
+
+    Attributes:
+        documents: The number of each token's document in the whole sequences; None where each is one document.
+    """
+
+    documents: Tensor | None
+
+
+# In a context, not in a model: transformers has one function of masks for all models.
+_cut_batch: ContextVar[_CutBatch | None] = ContextVar("cut_batch", default=None)
 _CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
 
 
@@ -33,7 +50,7 @@ class FullMasks:
         model: The model.
 
     Raises:
-        MisuseError: It is no causal language model, or has another implementation of attention.
+        MisuseError: It is no causal language model, has a loss of experts, or another implementation of attention.
     """
 
     def __init__(self, model: Module) -> None:
@@ -44,15 +61,18 @@ class FullMasks:
         name, implementation = type(model).__name__, attention_implementation(self._model)
         if getattr(self._model, "loss_type", None) != "ForCausalLM":
             raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have divided sequences: leave cp out")
+        if has_auxiliary_loss(self._model):
+            raise MisuseError(
+                f"{name} has config.output_router_logits=True, and the loss of its experts is over whole sequences, "
+                "which cp divides: set it to False, or leave cp out"
+            )
         if implementation != "sdpa":
             raise MisuseError(
                 f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
                 "create the model with attn_implementation='sdpa', or leave cp out"
             )
         AttentionInterface.register(_FULL, sdpa_attention_forward)
-        AttentionMaskInterface.register(_FULL, self._make)
-        self._documents: Tensor | None = None
-        self._is_cut = False
+        AttentionMaskInterface.register(_FULL, _make_mask)
         self._model.set_attn_implementation(_FULL)
 
     def undo(self) -> None:
@@ -63,24 +83,26 @@ class FullMasks:
     def of(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """In this context masks are those of a batch; yields the arguments of the model without labels."""
         arguments = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
-        earlier = self._documents, self._is_cut
-        self._documents, self._is_cut = arguments.pop(_DOCUMENTS, self._documents), True
+        outer = _cut_batch.get()  # of an evaluation of a pipeline, whose stages call the model again
+        token = _cut_batch.set(_CutBatch(arguments.pop(_DOCUMENTS, outer and outer.documents)))
         try:
             yield arguments
         finally:
-            self._documents, self._is_cut = earlier
+            _cut_batch.reset(token)
 
-    def _make(self, *, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **options: Any) -> Any:
-        """Return the mask of whole sequences, as ``sdpa_mask`` of transformers; None for plain causal attention."""
-        from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
 
-        if self._is_cut:  # otherwise a callback generates text
-            length = options["attention_mask"].shape[-1]
-            options |= {"q_length": length, "kv_length": length}
-        if self._documents is not None:
-            mask_function = and_masks(mask_function, packed_sequence_mask_function(self._documents))
+def _make_mask(*, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **options: Any) -> Any:
+    """Return the mask of whole sequences, as ``sdpa_mask`` of transformers; None for plain causal attention."""
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
+
+    batch = _cut_batch.get()
+    if batch is not None:  # otherwise a callback generates text
+        length = options["attention_mask"].shape[-1]
+        options |= {"q_length": length, "kv_length": length}
+        if batch.documents is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(batch.documents))
             allow_is_causal_skip = False
-        return sdpa_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **options)
+    return sdpa_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **options)
 
 
 def cut_sequences(batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:

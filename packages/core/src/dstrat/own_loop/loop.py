@@ -220,8 +220,9 @@ class OwnLoop:
         With gradients enabled it is a training step, whose loss is for :meth:`backward`; otherwise an evaluation step.
 
         With stages (``"mesh(pp=2)"``) a training step computes the loss of the module's ``configure_pipeline`` for a
-        batch, which the other arguments are, and its gradients; the function is not called.  The result is that loss,
-        or a pair of it and its weight if the pipeline has one, as a function for weights of :meth:`backward` returns.
+        batch, which the other positional arguments are, and its gradients; the function is not called.  The result is
+        that loss, or a pair of it and its weight if the pipeline has one, as a function for weights of :meth:`backward`
+        returns.  Pass it to :meth:`backward` unchanged; without that call the next training step clears the gradients.
 
         Args:
             function: The module itself, one of its methods, or any function that calls them; of several modules, one

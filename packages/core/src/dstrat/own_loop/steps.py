@@ -56,6 +56,7 @@ class Steps:
         self._settings, self._strategy = settings, settings.strategy
         self._weights = LossWeights(settings.strategy)
         self._computes_gradients = False
+        self._computed: tuple[Any, Any] | None = None  # loss and weight, whose gradients wait for backward
         self._in_group = 0  # batches accumulated since the last optimizer step
         self._due: list[Optimizer] = []  # have not stepped since the last backward pass
         self.num_done = 0
@@ -95,16 +96,20 @@ class Steps:
                 "compute with gradients is a training step, and setup got no optimizers: evaluate in "
                 "`with loop.evaluation():`, or pass setup a function that makes them"
             )
+        self._drop_computed()
         with self._synchronization():
             outputs: Any = strategy.training_step(function, *args, **kwargs)
-        if self._computes_gradients and isinstance(outputs, Mapping):
-            outputs = outputs["loss"], outputs["weight"]
+        if self._computes_gradients:
+            has_weight = isinstance(outputs, Mapping)
+            self._computed = (outputs["loss"], outputs["weight"]) if has_weight else (outputs, None)
+            outputs = self._computed if has_weight else outputs
         computed: T = outputs
         return computed
 
     def backward(self, loss: Tensor, weight: Any = None) -> None:
         """Compute the gradients of a loss, divided by the number of accumulated batches, and by its weight."""
-        if self._computes_gradients:  # compute has done it
+        if self._computes_gradients:
+            self._take_computed(loss, weight)
             self._due = list(self._strategy.optimizers)
             return
         if weight is not None or self._weights.is_used is not False:
@@ -119,13 +124,41 @@ class Steps:
         self._strategy.accelerator.end_graph("backward")
         self._due = list(self._strategy.optimizers)
 
+    def _take_computed(self, loss: Tensor, weight: Any) -> None:
+        """Count the gradients that compute has left as those of a loss and its weight."""
+        expected = self._computed
+        if expected is None or loss is not expected[0] or weight is not expected[1]:
+            name = type(self._strategy).__name__
+            raise MisuseError(
+                f"backward got something else than compute returned last, for which {name} has computed the gradients: "
+                "pass the loss of compute, and its weight if it returned one, as they are and once; another factor or "
+                "weight belongs into configure_pipeline"
+            )
+        self._computed = None
+
+    def _drop_computed(self) -> None:
+        """Clear gradients that compute has left and no backward has taken, such as those of a loss of nan."""
+        if self._computed is None:
+            return
+        if self._due or self._settings.accumulate_grad_batches > 1:
+            raise MisuseError(
+                "compute has added the gradients of a batch to those of others, and backward was not called for it: "
+                f"{type(self._strategy).__name__} computes gradients with the loss, so call loop.backward(loss) for "
+                "each batch; one can be left out only with accumulate_grad_batches=1 and a step for each batch"
+            )
+        self._strategy.optimizers[0].zero_grad()
+        self._computed = None
+
     def _weighted(self, loss: Tensor, weight: Any) -> Tensor:
         number, accumulate = self._in_group + 1, self._settings.accumulate_grad_batches
+        caller, advice = "backward got", "call loop.backward(loss, weight=n)"
+        if self._computes_gradients:
+            caller, advice = "configure_pipeline gave", "let it return a Pipeline(weight=...)"
         self._weights.agree(
             has_weight=weight is not None,
-            caller="backward got",
+            caller=caller,
             batch=f"batch {number} of optimizer step {self.num_done + 1}",
-            advice="call loop.backward(loss, weight=n)",
+            advice=advice,
         )
         if weight is None:
             return loss
@@ -141,6 +174,7 @@ class Steps:
         optimizer = self._select(optimizer)
         if not any(optimizer is one for one in self._due):
             raise MisuseError("step was called without gradients: call loop.backward(loss) before")
+        self._drop_computed()  # raises, as gradients are due
         strategy = self._strategy
         self._in_group += 1
         is_complete = self._in_group == self._settings.accumulate_grad_batches
@@ -176,7 +210,7 @@ class Steps:
         """Continue after a number of steps, without accumulated gradients."""
         for optimizer in self._strategy.optimizers:
             optimizer.zero_grad()
-        self._in_group, self._due, self.num_done = 0, [], num_done
+        self._in_group, self._due, self._computed, self.num_done = 0, [], None, num_done
 
     def _select(self, optimizer: Optimizer | None) -> Optimizer:
         optimizers = self._strategy.optimizers

@@ -45,14 +45,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
         if strange:
             raise MisuseError(
                 f"the {type(optimizer).__name__} has {strange} of {len(parameters)} parameters that are none of "
-                f"{type(module).__name__}'s: they were read before the module was sharded, which replaces them; read "
-                "all of them in configure_optimizers, from self.parameters()"
+                f"{type(module).__name__}'s, such as those that were read before the strategy replaced them: read all "
+                "of them where the optimizer is made (configure_optimizers), from module.parameters()"
             )
         for parameter in parameters:
             first = owners.setdefault(id(parameter), index)
             if first != index:
                 raise MisuseError(
-                    f"optimizers {first} and {index} share the parameter {names.get(id(parameter), '?')!r}, and both "
+                    f"optimizers {first} and {index} share the parameter {names[id(parameter)]!r}, and both "
                     "would apply its gradient: give each parameter to one of them"
                 )
 
