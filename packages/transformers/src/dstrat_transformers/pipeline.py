@@ -66,9 +66,9 @@ def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
         MisuseError: The batch has no labels.
     """
     if batch.get("labels") is None:
-        given = ", ".join(name for name, value in batch.items() if value is not None)
+        names = ", ".join(name for name, value in batch.items() if value is not None)
         raise MisuseError(
-            f"{type(model).__name__} got a batch with {given} and without labels: give it labels, as "
+            f"{type(model).__name__} got a batch with {names} and without labels: give it labels, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
         )
     shifted = {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}
