@@ -65,6 +65,14 @@ def pieces_of(module: Module) -> dict[Tensor, list[Piece]]:
     return pieces
 
 
+def names_of_groups(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the names of the parameters of each group of an optimizer, in their order."""
+    pieces = pieces_of(module)
+    return [
+        [piece.name for parameter in group["params"] for piece in pieces[parameter]] for group in optimizer.param_groups
+    ]
+
+
 def sharded_state(optimizer: Optimizer, module: Module, rank: int) -> dict[str, Any]:
     """Return the state of an optimizer by the names of parameters, with this rank's shards.
 
@@ -81,7 +89,9 @@ def sharded_state(optimizer: Optimizer, module: Module, rank: int) -> dict[str, 
                 key: piece.shard(value, rank) if _is_shard(value, parameter) else copy.deepcopy(value)
                 for key, value in entry.items()
             }
-    return {**optimizer.state_dict(), "state": entries, "param_groups": _named_groups(optimizer, pieces)}
+    state, names = optimizer.state_dict(), names_of_groups(optimizer, module)
+    groups = [{**group, "params": of_group} for group, of_group in zip(state["param_groups"], names, strict=True)]
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def load_state(optimizer: Optimizer, module: Module, rank: int, state: Mapping[str, Any]) -> None:
@@ -91,7 +101,7 @@ def load_state(optimizer: Optimizer, module: Module, rank: int, state: Mapping[s
         CheckpointError: It is the state of other parameters.
     """
     pieces = pieces_of(module)
-    names = [group["params"] for group in _named_groups(optimizer, pieces)]
+    names = names_of_groups(optimizer, module)
     if (mismatch := groups_misfit(optimizer, names, group_names(state))) is not None:
         raise CheckpointError(mismatch)
     saved, numbers = state["state"], count()
@@ -105,13 +115,6 @@ def load_state(optimizer: Optimizer, module: Module, rank: int, state: Mapping[s
             if parts:
                 entries[number] = {key: _joined(key, parts, parameter, rank) for key in parts[0][1]}
     optimizer.load_state_dict({**state, "state": entries, "param_groups": groups})
-
-
-def _named_groups(optimizer: Optimizer, pieces: Mapping[Tensor, Sequence[Piece]]) -> list[dict[str, Any]]:
-    return [
-        {**group, "params": [piece.name for parameter in group["params"] for piece in pieces[parameter]]}
-        for group in optimizer.param_groups
-    ]
 
 
 def _is_shard(value: Any, parameter: Tensor) -> bool:

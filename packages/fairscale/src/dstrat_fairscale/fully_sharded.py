@@ -233,6 +233,10 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             "their names; strategy='fsdp' can"
         )
 
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Return the names of the parameters of each group, before FairScale has joined them."""
+        return flat_state.names_of_groups(optimizer, self.module)
+
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of parameters, with this rank's shards."""
         return flat_state.sharded_state(optimizer, self.module, self.global_rank)
