@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import ModuleDict, ModuleList
+from typing_extensions import override
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
@@ -159,7 +160,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         )
         return context
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         leave_deprecations_out()
         with self.model_sharded_context():
             for name, child in list(self.module.named_children()):
@@ -241,7 +243,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         """Return the state of an optimizer by the names of parameters, with this rank's shards."""
         return flat_state.sharded_state(optimizer, self.module, self.global_rank)
 
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:  # noqa: ARG002 - nothing is read in shards
+    @override
+    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an empty template, so that a checkpoint is read in full."""
         return OptionalTensors()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
+def refuse_copy(_memo: Any) -> Any:
     """Raise an error for a ``deepcopy`` of a module that is sharded."""
     raise MisuseError(
         "a module cannot be copied while it is sharded: for an average of its weights (EMA) take EMAWeightAveraging of "
@@ -58,7 +58,7 @@ class ViewOutputGuard:
         """Remove the hook."""
         self._handle.remove()
 
-    def _after_forward(self, block: Module, args: Any, output: Any) -> Any:  # noqa: ARG002 - torch's signature
+    def _after_forward(self, _block: Module, _args: Any, output: Any) -> Any:
         # Without gradients there is no backward pass to gather for.
         return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
@@ -177,10 +177,10 @@ class ChangesInForward:
             handle.remove()
         self._handles, self._before = [], {}
 
-    def _remember(self, unit: Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _remember(self, unit: Module, _args: Any) -> None:
         self._before[id(unit)] = self._guard.gathered(unit)
 
-    def _compare(self, unit: Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _compare(self, unit: Module, _args: Any, _output: Any) -> None:
         self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
 
 

@@ -245,7 +245,7 @@ def _guard_between_runs(module: Module) -> list[RemovableHandle]:
     return hooks
 
 
-def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ARG001 - torch's signature
+def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
     """Copy this rank's shards of the full tensors that ``load_state_dict`` received."""
     for name, parameter in layer.named_parameters(recurse=False):
         full = state.get(prefix + name)
@@ -256,7 +256,7 @@ def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) 
             state[prefix + name] = parameter  # which torch then copies onto itself, or assigns
 
 
-def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001 - torch's signature
+def _refuse_state_dict(layer: Module, prefix: str, _keep_vars: bool) -> None:
     raise MisuseError(
         f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_SHARDED_NOTE}. "
         "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, and with "
@@ -264,7 +264,7 @@ def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # 
     )
 
 
-def _refuse_forward(layer: Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
+def _refuse_forward(layer: Module, _args: Any) -> None:
     raise MisuseError(
         f"{type(layer).__name__} cannot compute: {_SHARDED_NOTE}. trainer.test and trainer.predict gather them, and "
         'with FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
@@ -116,7 +117,8 @@ class ShardedStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Do nothing: each layer is moved when it is sharded."""
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         module, sharding = self.module, self._sharding()
         parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())

@@ -244,7 +244,7 @@ class PipelineRun:
                     self.links.from_stage(buffer, stage)
 
 
-def _call_in_order(layers: Sequence[Module], value: Any, batch: Any) -> Any:  # noqa: ARG001 - as Pipeline.compute
+def _call_in_order(layers: Sequence[Module], value: Any, _batch: Any) -> Any:
     for layer in layers:
         value = layer(value)
     return value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
+from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.strategy import CompiledSteps
@@ -175,7 +176,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     # The mesh
 
-    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - all ranks are one mesh
+    @override
+    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         rows = self._axes_of(world_size).rows()
         if self._cp > 1:
             rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))

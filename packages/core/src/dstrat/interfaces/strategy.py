@@ -340,7 +340,7 @@ class Strategy(ABC):
         """
         return self.components.launcher
 
-    def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
+    def precision_for(self, flag: str) -> Precision | None:  # most strategies have none of their own
         """Return this strategy's precision for a flag; None to use the accelerator's."""
         return None
 
@@ -356,7 +356,7 @@ class Strategy(ABC):
         """
         return training.replicated if self.replicates_state else None
 
-    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - most strategies have one layout
+    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         """Return further rows of the plan: a subject, its value and the reason, such as the groups of processes.
 
         Only options of the constructor are known: there are no devices and no processes.
@@ -612,14 +612,14 @@ class Strategy(ABC):
         """
         return map(move, items)
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
         accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         non_blocking = accelerator is not None and accelerator.has_streams
         moved = move_to_device(batch, device or self.root_device, non_blocking=non_blocking)
         return self.precision_plugin.convert_input(moved)
 
-    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module in the precision; the four methods of steps call it, each for its step.
 
         A strategy that wraps the module, or does something around every step, overrides this one method.  The loops
@@ -746,7 +746,7 @@ class Strategy(ABC):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: Module | None = None,  # noqa: ARG002 - for strategies whose engine steps the model
+        model: Module | None = None,  # for strategies whose engine steps the model
         **kwargs: Any,
     ) -> Any:
         """Run the closure, which computes loss and gradients, and step the optimizer; collective.

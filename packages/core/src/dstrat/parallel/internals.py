@@ -53,7 +53,7 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 
     They are those of torch's flight recorder; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # noqa: SLF001 - there is no public one
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # there is no public one
     if dump is None or not dist.is_initialized():
         return {}
     groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
@@ -66,10 +66,10 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 def count_collectives() -> int:
     """Return how many collectives this process has begun, in all groups whose backend counts them."""
     count = 0
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
+    for group in list(dist.distributed_c10d._world.pg_map):  # there is no public list of groups
         counting: Any = group  # the method is not in torch's stubs
         with contextlib.suppress(RuntimeError):  # the backend does not count
-            count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
+            count += int(counting._get_sequence_number_for_group())  # there is no public number
     return count
 
 
@@ -121,5 +121,5 @@ def empty_host_cache() -> None:
     if empty is None or accelerator is None:
         return
     # A device that a package adds may have no such allocator, and torch 2.13 does not look: the process would crash.
-    if accelerator.type != torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - there is no public name
+    if accelerator.type != torch._C._get_privateuse1_backend_name():  # there is no public name
         empty()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS
+from typing_extensions import override
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.strategy import Strategy
@@ -206,7 +207,8 @@ class ParallelStrategy(Strategy):
         with keep_ties(self.module):
             self.module.to(self.root_device)
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         """Overwrite the parameters and buffers of all processes by those of global rank 0."""
         self.broadcast_tensors([*self.module.parameters(), *self.module.buffers()])
 
@@ -286,7 +288,8 @@ class ParallelStrategy(Strategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         return broadcast_object(obj, src=src)
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         device = self.root_device
         # Else torch guesses the device, and warns.
         if device.index is not None and not uses_host_memory():

@@ -16,9 +16,9 @@ from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
-from dstrat.training.checkpoint.recovery import continued_checkpoint, join_attempt, rewind_loggers
+from dstrat.training.checkpoint.recovery import continued_checkpoint, count_steps, join_attempt, rewind_loggers
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
-from dstrat.training.checkpoint.save import FinalState
+from dstrat.training.checkpoint.save import final_state_of
 from dstrat.training.contexts import numerics
 from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
 from dstrat.training.loggers.defaults import agree_on_folders
@@ -131,7 +131,7 @@ def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
     outcome = RunResult.of(run, result)
     if run.is_fitting and not run.ran_elsewhere:
         run.final_optimization = _final_optimization(run.strategy)
-    final_state = FinalState.of(run)  # before the cleanup, in which the strategy frees it
+    final_state = final_state_of(run)  # before the cleanup, in which the strategy frees it
     _finish(run)
     if run.is_fitting:  # an evaluation keeps the final state of the fit before it
         run.final_state = final_state
@@ -189,6 +189,7 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     join_attempt(run)
     run.log_dir = agree_on_folders(run.loggers, strategy)
     rewind_loggers(run)
+    count_steps(run)
     begin_record(run)
     if run.profiler is not None:
         run.profiler.start(run.stage, run.output_dir, strategy.global_rank)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.interfaces.optimizers import Optimization
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import LocalPath
     from dstrat.launch.recovery import Attempt, SavePoint
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.checkpoint.save import FinalState
     from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -111,6 +110,40 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether the last call has ended, with or without an error."""
         return self.status.stopped
+
+
+# State of the end of a fit, on the CPU, for a checkpoint after the fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinalState:
+    """The state that the strategy frees at the end of a fit; module, counters and callbacks stay in the Trainer.
+
+    Tensors are on the CPU.  On other devices they are copied to it, which takes as much host memory as the optimizers'
+    state takes on the device (8 bytes per parameter for Adam in float32).  The Trainer's optimizers, which users may
+    read after a fit, share these tensors.
+
+    Attributes:
+        optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
+        rank_state: The state of this rank.
+        error: The error that prevents a checkpoint of the state; None without one.
+        weights_of: The checkpoint whose weights an evaluation has since loaded into the module; None without one.
+        loaded_by: The stage of that evaluation.
+    """
+
+    optimization: dict[str, Any]
+    rank_state: dict[str, Any]
+    error: Exception | None = None
+    weights_of: str | Path | None = None
+    loaded_by: str = ""
+
+    def with_weights_of(self, path: str | Path, stage: str) -> FinalState:
+        """Return the final state after a stage has loaded the weights of a checkpoint into the module."""
+        rank_state = {**self.rank_state, "buffers": {}}  # the module has the checkpoint's buffers now
+        return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
+
+
+# A run
 
 
 class Run:

@@ -269,7 +269,6 @@ class Trainer(TrainerProperties):
             checkpointing=features.checkpointing,
             barebones=barebones,
             max_time=max_time,
-            counts_steps=max_restarts > 0,
         )
         self.run = Run(self)
         check_preemption(
