@@ -201,8 +201,8 @@ class RoutedExperts:
         with self._local_experts():
             outputs = self._compute_rows(rows, numbers.repeat_interleave(arriving.flatten()))
         outputs = _exchange(outputs, received, sent, self._group)
-        chosen = outputs[order.argsort()].unflatten(0, index.shape)
-        combined = (chosen * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+        selected = outputs[order.argsort()].unflatten(0, index.shape)
+        combined = (selected * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
         return combined if self._tensor_group is None else _joined(combined, length, self._tensor_group)
 
     @contextmanager

@@ -223,6 +223,12 @@ class MeshStrategy(SharedBatchStrategy):
         return size
 
     @property
+    def expert_parallel_size(self) -> int:
+        """Number of ranks over which experts are divided."""
+        size: int = self._ep
+        return size
+
+    @property
     def _num_data_groups(self) -> int:
         size: int = self.data_parallel_size * self._cp
         return size
