@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -124,6 +125,18 @@ def _shares_parameters(block: Module, model: Module) -> bool:
         for parameter in layer.parameters(recurse=False)
     }
     return any(id(parameter) in outside for parameter in block.parameters())
+
+
+def expert_layers(model: Module) -> list[Module]:
+    """Return the layers of experts of a model, by its plan: those with parameters of the style ``grouped_gemm``."""
+    plan = getattr(model, "ep_plan", None) or {}
+    names = {name.rpartition(".")[0] for name, style in plan.items() if style == "grouped_gemm"}
+    return [layer for name, layer in model.named_modules() if generic_name(name) in names]
+
+
+def generic_name(name: str) -> str:
+    """Return the name of a layer as plans of transformers have it, with ``*`` for numbers."""
+    return re.sub(r"\d+", "*", name)
 
 
 def owners_of_parameters(model: Module) -> dict[int, list[tuple[Module, str]]]:
