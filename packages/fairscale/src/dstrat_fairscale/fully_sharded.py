@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
-from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
@@ -242,11 +241,6 @@ class DDPFullyShardedStrategy(ParallelStrategy):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of parameters, with this rank's shards."""
         return flat_state.sharded_state(optimizer, self.module, self.global_rank)
-
-    @override
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an empty template, so that a checkpoint is read in full."""
-        return OptionalTensors()
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a result of :meth:`sharded_optimizer_state`, or the same with full tensors.

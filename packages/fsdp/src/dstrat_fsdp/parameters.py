@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import copy_full, full_tensor
 from dstrat.parallel.meta_device import reset_method
+from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
-from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -173,7 +173,7 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
     is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
     for layer, name, parameter in _sharded_parameters(module):
         local = parameter.detach().to_local().cpu()
-        value = local if is_complete else with_local(parameter, local)
+        value: Any = local if is_complete else with_local(parameter, local)
         setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
         shards[layer, name] = local
     if shards and not is_complete:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
+from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp.parameters import made_on_meta
-from dstrat_fsdp.state import local_tensor
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
 from dstrat_mesh.schedule import Links, StageRunner

@@ -426,35 +426,11 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts.end()
             self._experts = None
 
-    # State of a stage: entries of its layers, under the names of the module
+    # State
 
-    def sharded_module_state(self) -> dict[str, Any]:
+    def _share_buffers(self) -> None:
         if self._pipeline is not None:
             self._pipeline.share_buffers()
-        return _without_meta(super().sharded_module_state())
-
-    def local_weights(self) -> dict[str, Any]:
-        return _without_meta(super().local_weights())
-
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._pipeline is None:
-            return super().optimizer_template(optimizer)
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        foreign = [names[id(p)] for group in groups for p in group if p.is_meta]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        try:
-            template = super().optimizer_template(optimizer)
-        finally:
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = parameters
-        template["state"].update(dict.fromkeys(foreign))  # other ranks read them
-        return template
-
-
-def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
 def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from dstrat.errors import CheckpointError, ConflictError, MisuseError
 from dstrat.interfaces.batch import move_to_device
+from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import (
     check_names,
     group_names,
@@ -73,25 +74,18 @@ class Components:
     launcher: Launcher | None = None
 
     def __post_init__(self) -> None:
-        if self.parallel_devices is not None:
-            object.__setattr__(self, "parallel_devices", _indexed(tuple(self.parallel_devices)))
+        if self.parallel_devices is None:
+            return
+        import torch
 
-    def without_names(self) -> Components:
-        """Return the components that are objects, without those that the user passed as an alias or a class."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
-
-
-def _indexed(devices: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return devices with their indices, as tensors on them have one; ``"cuda"`` is the first one of its type."""
-    import torch
-
-    if not all(isinstance(device, str | torch.device) for device in devices):
-        return devices  # which the choice of hardware refuses
-    return tuple(
-        device if device.type in ("cpu", "meta") or device.index is not None else torch.device(device.type, 0)
-        for device in map(torch.device, devices)
-    )
+        devices: tuple[Any, ...] = tuple(self.parallel_devices)
+        if all(isinstance(device, str | torch.device) for device in devices):  # others are refused with the hardware
+            # With their indices, as tensors on them have one; "cuda" is the first one of its type.
+            devices = tuple(
+                device if device.type in ("cpu", "meta") or device.index is not None else torch.device(device.type, 0)
+                for device in map(torch.device, devices)
+            )
+        object.__setattr__(self, "parallel_devices", devices)
 
 
 Parts = Components  # its first name
@@ -283,8 +277,10 @@ class Strategy(ABC):
     def add_components(self, **components: Any) -> None:
         """Add components that were passed to the constructor, which calls this; None for one that was not passed."""
         self.constructor_components = replace(self.constructor_components, **components)
-        # Until set_components, which has objects for the names.
-        self.components = self.constructor_components.without_names()
+        values = {field.name: getattr(self.constructor_components, field.name) for field in fields(Components)}
+        # Until set_components, which has objects for aliases and classes.
+        names = [name for name, value in values.items() if isinstance(value, str | type)]
+        self.components = replace(self.constructor_components, **dict.fromkeys(names))
 
     def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.
@@ -557,7 +553,6 @@ class Strategy(ABC):
             for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
                 stack.callback(component.teardown)
             if self._module is not None:
-                stack.enter_context(keep_ties(self._module))
                 # As cpu() does; after an error a layer may be on the meta device, without memory.
                 with keep_ties(self._module):
                     self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
@@ -883,7 +878,7 @@ class Strategy(ABC):
 
         :meth:`load_sharded_optimizer_state` is called after that.
         """
-        return self.sharded_optimizer_state(optimizer)
+        return OptionalTensors(self.sharded_optimizer_state(optimizer))  # before the first step there may be none
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state that :meth:`sharded_optimizer_state` returned, or the same with full tensors; collective.

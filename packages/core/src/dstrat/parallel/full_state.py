@@ -24,7 +24,7 @@ from dstrat.interfaces.state_dict import (
     number_parameters,
 )
 from dstrat.parallel.collectives import uses_host_memory
-from dstrat.parallel.shards import holders, local_boxes
+from dstrat.parallel.shards import holders, local_boxes, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -326,6 +326,39 @@ def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
             box.tensor.copy_(full[_slices(box)])
     else:
         target.copy_(full)
+
+
+def shard_like(sharded: DTensor, full: Tensor) -> DTensor:
+    """Return a full tensor sharded like another, without communication.
+
+    Args:
+        sharded: The other tensor, which defines the shard and its device.
+        full: The full tensor of the same shape, on every rank.
+    """
+    shard: Any = with_local(sharded, torch.empty_like(sharded.to_local(), dtype=full.dtype))
+    copy_full(shard, full)
+    return shard  # type: ignore[no-any-return]  # a DTensor, as the other
+
+
+def shard_entries(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return an optimizer's state with this rank's shards instead of full tensors; not collective.
+
+    Args:
+        state: The state by the names of parameters, the same on every rank; sharded tensors stay as they are.
+        parameters: The parameters by name; full tensors of the shape of a DTensor are sharded like it.
+    """
+
+    def as_shard(parameter: Tensor | None, value: Any) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        # Others, such as the count of steps, have another shape.
+        return shard_like(parameter, value) if value.shape == parameter.shape else value
+
+    entries = {
+        name: {key: as_shard(parameters.get(name), value) for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
 
 
 def _device(strategy: Strategy) -> torch.device:

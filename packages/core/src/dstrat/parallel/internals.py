@@ -1,4 +1,4 @@
-"""Private names of torch that this folder uses, of torch 2.9 to 2.13, each with the reason."""
+"""Private names of torch that several modules use, of torch 2.9 to 2.13, each with the reason."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _BUCKET = 250 * 2**20  # bytes of one broadcast, as in DistributedDataParallel
 
 # What SyncBatchNorm.convert_sync_batchnorm converts; the public classes are one for each number of dimensions.
 BatchNorm = _BatchNorm
+
+# The base of contexts that see each operation of tensors; torch documents it, in a module with a private name.
+DispatchMode = TorchDispatchMode
 
 
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -73,7 +76,7 @@ def count_collectives() -> int:
     return count
 
 
-class RefusedCollectives(TorchDispatchMode):
+class RefusedCollectives(DispatchMode):
     """A context in which a collective raises an error before it begins.
 
     Args:
@@ -92,7 +95,7 @@ class RefusedCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class CommunicatedBytes(TorchDispatchMode):
+class CommunicatedBytes(DispatchMode):
     """Counts the bytes of the tensors in calls of torch.distributed's collectives, by this thread.
 
     Attributes:

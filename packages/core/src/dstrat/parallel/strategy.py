@@ -10,6 +10,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from dstrat.errors import RequestError
+from dstrat.interfaces.state_dict import has_standard_layout
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.collectives import (
@@ -244,6 +245,15 @@ class ParallelStrategy(Strategy):
         if isinstance(optimizer, LBFGS):  # its line search depends on the loss, which must be the same on all ranks
             return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # State of an optimizer in shards
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if not self.replicates_state and has_standard_layout(state):
+            from dstrat.parallel.full_state import shard_entries
+
+            state = shard_entries(state, dict(self.module.named_parameters()))
+        super().load_sharded_optimizer_state(optimizer, state)
 
     # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.
 

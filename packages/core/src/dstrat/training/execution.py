@@ -24,6 +24,8 @@ from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspe
 from dstrat.training.loggers.defaults import agree_on_folders
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated, end_by, is_by_signal
+from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import logged_hyperparameters
 from dstrat.training.module.train_module import TrainModule
@@ -158,6 +160,7 @@ def _begin(run: Run) -> None:
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     _set_logging_module(run.callbacks, module)
     run.hooks = HookRunner(trainer, module, run.called_callbacks, run.profiled)
+    run.logged, run.publisher = LoggedValues(training=True), Publisher(run)
     if run.is_global_zero:
         for callback in run.called_callbacks:
             warn_of_misspelled_hooks(callback, Callback)

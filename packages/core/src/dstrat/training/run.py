@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.loops.stopping import Interruption
-from dstrat.training.metrics.logged import LoggedValues
-from dstrat.training.metrics.publisher import Metrics, Publisher
+from dstrat.training.metrics.publisher import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.sources import DataSources
+    from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.metrics.publisher import Publisher
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
@@ -170,7 +171,7 @@ class Run:
         interrupted: Whether a signal ended the run.
         interruption: Defers signals that arrive while batches are read; of all runs of a Trainer, as it restores the
             handlers from before an interrupted one.
-        hooks: The hooks of callbacks and module; set when the run begins.
+        hooks: The hooks of callbacks and module.
         beat: Notes progress of the run for hang detection; None where it is not watched.
         evaluation_loop: The loop that validates, tests or predicts.
         metrics: The logged values.
@@ -189,9 +190,12 @@ class Run:
         plan: The components of the run.
     """
 
-    module: TrainModule  # None before the first call, when there are no hooks, loops and steps
+    module: TrainModule  # None before the first call, when there are no loops and steps
     sources: DataSources  # likewise
+    # Set in the process of the run, when it begins.
     hooks: HookRunner
+    logged: LoggedValues
+    publisher: Publisher
 
     # Of the Trainer.  Users change these within a run too; attrgetter is no Python call in a step.
     settings: TrainerSettings = property(attrgetter("trainer.settings"))  # type: ignore[assignment]
@@ -221,8 +225,6 @@ class Run:
         self.evaluation_loop: EvaluationLoop | None = None
         self.beat: Callable[[], None] | None = None
         self.metrics = Metrics(trainer.strategy)
-        self.logged = LoggedValues(training=True)
-        self.publisher = Publisher(self)
         self.ckpt_path: str | None = None
         self.attempt: Attempt | None = None
         self.save_point: SavePoint | None = None

@@ -150,8 +150,13 @@ class Metrics:
     @property
     def written_values(self) -> dict[str, Tensor]:
         """The values that loggers write, by name."""
-        names = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
-        return {name: value for name, value in self.callback_values.items() if name in names or name in self._written}
+        written = self._written_names
+        return {name: value for name, value in self.callback_values.items() if name in written}
+
+    @property
+    def _written_names(self) -> set[str]:
+        of_steps = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
+        return self._written | of_steps
 
     @property
     def shown_values(self) -> dict[str, float]:
@@ -211,8 +216,9 @@ class Metrics:
         # Those of steps alone too: a resumed run may log them again only much later, as those of a validation.
         entries = [entry for stage in self._stages for entry in stage.entries if entry.on_step and not entry.on_epoch]
         shown = self._shown | {entry.name for entry in entries if entry.options.prog_bar}
-        names = {"shown": sorted(shown), "written": sorted(self.written_values)}
-        return {"values": self.as_numbers(self.callback_values), **names}
+        values = self.callback_values
+        names = {"shown": sorted(shown), "written": sorted(self._written_names & values.keys())}
+        return {"values": self.as_numbers(values), **names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
