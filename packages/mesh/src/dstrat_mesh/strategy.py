@@ -350,6 +350,7 @@ class MeshStrategy(SharedBatchStrategy):
                 batch, self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
             )
         sharded.set_gradient_sync(not self._accumulates)
+        sharded.end_backward()
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
         return outputs

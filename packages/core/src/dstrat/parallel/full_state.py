@@ -148,7 +148,10 @@ def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str
 def _outline_and_boxes(value: Any) -> tuple[Any, frozenset[Any]]:
     """Return the outline of a tensor and this rank's boxes; another value, and a scalar on the CPU, as it is."""
     if not isinstance(value, Tensor | FlatShard) or not value.shape:
-        return apply_to_tensors(value, Tensor.cpu), frozenset()
+        # Each rank has the whole of a scalar, also of a DTensor.
+        return apply_to_tensors(
+            value, lambda tensor: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
+        ), frozenset()
     outline = _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
     return outline, frozenset(map(_extent, local_boxes(value)))
 
