@@ -12,10 +12,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp.communication import sharded_collectives, split_collectives
 from dstrat_fsdp.gradients import clip_by_norm
-from dstrat_fsdp.memory import sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -23,6 +25,7 @@ from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.communication import sequence_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
 from dstrat_mesh.pipeline import PipelineRun, check_pipeline
 from dstrat_mesh.schedule import bubble, checked_schedule
@@ -308,10 +311,33 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
         )
-        if axes.tp == 1:
-            return layout
-        assumption = f"configure_model splits each weight matrix over {axes.tp} ranks; activations not split"
-        return dataclasses.replace(layout, assumption=assumption)
+        return layout if axes.tp == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(axes.tp))
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        axes = self._axes_of(training.world_size)
+        blocks = blocks_of(training.module, self._auto_wrap_policy)
+        sharded = sharded_collectives(
+            training,
+            blocks,
+            num_shards=axes.mesh[SHARD],
+            num_replicas=axes.dp_replicate,
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward,
+            num_splits=axes.tp,
+        )
+        of_all_layers = (
+            *sharded,
+            *split_collectives(training, blocks, axes.tp),
+            *sequence_collectives(training, blocks, axes, self._context_parallel),
+        )
+        assumptions = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
+        assumptions += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
+        return CommunicationLayout(
+            collectives=stage_collectives(training, blocks, axes, self._microbatches, of_all_layers),
+            ranks_per_batch=axes.tp * axes.cp * axes.pp,
+            idle=bubble(axes.pp, self._microbatches),
+            assumption="; ".join(assumptions),
+        )
 
     # Pipeline
 

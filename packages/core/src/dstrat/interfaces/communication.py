@@ -36,9 +36,9 @@ class Collective:
         """Bytes that a rank sends, by the algorithms that need least: rings, and one tensor for the others."""
         if self.ranks == 1:
             return 0.0
-        others = (self.ranks - 1) / self.ranks
-        factors = {"all_reduce": 2 * others, "broadcast": 1.0, "send": 1.0}
-        return factors.get(self.kind, others) * self.bytes
+        share = (self.ranks - 1) / self.ranks
+        factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}
+        return factors.get(self.kind, share) * self.bytes
 
     def crosses_machines(self, ranks_per_machine: int) -> bool:
         """Return whether some group of these has ranks on several machines, each of which has so many ranks."""
@@ -46,7 +46,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Communication:
+class CommunicationLayout:
     """What a rank communicates in an optimizer step, and how much of a batch it computes.
 
     Attributes:

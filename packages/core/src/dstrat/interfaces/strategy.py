@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
@@ -352,6 +353,17 @@ class Strategy(ABC):
             training: Sizes of the training on one device, and the ranks that are to share it.
         """
         return training.replicated if self.replicates_state else None
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        """Return what a rank communicates in an optimizer step, before anything runs; None where it is not known.
+
+        It is the sibling of :meth:`memory_layout`, and knows as little: options of the constructor only.  What takes a
+        few bytes, such as the norm of gradients, is left out, and so is what follows from the module's own calls.
+
+        Args:
+            training: Sizes of the training on one device, and the ranks that are to share it.
+        """
+        return None
 
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         """Return further rows of the plan: a subject, its value and the reason, such as the groups of processes.
