@@ -39,6 +39,9 @@ def choose_cluster(
     if requested is not None:
         return select("cluster_environment", requested, catalog, environ)
     for offer in automatic_offers("cluster_environment", catalog):
+        variables = offer.component.evidence_variables
+        if variables and environ.keys().isdisjoint(variables):
+            continue
         try:
             cls = load_offer(offer, catalog)  # not constructed: only the one with evidence reads the environment
         except DstratError:  # nobody requested this one; `dstrat doctor` reports it

@@ -21,7 +21,7 @@ from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
 from dstrat.training.checkpoint.save import final_state_of
 from dstrat.training.contexts import numerics
 from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
-from dstrat.training.loggers.defaults import agree_on_folders
+from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated, end_by, is_by_signal
 from dstrat.training.metrics.logged import LoggedValues
@@ -207,14 +207,15 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     run.ckpt_path = None if path is None else str(path)
     # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
     restoration = None if path is None else CheckpointRestore(run, path)
-    run.publisher.log_graph(module)
+    call_loggers(run.loggers, "log_graph", module)  # before the strategy wraps the module
     strategy.setup(run.trainer)
     if run.is_fitting:
         strategy.check_set_up()
-    run.publisher.start_run()
+    call_loggers(run.loggers, "start_run")
     owners: list[HyperparametersMixin] = [module] if run.datamodule is None else [module, run.datamodule]
     warns = run.is_fitting and bool(run.checkpoint_callbacks) and run.is_global_zero
-    run.publisher.log_hyperparams(logged_hyperparameters(owners, warns=warns))
+    if hyperparameters := logged_hyperparameters(owners, warns=warns):
+        call_loggers(run.loggers, "log_hyperparams", hyperparameters)
     if restoration is not None:
         restoration.finish()
     if run.is_fitting:  # after the checkpoint, whose state that of a running job replaces
@@ -359,7 +360,7 @@ def _finish(run: Run) -> None:
 
 def _cleanup_steps(run: Run, status: str) -> list[Callable[[], None]]:
     return [
-        partial(run.publisher.finalize, status),
+        partial(call_loggers, run.loggers, "finalize", status),
         *(partial(hook, run.stage) for hook in _ordered_hooks(run, "teardown")),
         run.strategy.teardown,
         *([run.profiler.finish] if run.profiler else []),

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.logged import LoggedValues
-    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.run import Run
 
 
@@ -39,19 +38,6 @@ class Publisher:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._last_save = monotonic()
-
-    def start_run(self) -> None:
-        """Start the loggers."""
-        call_loggers(self._run.loggers, "start_run")
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the hyperparameters."""
-        if params:
-            call_loggers(self._run.loggers, "log_hyperparams", params)
-
-    def log_graph(self, module: TrainModule) -> None:
-        """Write the graph of the module to loggers that support it; called before the strategy wraps the module."""
-        call_loggers(self._run.loggers, "log_graph", module)
 
     def publish_step(self, logged: LoggedValues) -> None:
         """Write step values to the loggers; collective."""
@@ -94,10 +80,6 @@ class Publisher:
             return name.endswith(suffix) if DATALOADER_SUFFIX in name else suffix in loaders_of.get(name, suffixes)
 
         return [{name: value for name, value in values.items() if is_of(name, suffix)} for suffix in suffixes]
-
-    def finalize(self, status: str) -> None:
-        """Close the loggers with a status: success, failed or interrupted."""
-        call_loggers(self._run.loggers, "finalize", status)
 
     def _write(self, values: dict[str, float], *, step: int | None = None) -> None:
         if values:
