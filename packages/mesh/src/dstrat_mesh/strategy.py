@@ -28,7 +28,7 @@ from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, 
 from dstrat_mesh.communication import sequence_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
 from dstrat_mesh.pipeline import PipelineRun, check_pipeline
-from dstrat_mesh.schedule import bubble, checked_schedule
+from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -96,9 +96,11 @@ class MeshStrategy(SharedBatchStrategy):
         context_parallel: ``"ulysses"``, which exchanges heads, or ``"ring"``, which sends keys and values around and
             takes neither masks nor dropout.
         ep: Number of ranks that divide experts, a divisor of ``dp_shard * cp * tp`` and a multiple of ``tp``.
-        pp: Number of stages; the ranks of a pipeline read the same batch.
-        schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches.
-        microbatches: Number of microbatches of a batch; None for as many as stages.
+        pp: Number of ranks with different stages of the model; the ranks of a pipeline read the same batch.
+        schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches; or these with several
+            stages on a rank, which is idle for a shorter time: ``"Interleaved1F1B"`` and ``"LoopedBFS"``.
+        stages_per_rank: Number of stages of each rank; None for 1, or 2 where the schedule has several.
+        microbatches: Number of microbatches of a batch; None for as many as ``pp``.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         mixed_precision: Torch's policy of dtypes; None takes that of the precision plugin.
         auto_wrap_policy: The blocks that are gathered together: classes of layers, a function of a module, or the least
@@ -123,6 +125,7 @@ class MeshStrategy(SharedBatchStrategy):
         pp: int = 1,
         ep: int = 1,
         schedule: str = "1F1B",
+        stages_per_rank: int | None = None,
         microbatches: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
@@ -156,11 +159,11 @@ class MeshStrategy(SharedBatchStrategy):
         self._cp = checked_size("cp", cp)
         self._pp = checked_size("pp", pp)
         self._ep = checked_size("ep", ep)
-        self._schedule = checked_schedule(schedule)
-        self._microbatches = pp if microbatches is None else checked_size("microbatches", microbatches)
-        if pp == 1 and (microbatches is not None or schedule != "1F1B"):
+        self._schedule = Schedule.of(schedule, pp, stages_per_rank, microbatches)
+        if pp == 1 and (microbatches is not None or stages_per_rank is not None or schedule != "1F1B"):
             raise ConflictError(
-                "schedule and microbatches are those of a pipeline: give pp=2 or more, or leave them out"
+                "schedule, stages_per_rank and microbatches are those of a pipeline: give pp=2 or more, or leave them "
+                "out"
             )
         if pp > 1 and state_dict_type != "sharded":
             raise ConflictError(
@@ -193,9 +196,8 @@ class MeshStrategy(SharedBatchStrategy):
         if self._cp > 1:
             rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))
         if self._pp > 1:
-            count, idle = self._microbatches, bubble(self._pp, self._microbatches)
             rows.append(
-                ("  schedule", f"{self._schedule}, {count} microbatches", f"idle {idle:.0%} of the time: the bubble")
+                ("  schedule", str(self._schedule), f"idle {self._schedule.bubble:.0%} of the time: the bubble")
             )
         return rows
 
@@ -291,7 +293,7 @@ class MeshStrategy(SharedBatchStrategy):
     def _divide_layers(self) -> tuple[Module, set[Module]]:
         layers, foreign = super()._divide_layers()
         if self._pipeline is not None:
-            layers, foreign = self._pipeline.layers, self._pipeline.free_other_stages()
+            layers, foreign = self._pipeline.layers, self._pipeline.free_other_ranks()
         if self._experts is not None:
             self._experts.divide(layers)
         return layers, foreign
@@ -314,6 +316,9 @@ class MeshStrategy(SharedBatchStrategy):
         return layout if axes.tp == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(axes.tp))
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        """Return what a rank sends along each axis; None with experts, whose tokens go where they are routed."""
+        if self._ep > 1:
+            return None
         axes = self._axes_of(training.world_size)
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         sharded = sharded_collectives(
@@ -333,9 +338,9 @@ class MeshStrategy(SharedBatchStrategy):
         assumptions = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
         assumptions += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
         return CommunicationLayout(
-            collectives=stage_collectives(training, blocks, axes, self._microbatches, of_all_layers),
+            collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
-            idle=bubble(axes.pp, self._microbatches),
+            idle=self._schedule.bubble,
             assumption="; ".join(assumptions),
         )
 
@@ -372,9 +377,7 @@ class MeshStrategy(SharedBatchStrategy):
             sharded.set_gradient_sync(is_last and not self._accumulates)
 
         with self._attending("training_step"):
-            outputs = self._pipeline.train(
-                batch, self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
-            )
+            outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
         sharded.set_gradient_sync(not self._accumulates)
         sharded.end_backward()
         if not self._accumulates:
