@@ -23,14 +23,14 @@ from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 from dstrat_mesh.attention import checked_method
-from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import sequence_collectives, stage_collectives
-from dstrat_mesh.pipeline import PipelineRun, check_pipeline
+from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline
 from dstrat_mesh.schedule import bubble, checked_schedule
 from dstrat_mesh.sequences import Sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
@@ -272,10 +272,35 @@ class MeshStrategy(SharedBatchStrategy):
             return super()._divide_layers()
         return self._pipeline.layers, self._pipeline.free_other_stages()
 
-    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        """Return the memory of a rank if each matrix is split over the ranks of ``tp``; None with a pipeline."""
+    @classmethod
+    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
+        return [axes.options for axes in layouts(world_size, ranks_per_machine)]
+
+    def check_training(self, training: TrainingSize) -> None:
+        name = type(training.module).__name__
         if self._pp > 1:
-            return None
+            check_module(training.module, training.precision)
+            if training.batch_size % self._microbatches:
+                raise RequestError(
+                    f"{self._microbatches} microbatches do not divide a batch of {training.batch_size} samples"
+                )
+        if self._tp > 1 and not hasattr(training.module, "configure_model"):
+            raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
+        if self._cp > 1:
+            self._check_heads(name, training.heads)
+
+    def _check_heads(self, name: str, heads: Iterable[int]) -> None:
+        if not heads:
+            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        for count in heads:
+            if count % self._tp or (self._context_parallel == "ulysses" and count // self._tp % self._cp):
+                raise RequestError(
+                    f"tp={self._tp} and cp={self._cp} do not divide the {count} heads of {name}: choose smaller sizes, "
+                    "or context_parallel='ring' for cp"
+                )
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly."""
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         layout = sharded_layout(
@@ -287,7 +312,17 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
         )
-        return layout if axes.tp == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(axes.tp))
+        in_flight = self._microbatches if self._schedule == "GPipe" else min(axes.pp, self._microbatches)
+        return dataclasses.replace(
+            layout,
+            parameters=layout.parameters // axes.pp,
+            gradients=layout.gradients // axes.pp,
+            optimizer_state=layout.optimizer_state // axes.pp,
+            optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
+            host=layout.host // axes.pp,
+            activation_share=in_flight / (axes.cp * axes.pp * self._microbatches),
+            assumption=_assumption(axes),
+        )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         axes = self._axes_of(training.world_size)
@@ -306,13 +341,11 @@ class MeshStrategy(SharedBatchStrategy):
             *split_collectives(training, blocks, axes.tp),
             *sequence_collectives(training, blocks, axes, self._context_parallel),
         )
-        assumptions = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
-        assumptions += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
         return CommunicationLayout(
             collectives=stage_collectives(training, blocks, axes, self._microbatches, of_all_layers),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             idle=bubble(axes.pp, self._microbatches),
-            assumption="; ".join(assumptions),
+            assumption=_assumption(axes),
         )
 
     # Pipeline
@@ -451,6 +484,12 @@ class MeshStrategy(SharedBatchStrategy):
 
 def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
+
+
+def _assumption(axes: Axes) -> str:
+    clauses = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
+    clauses += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
+    return "; ".join(clauses)
 
 
 def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
