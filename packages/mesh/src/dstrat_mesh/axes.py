@@ -21,6 +21,7 @@ _MEANINGS = {
     TENSOR: "parts of split layers",
     EXPERT: "parts of the experts, which exchange their tokens",
 }
+_MICROBATCHES = 4  # of each stage, so that a fifth of the time is idle
 _MOST_GROUPS = 8  # in a row of the plan
 
 
@@ -87,6 +88,14 @@ class Axes:
             )
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The constructor's options for these sizes; ``dp_shard`` is what the others leave."""
+        sizes = zip(self.names, self.shape, strict=True)
+        return {name: size for name, size in sizes if size > 1 and name != SHARD} | (
+            {"microbatches": _MICROBATCHES * self.pp} if self.pp > 1 else {}
+        )
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """The sizes in the order of :attr:`names`."""
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
@@ -133,6 +142,24 @@ class Axes:
         rows = [("mesh", mesh, "the outermost axis first")]
         names = [name for name, _ in used] + ([EXPERT] if self.ep > 1 else [])
         return rows + [(f"  {name}", _shown(self.groups(name)), _MEANINGS[name]) for name in names]
+
+
+def layouts(world_size: int, ranks_per_machine: int) -> list[Axes]:
+    """Return the meshes of a number of processes whose split layers and divided sequences stay in a machine.
+
+    Their communication is the most, and waits.  Sizes divide the number of processes.
+    """
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return [
+        Axes(pp=pp, dp_replicate=dp_replicate, dp_shard=rest // dp_replicate, cp=cp, tp=tp)
+        for tp in divisors
+        for cp in divisors
+        if ranks_per_machine % (tp * cp) == 0
+        for pp in divisors
+        if world_size % (tp * cp * pp) == 0 and (rest := world_size // (tp * cp * pp))
+        for dp_replicate in divisors
+        if rest % dp_replicate == 0
+    ]
 
 
 def checked_size(name: str, value: Any, *, or_auto: bool = False) -> Any:

@@ -41,6 +41,21 @@ def check_pipeline(module: Module, precision: Precision, trainer: TrainerLike) -
         MisuseError: It defines no pipeline, or has statistics of batches.
         ConflictError: Its optimization is manual, or the precision scales losses.
     """
+    check_module(module, precision)
+    if trainer.is_fitting and not getattr(module, "automatic_optimization", True):
+        raise ConflictError(
+            f"{type(module).__name__} has automatic_optimization=False, and a pipeline runs forward and backward "
+            "passes together: leave it out, or leave pp out"
+        )
+
+
+def check_module(module: Module, precision: Precision) -> None:
+    """Check that a module can have stages with a precision.
+
+    Raises:
+        MisuseError: It defines no pipeline, or has statistics of batches.
+        ConflictError: The precision scales losses.
+    """
     name = type(module).__name__
     if not hasattr(module, "configure_pipeline"):
         raise MisuseError(
@@ -51,11 +66,6 @@ def check_pipeline(module: Module, precision: Precision, trainer: TrainerLike) -
         raise MisuseError(
             f"{name} has a {type(layers[0]).__name__}, which normalizes over a batch, and a pipeline divides it into "
             "microbatches, so that results would be others: use a layer norm or group norm, or leave pp out"
-        )
-    if trainer.is_fitting and not getattr(module, "automatic_optimization", True):
-        raise ConflictError(
-            f"{name} has automatic_optimization=False, and a pipeline runs forward and backward passes together: leave "
-            "it out, or leave pp out"
         )
     if precision.compute_dtype is torch.float16:
         raise ConflictError(

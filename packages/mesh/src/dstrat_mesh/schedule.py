@@ -89,6 +89,13 @@ class Schedule:
         """The share of time in which a rank is idle, if all passes of a microbatch take the same time."""
         return (self.ranks - 1) / (self.microbatches * self.stages_per_rank + self.ranks - 1)
 
+    @property
+    def share_kept(self) -> float:
+        """The share of a batch's activations, of all stages, that the first rank keeps at once for backward passes."""
+        total = self.microbatches * self.stages_per_rank
+        kept = total if self.name in _ALL_FORWARD_FIRST else min(total, self._num_ahead(0) + 1)
+        return kept / (self.microbatches * self.num_stages)
+
     def passes(self, rank: int) -> Iterator[Pass]:
         """Yield the passes of a rank in their order.
 

@@ -24,15 +24,15 @@ from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 from dstrat_mesh.attention import checked_method
-from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import sequence_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
-from dstrat_mesh.pipeline import PipelineRun, check_pipeline
+from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
@@ -298,9 +298,39 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts.divide(layers)
         return layers, foreign
 
+    @classmethod
+    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
+        return [axes.options for axes in layouts(world_size, ranks_per_machine)]
+
+    def check_training(self, training: TrainingSize) -> None:
+        name = type(training.module).__name__
+        if self._pp > 1:
+            check_module(training.module, training.precision)
+            if training.batch_size % self._schedule.microbatches:
+                raise RequestError(
+                    f"{self._schedule.microbatches} microbatches do not divide a batch of {training.batch_size} samples"
+                )
+        if self._tp > 1 and not hasattr(training.module, "configure_model"):
+            raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
+        if self._cp > 1:
+            self._check_heads(name, training.heads)
+
+    def _check_heads(self, name: str, heads: Iterable[int]) -> None:
+        if not heads:
+            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        for count in heads:
+            if count % self._tp or (self._context_parallel == "ulysses" and count // self._tp % self._cp):
+                raise RequestError(
+                    f"tp={self._tp} and cp={self._cp} do not divide the {count} heads of {name}: choose smaller sizes, "
+                    "or context_parallel='ring' for cp"
+                )
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        """Return the memory of a rank if each matrix is split over ``tp``; None with a pipeline or experts."""
-        if self._pp > 1 or self._ep > 1:
+        """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
+
+        None with experts.
+        """
+        if self._ep > 1:
             return None
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
@@ -313,7 +343,16 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
         )
-        return layout if axes.tp == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(axes.tp))
+        return dataclasses.replace(
+            layout,
+            parameters=layout.parameters // axes.pp,
+            gradients=layout.gradients // axes.pp,
+            optimizer_state=layout.optimizer_state // axes.pp,
+            optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
+            host=layout.host // axes.pp,
+            activation_share=self._schedule.share_kept / axes.cp,
+            assumption=_assumption(axes),
+        )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         """Return what a rank sends along each axis; None with experts, whose tokens go where they are routed."""
@@ -335,13 +374,11 @@ class MeshStrategy(SharedBatchStrategy):
             *split_collectives(training, blocks, axes.tp),
             *sequence_collectives(training, blocks, axes, self._context_parallel),
         )
-        assumptions = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
-        assumptions += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
         return CommunicationLayout(
             collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             idle=self._schedule.bubble,
-            assumption="; ".join(assumptions),
+            assumption=_assumption(axes),
         )
 
     # Pipeline
@@ -461,6 +498,12 @@ class MeshStrategy(SharedBatchStrategy):
     def _share_buffers(self) -> None:
         if self._pipeline is not None:
             self._pipeline.share_buffers()
+
+
+def _assumption(axes: Axes) -> str:
+    clauses = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
+    clauses += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
+    return "; ".join(clauses)
 
 
 def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "accelerators": "dstrat.cli.components",
     "checkpoint": "dstrat.cli.checkpoint.group",
+    "choose": "dstrat.cli.choose.command",
     "doctor": "dstrat.cli.doctor",
     "estimate": "dstrat.cli.estimate.command",
     "explain": "dstrat.cli.components",

@@ -365,6 +365,26 @@ class Strategy(ABC):
         """
         return None
 
+    @classmethod
+    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
+        """Return options of the constructor for each layout that is worth comparing, for ``dstrat choose``.
+
+        Args:
+            world_size: Number of processes of the job.
+            ranks_per_machine: Number of processes on each machine.
+        """
+        return ({},)
+
+    def check_training(self, training: TrainingSize) -> None:
+        """Check that the module can be trained with the options, before anything runs.
+
+        Args:
+            training: Sizes of the training on one device, and the ranks that are to share it.
+
+        Raises:
+            DstratError: It cannot; the message says why and what to do.
+        """
+
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         """Return further rows of the plan: a subject, its value and the reason, such as the groups of processes.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from dstrat.cli.estimate.work import CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
@@ -129,11 +130,13 @@ def measure_training(
             batch = precision.convert_input(_resized(training.batch, batch_size))
             memory = LiveMemory([*module.parameters(), *module.buffers()])
             step = _step_of(training, module)
-            with memory, kernels_of(device_type, precision):
+            work, attention = CountedWork(), RecordedHeads()
+            with memory, work, attention, kernels_of(device_type, precision):
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
                 outputs = _record_outputs(module)
                 _run(step, batch, precision, memory, module)
+                work_of_batch = work.take()
                 memory.begin_optimizer_step()
                 for optimizer in optimizers:
                     optimizer.step()
@@ -155,7 +158,11 @@ def measure_training(
         optimizer_state=state,
         optimizer_temporaries=temporaries,
         timeline=tuple(memory.timeline),
+        batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
         outputs=outputs,
+        heads=frozenset(attention.heads),
+        work=work_of_batch,
+        optimizer_work=work.take(),
     )
 
 
