@@ -29,6 +29,7 @@ class TestTwoRanks(LayoutSuite):
         "stages": Layout(processes=2, options={"pp": 2, "microbatches": 4}, share=0.6),
         "sequences": Layout(processes=2, options={"cp": 2}, share=0.51),
         "a ring of sequences": Layout(processes=2, options={"cp": 2, **RING}, share=0.51),
+        "experts": Layout(processes=2, options={"ep": 2}, share=0.51),
     }
 
 
@@ -42,6 +43,9 @@ class TestFourRanks(LayoutSuite):
         "stages and sequences": Layout(processes=4, options={"pp": 2, "cp": 2}, share=0.31),
         "sequences and shards": Layout(processes=4, options={"cp": 2}, share=0.26),
         "a ring and split layers": Layout(processes=4, options={"cp": 2, "tp": 2, **RING}, share=0.4),
+        "experts and shards": Layout(processes=4, options={"ep": 2}, share=0.26),
+        "experts and split layers": Layout(processes=4, options={"ep": 4, "tp": 2}, share=0.35),
+        "stages and experts": Layout(processes=4, options={"pp": 2, "ep": 2}, share=0.31),
     }
 
 

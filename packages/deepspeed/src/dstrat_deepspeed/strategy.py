@@ -17,6 +17,7 @@ from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.checkpoint import CheckpointedStrategy
+from dstrat_deepspeed.communication import zero_communication
 from dstrat_deepspeed.config import Configuration
 from dstrat_deepspeed.engine import Engine, StepModule
 from dstrat_deepspeed.memory import zero_layout
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Components, StepName, TrainerLike
@@ -129,6 +131,9 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         return zero_layout(training, self._configuration.known)
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        return zero_communication(training, self._configuration.known)
 
     # The life cycle
 

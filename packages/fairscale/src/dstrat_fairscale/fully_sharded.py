@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
@@ -149,6 +150,28 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             optimizer_temporaries=math.ceil(layout.optimizer_temporaries / ranks),
             step_buffers=gathered + (copies if has_copies else 0),
         )
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        computed = self._compute_dtype or training.precision.compute_dtype
+        units, root = unit_sizes(training.module, self._min_num_params)
+        gathers = 2 if self._options["reshard_after_forward"] else 1  # of a layer; the module itself stays gathered
+        summed = 4 if self._fp32_reduce_scatter else computed.itemsize
+        batches, ranks = training.accumulate_grad_batches, training.world_size
+        gather = Collective(
+            kind="all_gather",
+            bytes=batches * (gathers * sum(units) + root) * computed.itemsize,
+            messages=batches * (gathers * len(units) + 1),
+            ranks=ranks,
+            overlaps=True,
+        )
+        reduction = Collective(
+            kind="reduce_scatter",
+            bytes=training.trainable_numel * summed,
+            messages=len(units) + 1,
+            ranks=ranks,
+            overlaps=True,
+        )
+        return CommunicationLayout(collectives=(gather, reduction))
 
     # Sharding
 

@@ -169,14 +169,15 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
         mesh: The mesh that they are sharded over.
         is_reusable: Whether another run can use the shards.
     """
-    shards = {}
     is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
-    for layer, name, parameter in _sharded_parameters(module):
-        local = parameter.detach().to_local().cpu()
-        value: Any = local if is_complete else with_local(parameter, local)
-        setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
-        shards[layer, name] = local
-    if shards and not is_complete:
+
+    def on_cpu(parameter: DTensor) -> Any:
+        local = local_tensor(parameter.detach()).cpu()
+        return local if is_complete else with_local(parameter, local)
+
+    _replace_sharded(module, on_cpu)
+    shards = {(layer, name): local_tensor(value.detach()) for layer, name, value in _sharded_parameters(module)}
+    if shards:
         _parked[module] = ParkedShards(
             shards=shards,
             mesh_shape=tuple(mesh.shape),
@@ -188,9 +189,7 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
 
 def gather_parameters(module: Module) -> None:
     """Gather the parameters of a module on the CPU of each rank, one after the other; collective."""
-    for layer, name, parameter in _sharded_parameters(module):
-        full = full_tensor(parameter).cpu()
-        setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
+    _replace_sharded(module, lambda parameter: full_tensor(parameter).cpu())
 
 
 def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
@@ -215,15 +214,22 @@ def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
         )
     for hook in parked.hooks:
         hook.remove()
-    for layer, name, parameter in _sharded_parameters(module):
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
+    _replace_sharded(module, lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     return parked
+
+
+def _replace_sharded(module: Module, convert: Callable[[DTensor], Tensor]) -> None:
+    """Replace the sharded parameters of a module; layers that share one share its replacement."""
+    replaced: dict[int, nn.Parameter] = {}
+    for layer, name, parameter in list(_sharded_parameters(module)):  # alive, so that no id is used again
+        if id(parameter) not in replaced:
+            replaced[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
+        setattr(layer, name, replaced[id(parameter)])
 
 
 def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
     for layer in module.modules():
-        parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False))
+        parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False, remove_duplicate=False))
         for name, parameter in parameters:
             if isinstance(parameter, DTensor):
                 yield layer, name, parameter

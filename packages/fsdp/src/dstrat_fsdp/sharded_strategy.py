@@ -230,6 +230,7 @@ class ShardedStrategy(ParallelStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with explain_shards():
             super().backward(loss, *args, **kwargs)
+        self._sharded_module.end_backward()
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""

@@ -15,7 +15,15 @@ from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_transformers.initialization import make_model
-from dstrat_transformers.models import IGNORED_LABEL, accepts_argument, base_model, blocks, count_labels, is_peft
+from dstrat_transformers.models import (
+    IGNORED_LABEL,
+    accepts_argument,
+    base_model,
+    blocks,
+    count_labels,
+    expert_layers,
+    is_peft,
+)
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
 from dstrat_transformers.pipeline import causal_loss, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
@@ -141,7 +149,8 @@ class HFModule(TrainModule):
             return
         # A model that is kept between two runs is split already.
         if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            parallelize(self.model, mesh, self.tensor_parallel_plan)
+            divides_experts = getattr(strategy, "expert_parallel_size", 1) > 1
+            parallelize(self.model, mesh, self.tensor_parallel_plan, leaves_experts=divides_experts)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -175,6 +184,20 @@ class HFModule(TrainModule):
                 self.log("train_loss", loss, prog_bar=True)
 
         return make_pipeline(self.model, log_loss, self._arguments_of)
+
+    def configure_experts(self) -> list[Module]:
+        """Return the layers of experts for a strategy that divides them, such as ``"mesh(ep=2)"``.
+
+        Raises:
+            MisuseError: The model has no plan of experts in transformers.
+        """
+        layers = expert_layers(self.model)
+        if not layers:
+            raise MisuseError(
+                f"{type(self.model).__name__} has no plan of experts in transformers (ep_plan): leave ep out, or "
+                "return its layers of experts from configure_experts in a subclass of HFModule"
+            )
+        return layers
 
     def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
 
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import Precision
 
 
@@ -40,6 +42,9 @@ class SingleDeviceStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         if device is not None:
             self.add_components(parallel_devices=(torch.device(device),))
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:  # noqa: ARG002 - there is none
+        return CommunicationLayout()
 
     @property
     def assigned_device(self) -> torch.device:

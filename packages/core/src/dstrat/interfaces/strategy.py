@@ -17,6 +17,7 @@ from dstrat.interfaces.state_dict import (
     group_names,
     groups_misfit,
     has_standard_layout,
+    is_extra_state,
     load_by_names,
     load_named_state,
     name_parameters,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.launcher import Launcher
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
@@ -351,6 +353,17 @@ class Strategy(ABC):
             training: Sizes of the training on one device, and the ranks that are to share it.
         """
         return training.replicated if self.replicates_state else None
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        """Return what a rank communicates in an optimizer step, before anything runs; None where it is not known.
+
+        It is the sibling of :meth:`memory_layout`, and knows as little: options of the constructor only.  What takes a
+        few bytes, such as the norm of gradients, is left out, and so is what follows from the module's own calls.
+
+        Args:
+            training: Sizes of the training on one device, and the ranks that are to share it.
+        """
+        return None
 
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         """Return further rows of the plan: a subject, its value and the reason, such as the groups of processes.
@@ -894,6 +907,27 @@ class Strategy(ABC):
         Of a strategy with ``replicates_state=False`` global rank 0 has it, and the others may have an empty dict.
         """
         return self.sharded_module_state()
+
+    def stream_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full tensors of the module's state one after the other; collective until its end.
+
+        A program passes the weights on in this way while it trains, such as to an engine that generates samples: no
+        process holds more than one full tensor beside its own shards.
+
+        Args:
+            everywhere: Whether each process gets the tensors; otherwise global rank 0 does, and the others, which take
+                part too, get none.
+
+        Yields:
+            A name of :meth:`module_state_dict`, and its tensor on the device.  It is valid until the next one, and may
+            be the module's own: copy it rather than change it.  Buffers that differ between processes, such as
+            statistics of batches, are those of each process.
+        """
+        state = self.module_state_dict()
+        if everywhere and not self.replicates_state:
+            state = self.broadcast(state)
+        if everywhere or self.is_global_zero:
+            yield from ((name, value.detach()) for name, value in state.items() if not is_extra_state(name))
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state that :meth:`module_state_dict` returned; collective.

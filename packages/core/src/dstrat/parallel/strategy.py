@@ -33,7 +33,7 @@ from dstrat.parallel.process_group import (
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     import torch
@@ -263,6 +263,13 @@ class ParallelStrategy(Strategy):
         from dstrat.parallel.full_state import gather_entries
 
         return gather_entries(self.sharded_module_state(), self)
+
+    def stream_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if self.replicates_state:
+            return super().stream_weights(everywhere=everywhere)
+        from dstrat.parallel.full_state import stream_tensors
+
+        return stream_tensors(self.sharded_module_state(), self, everywhere=everywhere)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.replicates_state:

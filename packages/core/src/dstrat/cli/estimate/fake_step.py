@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,6 +132,7 @@ def measure_training(
             with memory, kernels_of(device_type, precision):
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
+                outputs = _record_outputs(module)
                 _run(step, batch, precision, memory, module)
                 memory.begin_optimizer_step()
                 for optimizer in optimizers:
@@ -153,6 +155,7 @@ def measure_training(
         optimizer_state=state,
         optimizer_temporaries=temporaries,
         timeline=tuple(memory.timeline),
+        outputs=outputs,
     )
 
 
@@ -182,6 +185,18 @@ def _run(
     with precision.forward_context():
         loss = step(batch)
     precision.backward(loss)
+
+
+def _record_outputs(module: nn.Module) -> dict[str, int]:
+    """Return a dict that a forward pass fills with the bytes of each layer's outputs."""
+    outputs: dict[str, int] = {}
+
+    def record(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs[name] = outputs.get(name, 0) + sum(tensor.nbytes for tensor in tensors_in(output))
+
+    for name, layer in module.named_modules():
+        layer.register_forward_hook(partial(record, name))
+    return outputs
 
 
 def _step_of(training: TrainingSetup, module: Any) -> Callable[[Any], Tensor]:
