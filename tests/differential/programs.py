@@ -300,6 +300,8 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
         spec["skip"] = [[draw.between(0, 1), draw.between(1, 3)]]
         if spec.get("es"):  # which checks no old values
             del spec["skip"]
+        else:  # Lightning drops what a batch logs that the same hook skips
+            spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_batch_start"]
     spec["loggers"] = draw.one_of(1, 1, 1, 2)
     if draw.happens(0.1) and _can_resume(spec):
         spec["resume"] = {"epochs": draw.between(1, options["max_epochs"] - 1)}
