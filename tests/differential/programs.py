@@ -301,7 +301,7 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
         if spec.get("es"):  # which checks no old values
             del spec["skip"]
         else:  # Lightning drops what a batch logs that the same hook skips
-            spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_batch_start"]
+            spec["logs"] = [entry for entry in spec["logs"] if not entry["where"].endswith("on_train_batch_start")]
     spec["loggers"] = draw.one_of(1, 1, 1, 2)
     if draw.happens(0.1) and _can_resume(spec):
         spec["resume"] = {"epochs": draw.between(1, options["max_epochs"] - 1)}
