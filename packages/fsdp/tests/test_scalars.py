@@ -15,8 +15,8 @@ from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import MisuseError
+from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import FSDPStrategy
-from dstrat_fsdp.state import local_tensor
 
 SHORT = {"steps": 6}
 

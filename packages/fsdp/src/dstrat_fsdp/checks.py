@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.optimizer_checks import how_division_fails
+from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
-from dstrat_fsdp.state import local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
+def refuse_copy(_memo: Any) -> Any:
     """Raise an error for a ``deepcopy`` of a module that is sharded."""
     raise MisuseError(
         "a module cannot be copied while it is sharded: for an average of its weights (EMA) take EMAWeightAveraging of "
@@ -59,7 +59,7 @@ class ViewOutputGuard:
         """Remove the hook."""
         self._handle.remove()
 
-    def _after_forward(self, block: Module, args: Any, output: Any) -> Any:  # noqa: ARG002 - torch's signature
+    def _after_forward(self, _block: Module, _args: Any, output: Any) -> Any:
         # Without gradients there is no backward pass to gather for.
         return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
@@ -179,10 +179,10 @@ class ChangesInForward:
             handle.remove()
         self._handles, self._before = [], {}
 
-    def _remember(self, unit: Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _remember(self, unit: Module, _args: Any) -> None:
         self._before[id(unit)] = self._guard.gathered(unit)
 
-    def _compare(self, unit: Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _compare(self, unit: Module, _args: Any, _output: Any) -> None:
         self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import copy_full, full_tensor
 from dstrat.parallel.meta_device import reset_method
+from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
-from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -171,8 +171,8 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
     """
     is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
 
-    def on_cpu(parameter: DTensor) -> Tensor:
-        local: Tensor = local_tensor(parameter.detach()).cpu()
+    def on_cpu(parameter: DTensor) -> Any:
+        local = local_tensor(parameter.detach()).cpu()
         return local if is_complete else with_local(parameter, local)
 
     _replace_sharded(module, on_cpu)
@@ -251,7 +251,7 @@ def _guard_between_runs(module: Module) -> list[RemovableHandle]:
     return hooks
 
 
-def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ARG001 - torch's signature
+def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
     """Copy this rank's shards of the full tensors that ``load_state_dict`` received."""
     for name, parameter in layer.named_parameters(recurse=False):
         full = state.get(prefix + name)
@@ -262,7 +262,7 @@ def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) 
             state[prefix + name] = parameter  # which torch then copies onto itself, or assigns
 
 
-def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001 - torch's signature
+def _refuse_state_dict(layer: Module, prefix: str, _keep_vars: bool) -> None:
     raise MisuseError(
         f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_SHARDED_NOTE}. "
         "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, and with "
@@ -270,7 +270,7 @@ def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # 
     )
 
 
-def _refuse_forward(layer: Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
+def _refuse_forward(layer: Module, _args: Any) -> None:
     raise MisuseError(
         f"{type(layer).__name__} cannot compute: {_SHARDED_NOTE}. trainer.test and trainer.predict gather them, and "
         'with FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'

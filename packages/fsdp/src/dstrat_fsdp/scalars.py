@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
-from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping

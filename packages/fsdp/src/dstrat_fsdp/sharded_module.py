@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -51,6 +51,7 @@ class Sharding:
         input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
         buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
         sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
+        meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.
     """
 
     mesh: DeviceMesh
@@ -61,13 +62,14 @@ class Sharding:
     input_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     sums_gradients: bool = False
+    meshes: Mapping[Module, DeviceMesh] = field(default_factory=dict)
 
     def apply_to(self, layer: Module) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
         self._move_to_device(layer)
         unit = fully_shard(
             layer,
-            mesh=self.mesh,
+            mesh=self.meshes.get(layer, self.mesh),
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=self._policy_of(layer),
             offload_policy=self.offload_policy,

@@ -92,6 +92,21 @@ class FitLoop(Position):
         """The manual optimization; None in automatic optimization."""
         return self._optimization if isinstance(self._optimization, ManualOptimization) else None
 
+    def require_manual(self, caller: str) -> ManualOptimization:
+        """Return the manual optimization, for a method of the module that needs it.
+
+        Raises:
+            MisuseError: The module is optimized automatically.
+        """
+        manual = self.manual_optimization
+        if manual is None:
+            raise MisuseError(
+                f"{caller} is for manual optimization, and {type(self._run.module).__name__} is optimized "
+                "automatically: set self.automatic_optimization = False in its __init__, or return the loss from "
+                "training_step"
+            )
+        return manual
+
     @property
     def validation_loaders(self) -> list[Any]:
         """The validation loaders of this process; empty without validation."""
