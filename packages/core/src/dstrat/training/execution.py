@@ -204,7 +204,7 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
     restoration = None if path is None else CheckpointRestore(run, path)
     run.publisher.log_graph(module)
-    strategy.setup(run.trainer)
+    run.profiled("setup", strategy.setup)(run.trainer)
     if run.is_fitting:
         strategy.check_set_up()
     run.publisher.start_run()
