@@ -194,6 +194,40 @@ def test_a_parameter_of_two_stages_is_trained_as_one():
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+class ScaledNet(PipeNet):
+    """Has a scalar in a block, and one in two stages."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[1].norm = Scale()
+        self.enter, self.leave = Scale(), Scale()
+        self.leave.scale = self.enter.scale
+
+    forward = SharedNet.forward
+    configure_pipeline = SharedNet.configure_pipeline
+
+
+def scaled_losses(cluster, **options):
+    return losses(cluster, WAYS["accumulation and clipping"], module_class=ScaledNet, **options)
+
+
+def test_scalars_of_one_stage_and_of_two_are_trained():
+    expected = single_device_losses(ScaledNet(), **WAYS["accumulation and clipping"])
+    layouts = ({"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 2, "tp": 2}, {"dp_shard": 2, "tp": 2})
+    cases = {str(options): options for options in layouts}
+    for found in in_ranks(each, 4, function=scaled_losses, cases=cases):
+        assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
 # Full state, of which each stage has its layers
 
 
@@ -213,17 +247,19 @@ def saved_and_loaded(cluster, **options):
 
 
 def test_full_state_comes_from_all_stages_and_goes_to_them():
-    everywhere = in_ranks(saved_and_loaded, 4, pp=2, tp=2, module_class=SharedNet)
-    (written, _, expected), (other, *_), *_ = everywhere
-    assert [resumes for _, resumes, _ in everywhere] == [True] * 4
-    assert torch.load(io.BytesIO(other)) == ({}, {})
-    alone = SingleDeviceStrategy()
-    start(alone, SharedNet(), parts())
-    module, optimizer = torch.load(io.BytesIO(written))
-    alone.load_module_state_dict(module)
-    alone.load_optimizer_state(alone.optimizers[0], optimizer)
-    assert train(alone, steps=2) == pytest.approx(expected, rel=1e-5)
-    alone.teardown()
+    cases = {module_class: {"pp": 2, "tp": 2, "module_class": module_class} for module_class in (SharedNet, ScaledNet)}
+    ranks = in_ranks(each, 4, function=saved_and_loaded, cases=cases)
+    for module_class in cases:
+        (written, _, expected), (other, *_), *_ = everywhere = [found[module_class] for found in ranks]
+        assert [resumes for _, resumes, _ in everywhere] == [True] * 4
+        assert torch.load(io.BytesIO(other)) == ({}, {})
+        alone = SingleDeviceStrategy()
+        start(alone, module_class(), parts())
+        module, optimizer = torch.load(io.BytesIO(written))
+        alone.load_module_state_dict(module)
+        alone.load_optimizer_state(alone.optimizers[0], optimizer)
+        assert train(alone, steps=2) == pytest.approx(expected, rel=1e-5)
+        alone.teardown()
 
 
 def replaced(cluster):

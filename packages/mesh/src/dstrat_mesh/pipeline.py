@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
+from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp.parameters import made_on_meta
-from dstrat_fsdp.state import local_tensor
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
 from dstrat_mesh.runner import Links, StageRunner
@@ -240,7 +240,7 @@ class PipelineRun:
                     self.links.from_position(buffer, stage % len(self.links.ranks))
 
 
-def _call_in_order(layers: Sequence[Module], value: Any, batch: Any) -> Any:  # noqa: ARG001 - as Pipeline.compute
+def _call_in_order(layers: Sequence[Module], value: Any, _batch: Any) -> Any:
     for layer in layers:
         value = layer(value)
     return value

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
+from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp.communication import sharded_collectives, split_collectives
 from dstrat_fsdp.gradients import clip_by_norm
-from dstrat_fsdp.memory import sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -22,6 +25,7 @@ from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size
+from dstrat_mesh.communication import sequence_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
 from dstrat_mesh.pipeline import PipelineRun, check_pipeline
 from dstrat_mesh.schedule import Schedule
@@ -186,7 +190,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     # The mesh
 
-    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - all ranks are one mesh
+    @override
+    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         rows = self._axes_of(world_size).rows()
         if self._cp > 1:
             rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))
@@ -308,10 +313,35 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
         )
-        if axes.tp == 1:
-            return layout
-        assumption = f"configure_model splits each weight matrix over {axes.tp} ranks; activations not split"
-        return dataclasses.replace(layout, assumption=assumption)
+        return layout if axes.tp == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(axes.tp))
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        if self._ep > 1:  # how many tokens choose which experts is known in a step only
+            return None
+        axes = self._axes_of(training.world_size)
+        blocks = blocks_of(training.module, self._auto_wrap_policy)
+        sharded = sharded_collectives(
+            training,
+            blocks,
+            num_shards=axes.mesh[SHARD],
+            num_replicas=axes.dp_replicate,
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward,
+            num_splits=axes.tp,
+        )
+        of_all_layers = (
+            *sharded,
+            *split_collectives(training, blocks, axes.tp),
+            *sequence_collectives(training, blocks, axes, self._context_parallel),
+        )
+        assumptions = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
+        assumptions += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
+        return CommunicationLayout(
+            collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
+            ranks_per_batch=axes.tp * axes.cp * axes.pp,
+            idle=self._schedule.bubble,
+            assumption="; ".join(assumptions),
+        )
 
     # Pipeline
 
@@ -348,6 +378,7 @@ class MeshStrategy(SharedBatchStrategy):
         with self._attending("training_step"):
             outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
         sharded.set_gradient_sync(not self._accumulates)
+        sharded.end_backward()
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
         return outputs
@@ -424,35 +455,11 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts.end()
             self._experts = None
 
-    # State of a stage: entries of its layers, under the names of the module
+    # State
 
-    def sharded_module_state(self) -> dict[str, Any]:
+    def _share_buffers(self) -> None:
         if self._pipeline is not None:
             self._pipeline.share_buffers()
-        return _without_meta(super().sharded_module_state())
-
-    def local_weights(self) -> dict[str, Any]:
-        return _without_meta(super().local_weights())
-
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._pipeline is None:
-            return super().optimizer_template(optimizer)
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        foreign = [names[id(p)] for group in groups for p in group if p.is_meta]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        try:
-            template = super().optimizer_template(optimizer)
-        finally:
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = parameters
-        template["state"].update(dict.fromkeys(foreign))  # other ranks read them
-        return template
-
-
-def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
 def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

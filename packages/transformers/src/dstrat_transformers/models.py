@@ -94,6 +94,14 @@ def unsaved_names(model: Any) -> set[str]:
     return {*tied, *(model._keys_to_ignore_on_save or ())}  # noqa: SLF001 - there is no public name
 
 
+def stored_tensors(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that the files of a PreTrainedModel have for those of its state dict, or of a part of it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, Any] = revert_weight_conversion(model, dict(state))
+    return converted
+
+
 # Layers and parameters
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
@@ -151,7 +152,8 @@ class HFModule(TrainModule):
             divides_experts = getattr(strategy, "expert_parallel_size", 1) > 1
             parallelize(self.model, mesh, self.tensor_parallel_plan, leaves_experts=divides_experts)
 
-    def teardown(self, stage: str) -> None:  # noqa: ARG002 - the known name
+    @override
+    def teardown(self, stage: str) -> None:
         self._strategy = None
         if self._masks is not None:
             self._masks.undo()
@@ -328,20 +330,24 @@ class HFModule(TrainModule):
             output["loss"] = causal_loss(base_model(self.model), output.logits, batch)
         return output
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:  # noqa: ARG002 - the known name
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:
         loss, labels = self.loss_and_weight(batch)
         self.log("train_loss", loss, prog_bar=True)
         if labels is None or not self.trainer.strategy.weighs_losses:
             return self._weighted_over_ranks(loss, labels)
         return {"loss": loss, "weight": labels}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate("val", batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate("test", batch)
 
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - as above
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self._call(batch)
 
     def _evaluate(self, prefix: str, batch: Mapping[str, Any]) -> None:

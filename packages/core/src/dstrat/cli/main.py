@@ -22,6 +22,7 @@ _HOMES = {
     "estimate": "dstrat.cli.estimate.command",
     "explain": "dstrat.cli.components",
     "fit": "dstrat.cli.training.commands",
+    "measure": "dstrat.cli.measure.command",
     "new": "dstrat.cli.new.command",
     "plugins": "dstrat.cli.components",
     "plot": "dstrat.cli.runs.plot",

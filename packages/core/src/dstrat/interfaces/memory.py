@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.nn import Module
 
     from dstrat.interfaces.precision import Precision
@@ -32,6 +35,8 @@ class TrainingSize:
         optimizer_temporaries: Largest temporary memory in an optimizer step.
         timeline: After each operation of a step, what lives of activations (saved and temporary tensors, the batch)
             and of gradients, ``(activations, gradients)``.
+        accumulate_grad_batches: Number of batches of an optimizer step.
+        outputs: Bytes of the tensors that each layer returns in a forward pass, by its name in the module.
     """
 
     module: Module
@@ -47,6 +52,12 @@ class TrainingSize:
     optimizer_state: int
     optimizer_temporaries: int
     timeline: tuple[tuple[int, int], ...]
+    accumulate_grad_batches: int = 1
+    outputs: Mapping[str, int] = field(default_factory=dict)
+
+    def for_steps_of(self, batches: int) -> TrainingSize:
+        """Return the size of the training with so many batches in an optimizer step."""
+        return dataclasses.replace(self, accumulate_grad_batches=batches)
 
     @property
     def frozen_parameters(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from dstrat.interfaces.pipeline import Pipeline
 from dstrat.parallel.shards import local_tensor
@@ -125,17 +126,21 @@ class LayoutNet(TrainModule):
     def configure_pipeline(self) -> Pipeline:
         return Pipeline(model=self.net, inputs=_inputs, loss=_loss, weight=_count)
 
+    @override
     def configure_experts(self) -> list[nn.Module]:
         mixture: Any = self.net[2]
         return [mixture.experts]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002 - the hook's
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": _loss(self.net(_inputs(batch)), batch), "weight": _count(batch)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", _loss(self.net(_inputs(batch)), batch), batch_size=float(_count(batch)))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         reduce, weight = self.trainer.strategy.reduce, outputs["weight"].float()
         # The loss is that of a batch before it is divided by the number of accumulated ones, or after it.
         self.losses.append(float(reduce(outputs["loss"].detach() * weight) / reduce(weight)))
@@ -198,10 +203,12 @@ class LayoutRecord(Callback):
     numel: int = 0
     drawn: float = 0.0
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(_SEED + trainer.global_rank)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - likewise
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.drawn = float(torch.rand(()))
         if self.save_to is not None and trainer.global_step == SAVED_AT and batch_idx % 2:
             trainer.save_checkpoint(self.save_to)
