@@ -90,11 +90,11 @@ class Schedule:
         return (self.ranks - 1) / (self.microbatches * self.stages_per_rank + self.ranks - 1)
 
     @property
-    def share_kept(self) -> float:
+    def activation_share(self) -> float:
         """The share of a batch's activations, of all stages, that the first rank keeps at once for backward passes."""
         total = self.microbatches * self.stages_per_rank
-        kept = total if self.name in _ALL_FORWARD_FIRST else min(total, self._num_ahead(0) + 1)
-        return kept / (self.microbatches * self.num_stages)
+        in_flight = total if self.name in _ALL_FORWARD_FIRST else min(total, self._num_ahead(0) + 1)
+        return in_flight / (self.microbatches * self.num_stages)
 
     def passes(self, rank: int) -> Iterator[Pass]:
         """Yield the passes of a rank in their order.

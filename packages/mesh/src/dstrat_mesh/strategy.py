@@ -350,7 +350,7 @@ class MeshStrategy(SharedBatchStrategy):
             optimizer_state=layout.optimizer_state // axes.pp,
             optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
             host=layout.host // axes.pp,
-            activation_share=self._schedule.share_kept / axes.cp,
+            activation_share=self._schedule.activation_share / axes.cp,
             assumption=_assumption(axes),
         )
 
