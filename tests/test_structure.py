@@ -20,6 +20,7 @@ SHORT_FOR_A_REASON = {
     "dstrat.testing.strategy.records": "standard tests of one tier, as its siblings are",
     "dstrat.training.profilers.defaults": "names of profilers, without importing any",
     "dstrat_colossalai.precision": "the role has this file name in every package",
+    "dstrat_deepspeed.communication": "the role has this file name in every package",
     "dstrat_deepspeed.precision": "the role has this file name in every package",
     "dstrat_xla.loader": "loads torch_xla's loader, which needs a device, on first use",
 }

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from tests.broken_strategies.good import Averaging
 
 from dstrat_ddp import DDPStrategy
+
+
+class DeclaresHalfOfItsBytes(DDPStrategy):
+    def communication_layout(self, training):
+        layout = super().communication_layout(training)
+        halved = [dataclasses.replace(one, bytes=one.bytes // 2) for one in layout.collectives]
+        return dataclasses.replace(layout, collectives=tuple(halved))
 
 
 class SkipsTheBarrier(DDPStrategy):

@@ -97,7 +97,7 @@ def _steps_of_validation(spec: Spec, theirs: Record, ours: Record) -> None:
         for rows in (rows for name, rows in record["rows"].items() if _base(name) in of_steps):
             for row in rows:
                 row["epoch"] = None
-                if spec["trainer"].get("reload_dataloaders_every_n_epochs"):
+                if spec["trainer"].get("reload_dataloaders_every_n_epochs") or spec.get("resume"):
                     row["step"] = None
         for table in (*(entry["values"] for entry in record["metrics"]), record["callback_metrics"]):
             _drop(table, lambda name: _base(name) in of_steps and not name.split("/")[0].endswith("_epoch"))
@@ -242,6 +242,14 @@ def _ranking(spec: Spec, theirs: Record, ours: Record) -> None:
             saved["scores"] = our_saved["scores"]
 
 
+@documented("a `ModelCheckpoint` that resumes in another folder keeps the best path with its score")
+def _best_before_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("resume"):
+        for saved, our_saved in zip(theirs["checkpoints"], ours["checkpoints"], strict=True):
+            if our_saved["best"] not in our_saved["files"]:
+                saved |= {name: our_saved[name] for name in ("best", "score")}
+
+
 @documented("a save never overwrites a checkpoint: with a fixed name")
 def _fixed_names(spec: Spec, theirs: Record, ours: Record) -> None:
     for record in (theirs, ours):
@@ -260,7 +268,12 @@ def _configured_once(spec: Spec, theirs: Record, ours: Record) -> None:
 def _steps_without_loss(spec: Spec, theirs: Record, ours: Record) -> None:
     if spec.get("none"):
         for record in (theirs, ours):
-            record["events"] = [event for event in record["events"] if event[0] != "on_before_optimizer_step"]
+            events = [event for event in record["events"] if event[0] != "on_before_optimizer_step"]
+            record["events"] = [
+                event
+                for index, event in enumerate(events)
+                if event[0] != "optimizer_step" or event not in events[max(0, index - 2) : index]
+            ]
             record["events: cleared"] = None
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.communication import Collective
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat_bagua.buckets import Bucket, Work
 
 
@@ -104,6 +106,10 @@ class Algorithm:
     def exchanges_gradients(self) -> bool:
         """Whether :meth:`reduce_gradients` is called in the next backward pass; the same on all ranks."""
         return not self.replicas_differ
+
+    def sent_gradients(self, training: TrainingSize) -> tuple[Collective, ...] | None:  # noqa: ARG002 - most algorithms override it
+        """Return the collectives of gradients in an optimizer step, for ``dstrat choose``; None if not known."""
+        return None
 
     def reduce_gradients(self, bucket: Bucket) -> Work:
         """Start to replace ``bucket.flat``, which has the gradients of this rank, by the exchanged ones; collective.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
-_FIRST_BUCKET = 2**20  # bytes; small, so that the exchange begins early in the backward pass
-_BUCKET = 10 * 2**20  # bytes, as in Bagua
+FIRST_BUCKET = 2**20  # bytes; small, so that the exchange begins early in the backward pass
+BUCKET = 10 * 2**20  # bytes, as in Bagua
 
 
 class Work(Protocol):
@@ -92,7 +92,7 @@ class Bucket:
                 parameter.grad.copy_(view)
 
 
-def divide_into_buckets(parameters: Iterable[Parameter], *, size: int = _BUCKET) -> list[Bucket]:
+def divide_into_buckets(parameters: Iterable[Parameter], *, size: int = BUCKET) -> list[Bucket]:
     """Return buckets of parameters, in their order, each of one dtype and device.
 
     Args:
@@ -107,7 +107,7 @@ def divide_into_buckets(parameters: Iterable[Parameter], *, size: int = _BUCKET)
         key = (parameter.dtype, parameter.device)
         members = pending.setdefault(key, [])
         members.append(parameter)
-        if sum(member.numel() for member in members) * parameter.element_size() >= limits.get(key, _FIRST_BUCKET):
+        if sum(member.numel() for member in members) * parameter.element_size() >= limits.get(key, FIRST_BUCKET):
             buckets.append(Bucket(pending.pop(key)))
             limits[key] = size
     return [*buckets, *(Bucket(members) for members in pending.values())]

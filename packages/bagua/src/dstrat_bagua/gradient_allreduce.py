@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from dstrat.interfaces.communication import Collective
 from dstrat_bagua.algorithm import Algorithm, check_flag
+from dstrat_bagua.buckets import BUCKET, FIRST_BUCKET
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat_bagua.algorithm import Replica
     from dstrat_bagua.buckets import Bucket, Work
 
@@ -36,6 +40,13 @@ class GradientAllReduceAlgorithm(Algorithm):
         super().setup(replica)
         if self.hierarchical:
             self._ranks, self._thread = replica.open_ranks(hierarchical=True), replica.start_thread()
+
+    def sent_gradients(self, training: TrainingSize) -> tuple[Collective, ...] | None:
+        if self.hierarchical:
+            return None
+        size = training.trainable_parameters
+        messages = 1 + math.ceil(max(0, size - FIRST_BUCKET) / BUCKET)
+        return (Collective(kind="all_reduce", bytes=size, messages=messages, ranks=training.world_size, overlaps=True),)
 
     def reduce_gradients(self, bucket: Bucket) -> Work:
         if self.hierarchical:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
@@ -131,6 +132,15 @@ class BaguaStrategy(ParallelStrategy):
             return dataclasses.replace(layout, buffers=self.algorithm.weight_copies * weights)
         gradients = 0 if self._flatten else layout.gradients  # views of the buckets
         return dataclasses.replace(layout, gradients=gradients, buffers=weights)
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        collectives = self.algorithm.sent_gradients(training)
+        if collectives is None:
+            return None
+        if training.module_buffers:  # those of global rank 0
+            buffers = Collective(kind="broadcast", bytes=training.module_buffers, messages=1, ranks=training.world_size)
+            collectives = (*collectives, buffers)
+        return CommunicationLayout(collectives=collectives)
 
     # The life cycle
 

@@ -68,6 +68,18 @@ class CommHook:
         """Whether gradients are no longer averaged over all ranks from some step on, so that parameters must be."""
         return bool(self.hook is _torch(_HOOKS["post_localSGD"]))
 
+    def sent_share(self, dtype: torch.dtype) -> float | None:
+        """Return the share of the gradients' bytes that all ranks average; None where it depends on the state.
+
+        Args:
+            dtype: Dtype of the gradients.
+        """
+        if self.wrapper is not None:
+            return None
+        compressed = 2 / dtype.itemsize
+        names = {"allreduce": 1.0, "bf16_compress": compressed, "fp16_compress": compressed, "noop": 0.0}
+        return next((share for name, share in names.items() if self.hook is _torch(_HOOKS[name])), None)
+
     def register(self, model: Module, device: torch.device, *, is_one_of_several: bool) -> None:
         """Register the hook with a wrapped model.
 

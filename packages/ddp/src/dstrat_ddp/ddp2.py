@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from dstrat.interfaces.communication import CommunicationLayout
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.strategy import StepName, TrainerLike
 
 
@@ -56,6 +58,9 @@ class DDP2Strategy(DDPStrategy):
     @property
     def processes_per_machine(self) -> int:
         return 1
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:  # noqa: ARG002 - inside a process, no collective
+        return None
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         self._replicas = replicated(StepModule(self.module), self.parallel_devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.state_dict import named_state
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger(__name__)
+
+_FIRST_BUCKET, _BUCKET_MB = 2**20, 25  # of DistributedDataParallel
 
 
 class DDPStrategy(ParallelStrategy):
@@ -135,6 +138,26 @@ class DDPStrategy(ParallelStrategy):
             return dataclasses.replace(layout, gradients=0, buffers=buckets)  # gradients are views of the buckets
         return dataclasses.replace(layout, buffers=buckets)
 
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        share = 1.0 if self._comm_hook is None else self._comm_hook.sent_share(training.precision.param_dtype)
+        if share is None:
+            return None
+        bucket = float(self._ddp_kwargs.get("bucket_cap_mb", _BUCKET_MB)) * 2**20
+        gradients = Collective(
+            kind="all_reduce",
+            bytes=int(share * training.trainable_parameters),
+            messages=1 + math.ceil(max(0, training.trainable_parameters - _FIRST_BUCKET) / bucket),
+            ranks=training.world_size,
+            overlaps=True,
+        )
+        buffers = Collective(
+            kind="broadcast",
+            bytes=training.module_buffers if self._broadcasts_buffers else 0,
+            messages=1,
+            ranks=training.world_size,
+        )
+        return CommunicationLayout(collectives=(gradients, buffers) if buffers.bytes else (gradients,))
+
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:
             self._wrap()
@@ -151,11 +174,15 @@ class DDPStrategy(ParallelStrategy):
     def evaluation_context(self) -> AbstractContextManager[Any]:
         # The last step has changed buffers by the data of each process, such as the statistics of batch norm.
         # DistributedDataParallel broadcasts them before the next step, and a checkpoint has those of rank 0.
-        # torch 2.13 has the first name, and deprecates the second, the only one of 2.9.
-        switches = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
-        if next((is_on for is_on in switches if is_on is not None), True):
+        if self._broadcasts_buffers:
             self.broadcast_tensors(self._synchronized(self.module.named_buffers()))
         return super().evaluation_context()
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        # torch 2.13 has the first name, and deprecates the second, the only one of 2.9.
+        switches = (self._ddp_kwargs.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
+        return bool(next((is_on for is_on in switches if is_on is not None), True))
 
     def _synchronized(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
         """Return the tensors that are the same on all ranks, without those that the user has excluded."""
@@ -264,19 +291,16 @@ class DDPStrategy(ParallelStrategy):
 
     # State
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
-        if not _is_sharded(optimizer):
-            return super().optimizer_state(optimizer)
-        optimizer.consolidate_state_dict(to=0)
-        return optimizer.state_dict() if self.is_global_zero else {}
-
     def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
-        if not _is_sharded(optimizer):
-            return super().sharded_optimizer_state(optimizer)
-        optimizer.consolidate_state_dict(to=0)
-        return self.broadcast(named_state(optimizer, self.module) if self.is_global_zero else {})
+        """Return the state of an optimizer by the names of its parameters; collective.
+
+        That of ``ZeroRedundancyOptimizer`` and its like is on global rank 0, which gathers it; other ranks have none.
+        """
+        if _is_sharded(optimizer):
+            optimizer.consolidate_state_dict(to=0)
+            if not self.is_global_zero:
+                return {}
+        return super().sharded_optimizer_state(optimizer)
 
     # The end
 

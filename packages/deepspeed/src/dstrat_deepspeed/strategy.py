@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import broadcast_tensors
@@ -16,6 +17,7 @@ from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.checkpoint import CheckpointedStrategy
+from dstrat_deepspeed.communication import zero_communication
 from dstrat_deepspeed.config import Configuration
 from dstrat_deepspeed.engine import Engine, StepModule
 from dstrat_deepspeed.memory import zero_layout
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Components, StepName, TrainerLike
@@ -128,6 +131,9 @@ class DeepSpeedStrategy(CheckpointedStrategy):
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         return zero_layout(training, self._configuration.known)
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        return zero_communication(training, self._configuration.known)
 
     # The life cycle
 
@@ -348,20 +354,23 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         finally:
             engine.set_boundary(is_boundary=True)
 
-    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:  # noqa: ARG002 - there is one
+    @override
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         self._active_engine.scale_gradients(factor)
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
+    @override
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Set the norm by which the engine clips in its next step, where it has the norm of all ranks' gradients."""
         check_clipping(algorithm)
         self._active_engine.clip(clip_val)
 
+    @override
     def optimizer_step(
         self,
-        optimizer: Optimizer,  # noqa: ARG002 - there is one
+        optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: Module | None = None,  # noqa: ARG002 - there is one
-        **kwargs: Any,  # noqa: ARG002 - the engine's step takes none
+        model: Module | None = None,
+        **kwargs: Any,
     ) -> Any:
         output = closure()
         self._accept_changes()

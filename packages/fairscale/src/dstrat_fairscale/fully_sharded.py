@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import ModuleDict, ModuleList
+from typing_extensions import override
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
-from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
@@ -150,6 +151,28 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             step_buffers=gathered + (copies if has_copies else 0),
         )
 
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        computed = self._compute_dtype or training.precision.compute_dtype
+        units, root = unit_sizes(training.module, self._min_num_params)
+        gathers = 2 if self._options["reshard_after_forward"] else 1  # of a layer; the module itself stays gathered
+        summed = 4 if self._fp32_reduce_scatter else computed.itemsize
+        batches, ranks = training.accumulate_grad_batches, training.world_size
+        gather = Collective(
+            kind="all_gather",
+            bytes=batches * (gathers * sum(units) + root) * computed.itemsize,
+            messages=batches * (gathers * len(units) + 1),
+            ranks=ranks,
+            overlaps=True,
+        )
+        reduction = Collective(
+            kind="reduce_scatter",
+            bytes=training.trainable_numel * summed,
+            messages=len(units) + 1,
+            ranks=ranks,
+            overlaps=True,
+        )
+        return CommunicationLayout(collectives=(gather, reduction))
+
     # Sharding
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
@@ -159,7 +182,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         )
         return context
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         leave_deprecations_out()
         with self.model_sharded_context():
             for name, child in list(self.module.named_children()):
@@ -240,10 +264,6 @@ class DDPFullyShardedStrategy(ParallelStrategy):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of parameters, with this rank's shards."""
         return flat_state.sharded_state(optimizer, self.module, self.global_rank)
-
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:  # noqa: ARG002 - nothing is read in shards
-        """Return an empty template, so that a checkpoint is read in full."""
-        return OptionalTensors()
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a result of :meth:`sharded_optimizer_state`, or the same with full tensors.

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_value_
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -117,6 +118,22 @@ class DDPShardedStrategy(ParallelStrategy):
             optimizer_state=math.ceil(layout.optimizer_state / ranks),
             optimizer_temporaries=math.ceil(layout.optimizer_temporaries / ranks),
         )
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        # Each gradient is reduced to the rank that steps its parameter, which sends that to all others.
+        size, parameters = training.trainable_parameters, list(training.module.parameters())
+        item = training.precision.param_dtype.itemsize
+        gradients = size * min(2, item) // item if self._keywords.get("reduce_fp16") else size
+        owners, trained = training.world_size, sum(parameter.requires_grad for parameter in parameters)
+        collectives = [
+            Collective(kind="broadcast", bytes=gradients, messages=trained, ranks=owners, overlaps=True),
+            Collective(kind="broadcast", bytes=size, messages=owners, ranks=owners),
+        ]
+        if training.module_buffers and self._keywords.get("broadcast_buffers", True):
+            collectives.append(
+                Collective(kind="broadcast", bytes=training.module_buffers, messages=1, ranks=training.world_size)
+            )
+        return CommunicationLayout(collectives=tuple(collectives))
 
     def local_weights(self) -> dict[str, Any]:
         return named_weights(self.module)  # of the optimizer's state only are there shards

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.memory import TrainingSize
 
+MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks; activations not split"
+"""Assumption of layouts with tensor parallelism, for its number of ranks."""
+
 
 def sharded_layout(
     training: TrainingSize,
@@ -89,13 +92,7 @@ def _gathered(
     summed, and the parameters of the block that is gathered next.  Parameters outside of blocks are gathered for a
     full step, and their gradients reduced at its end.
     """
-    seen: set[int] = set()
-    units = []
-    for block in blocks:
-        unit = [parameter for parameter in block.parameters() if id(parameter) not in seen]
-        seen.update(map(id, unit))
-        units.append(unit)
-    root = [parameter for parameter in parameters if id(parameter) not in seen]
+    units, root = divide_parameters(blocks, parameters)
     bytes_in = partial(_bytes_in, policy=policy, num_splits=num_splits)
     gathered = [bytes_in(unit, "gathered") for unit in units]
     working = [
@@ -104,6 +101,19 @@ def _gathered(
     ]
     resident = bytes_in(root, "gathered") + (0 if frees_blocks else sum(gathered))
     return resident + bytes_in(root, "gradients") + max(working, default=bytes_in(root, "summed"))
+
+
+def divide_parameters(
+    blocks: Sequence[Module], parameters: Iterable[Tensor]
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Return the parameters that are gathered together with each block, and those outside of blocks."""
+    seen: set[int] = set()
+    units: list[list[Tensor]] = []
+    for block in blocks:
+        unit: list[Tensor] = [parameter for parameter in block.parameters() if id(parameter) not in seen]
+        seen.update(map(id, unit))
+        units.append(unit)
+    return units, [parameter for parameter in parameters if id(parameter) not in seen]
 
 
 def _bytes_in(unit: Iterable[Tensor], stage: str, *, policy: MixedPrecisionPolicy, num_splits: int) -> int:

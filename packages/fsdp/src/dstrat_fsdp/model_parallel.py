@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.memory import sharded_layout
+from dstrat_fsdp.communication import sharded_collectives, split_collectives
+from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -124,10 +126,26 @@ class ModelParallelStrategy(SharedBatchStrategy):
             frees_blocks=True,
             offloads=False,
         )
-        if tensor == 1:
-            return layout
-        assumption = f"configure_model splits each weight matrix over {tensor} ranks; activations not split"
-        return dataclasses.replace(layout, assumption=assumption)
+        return layout if tensor == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(tensor))
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        data, tensor = parallel_sizes(
+            *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
+        )
+        blocks = blocks_of(training.module, None)
+        sharded = sharded_collectives(
+            training,
+            blocks,
+            num_shards=data,
+            policy=precision_policy(None, training.precision),
+            frees_blocks=True,
+            num_splits=tensor,
+        )
+        return CommunicationLayout(
+            collectives=(*sharded, *split_collectives(training, blocks, tensor)),
+            ranks_per_batch=tensor,
+            assumption="" if tensor == 1 else MATRICES_SPLIT.format(tensor),
+        )
 
     def _open_mesh(self) -> DeviceMesh:
         return open_mesh(self.root_device.type, self._sizes, (DATA_PARALLEL, TENSOR_PARALLEL), self.timeout)

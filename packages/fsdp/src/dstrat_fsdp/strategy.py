@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp.communication import sharded_collectives
 from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
@@ -143,12 +146,7 @@ class FSDPStrategy(ShardedStrategy):
             _logger.info("there is one process, so that nothing is sharded")
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        shape = sharding_mesh_shape(
-            self._sharding_strategy,
-            self._requested_mesh,
-            world_size=training.world_size,
-            per_machine=training.ranks_per_machine,
-        )
+        shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         return sharded_layout(
             training,
@@ -159,13 +157,25 @@ class FSDPStrategy(ShardedStrategy):
             offloads=isinstance(offload, CPUOffloadPolicy),
         )
 
-    def _open_mesh(self) -> DeviceMesh:
-        shape = sharding_mesh_shape(
-            self._sharding_strategy,
-            self._requested_mesh,
-            world_size=self.world_size,
-            per_machine=len(self.parallel_devices),
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
+        collectives = sharded_collectives(
+            training,
+            blocks_of(training.module, self._auto_wrap_policy),
+            num_shards=shape[-1],
+            num_replicas=math.prod(shape[:-1]),
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward is not False,
         )
+        return CommunicationLayout(collectives=collectives)
+
+    def _mesh_shape(self, world_size: int, per_machine: int) -> tuple[int, ...]:
+        return sharding_mesh_shape(
+            self._sharding_strategy, self._requested_mesh, world_size=world_size, per_machine=per_machine
+        )
+
+    def _open_mesh(self) -> DeviceMesh:
+        shape = self._mesh_shape(self.world_size, len(self.parallel_devices))
         names = (SHARD,) if len(shape) == 1 else (REPLICATE, SHARD)
         if isinstance(self._requested_mesh, DeviceMesh):
             return self._requested_mesh

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "accelerators": "dstrat.cli.components",
     "checkpoint": "dstrat.cli.checkpoint.group",
+    "choose": "dstrat.cli.choose.command",
     "doctor": "dstrat.cli.doctor",
     "estimate": "dstrat.cli.estimate.command",
     "explain": "dstrat.cli.components",
     "fit": "dstrat.cli.training.commands",
+    "measure": "dstrat.cli.measure.command",
     "new": "dstrat.cli.new.command",
     "plugins": "dstrat.cli.components",
     "plot": "dstrat.cli.runs.plot",

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.nn import Module
 
     from dstrat.interfaces.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Amount of computation.
+
+    Attributes:
+        flops: Floating-point operations of matrix products, convolutions and attention.
+        moved: Bytes that all other operations read and write.
+        operations: Number of all operations.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    operations: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +50,12 @@ class TrainingSize:
         optimizer_temporaries: Largest temporary memory in an optimizer step.
         timeline: After each operation of a step, what lives of activations (saved and temporary tensors, the batch)
             and of gradients, ``(activations, gradients)``.
+        batch_size: Number of samples of a batch; 0 if a batch has no tensor with a first dimension.
+        accumulate_grad_batches: Number of batches of an optimizer step.
+        outputs: Bytes of the tensors that each layer returns in a forward pass, by its name in the module.
+        heads: Numbers of heads of torch's attention, of queries and of keys; empty without attention.
+        work: Computation of a forward and a backward pass.
+        optimizer_work: Computation of an optimizer step.
     """
 
     module: Module
@@ -47,6 +71,16 @@ class TrainingSize:
     optimizer_state: int
     optimizer_temporaries: int
     timeline: tuple[tuple[int, int], ...]
+    batch_size: int = 0
+    accumulate_grad_batches: int = 1
+    outputs: Mapping[str, int] = field(default_factory=dict)
+    heads: frozenset[int] = frozenset()
+    work: Work = Work()
+    optimizer_work: Work = Work()
+
+    def for_steps_of(self, batches: int) -> TrainingSize:
+        """Return the size of the training with so many batches in an optimizer step."""
+        return dataclasses.replace(self, accumulate_grad_batches=batches)
 
     @property
     def frozen_parameters(self) -> int:
@@ -73,7 +107,8 @@ class TrainingSize:
         # Gradients that the rank shards, or frees early, grow in a backward pass as all of them do on one device.
         always = layout.parameters + layout.optimizer_state + layout.buffers
         share = layout.gradients / self.trainable_parameters if self.trainable_parameters else 0.0
-        backward = max((activations + share * gradients for activations, gradients in self.timeline), default=0.0)
+        live = (layout.activation_share * activations + share * gradients for activations, gradients in self.timeline)
+        backward = max(live, default=0.0)
         # Activations are freed before the optimizer steps, so that the two phases do not add up.
         step = layout.gradients + layout.optimizer_temporaries
         return always + max(int(backward) + layout.step_buffers, step)
@@ -91,6 +126,7 @@ class MemoryLayout:
         buffers: What a strategy keeps besides from the first step on, such as buckets of gradients.
         step_buffers: What it needs in forward and backward passes only, such as layers that are gathered.
         host: Memory on the host, to which something is offloaded.
+        activation_share: Share of a batch's activations that the rank has.
         assumption: A clause that holds only in some trainings, such as "each weight matrix is split"; shown to users.
     """
 
@@ -101,4 +137,5 @@ class MemoryLayout:
     buffers: int = 0
     step_buffers: int = 0
     host: int = 0
+    activation_share: float = 1.0
     assumption: str = ""

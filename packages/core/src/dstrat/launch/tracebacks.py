@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,7 @@ def _fold(error: BaseException) -> bool:
 
 def _mark_callers() -> None:
     """Mark our running frames by the variable with which notebooks and pytest leave a frame out."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented
+    frame = inspect.currentframe()
     while frame is not None and is_ours(frame):
         frame.f_locals["__tracebackhide__"] = True  # no variable of the function: Python keeps additional names
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Private names of torch that this folder uses, of torch 2.9 to 2.13, each with the reason."""
+"""Private names of torch that several modules use, of torch 2.9 to 2.13, each with the reason."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrat.interfaces.batch import tensors_in
+from dstrat.interfaces.communication import Collective
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dstrat.interfaces.communication import CollectiveKind
 
 _BUCKET = 250 * 2**20  # bytes of one broadcast, as in DistributedDataParallel
 
 # What SyncBatchNorm.convert_sync_batchnorm converts; the public classes are one for each number of dimensions.
 BatchNorm = _BatchNorm
+
+# The base of contexts that see each operation of tensors; torch documents it, in a module with a private name.
+DispatchMode = TorchDispatchMode
 
 
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -53,7 +59,7 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 
     They are those of torch's flight recorder; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # noqa: SLF001 - there is no public one
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # there is no public one
     if dump is None or not dist.is_initialized():
         return {}
     groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
@@ -66,14 +72,14 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 def count_collectives() -> int:
     """Return how many collectives this process has begun, in all groups whose backend counts them."""
     count = 0
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
+    for group in list(dist.distributed_c10d._world.pg_map):  # there is no public list of groups
         counting: Any = group  # the method is not in torch's stubs
         with contextlib.suppress(RuntimeError):  # the backend does not count
-            count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
+            count += int(counting._get_sequence_number_for_group())  # there is no public number
     return count
 
 
-class RefusedCollectives(TorchDispatchMode):
+class RefusedCollectives(DispatchMode):
     """A context in which a collective raises an error before it begins.
 
     Args:
@@ -92,23 +98,60 @@ class RefusedCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class CommunicatedBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors in calls of torch.distributed's collectives, by this thread.
+_KINDS: dict[str, CollectiveKind] = {
+    # By the names of torch.distributed's operators, and of those of DTensor, in any of their forms.
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "broadcast",
+    "gather": "broadcast",
+    "scatter": "broadcast",
+    "send": "send",
+}
+
+
+class RecordedCollectives(DispatchMode):
+    """Records the collectives that this thread begins.
 
     Attributes:
-        count: The bytes so far.
+        collectives: The collectives so far, each by itself.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.count = 0
+        self.collectives: list[Collective] = []
 
     def __torch_dispatch__(  # torch's name
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function.namespace == "c10d":
-            self.count += sum(tensor.nbytes for tensor in tensors_in(args))
-        return function(*args, **(kwargs or {}))
+        if any(cls not in (torch.Tensor, torch.nn.Parameter) for cls in types):
+            return NotImplemented  # operations of a DTensor call collectives themselves, which are recorded then
+        output = function(*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function._schema.name.partition("::")[2].strip("_")
+            kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
+            group = next(filter(None, map(_group_of, args)), None)
+            if kind is not None and group is not None:
+                # The full tensor is the largest value: an argument that is scattered, or a result that is gathered.
+                size = max(sum(tensor.nbytes for tensor in tensors_in(value)) for value in (*args, output))
+                self.collectives.append(Collective(kind=kind, bytes=size, messages=1, ranks=group.size()))
+        return output
+
+
+def _group_of(argument: Any) -> Any:
+    """Return the process group that an argument of an operator is or names; None for another argument."""
+    if isinstance(argument, torch.ScriptObject):
+        with contextlib.suppress(RuntimeError):  # an operation, such as a sum
+            return dist.ProcessGroup.unbox(argument)
+    if isinstance(argument, str):
+        with contextlib.suppress(RuntimeError):  # the name of an operation
+            return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
+    return None
 
 
 # Pinned memory
@@ -121,5 +164,5 @@ def empty_host_cache() -> None:
     if empty is None or accelerator is None:
         return
     # A device that a package adds may have no such allocator, and torch 2.13 does not look: the process would crash.
-    if accelerator.type != torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - there is no public name
+    if accelerator.type != torch._C._get_privateuse1_backend_name():  # there is no public name
         empty()

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loggers.logger import Logger
@@ -242,7 +241,6 @@ class Trainer(TrainerProperties):
         )
         check_arguments(self.settings)
         self.settings = self.settings.limited()
-        self.gradient_clip_val = gradient_clip_val or None  # after the check, which refuses False
 
         self.request = Request(
             strategy=strategy,
@@ -254,12 +252,16 @@ class Trainer(TrainerProperties):
             max_restarts=max_restarts,
             preemption_deadline=preemption_deadline,
         )
-        self.plan, self.strategy = _resolve(self.request)
+        try:
+            self.plan, self.strategy = resolve_request(self.request)  # imports the components
+        except (KeyboardInterrupt, DstratError) as error:
+            fold_frames(error)
+            raise
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             features.logger,
             local_folder(self.default_root_dir),
-            writes=self.strategy.is_global_zero,
+            self.strategy,
             is_tried=self.fast_dev_run > 0,
         )
         self.callbacks = complete_callbacks(
@@ -269,13 +271,12 @@ class Trainer(TrainerProperties):
             checkpointing=features.checkpointing,
             barebones=barebones,
             max_time=max_time,
-            counts_steps=max_restarts > 0,
         )
         self.run = Run(self)
         check_preemption(
             preemption_deadline,
             self.strategy.components.cluster_environment,
-            saves_checkpoints=bool(self.checkpoint_callbacks),
+            saves_checkpoints=any(callback.saves_checkpoints for callback in self.callbacks),
         )
 
     # Methods for users
@@ -494,12 +495,3 @@ class Trainer(TrainerProperties):
             raise
         self.run.status = TrainerStatus.FINISHED
         return result
-
-
-def _resolve(request: Request) -> tuple[Plan, Strategy]:
-    """Return the plan and the strategy, with a short traceback of what stops it."""
-    try:
-        return resolve_request(request)  # imports the components
-    except (KeyboardInterrupt, DstratError) as error:
-        fold_frames(error)
-        raise

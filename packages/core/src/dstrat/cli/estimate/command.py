@@ -35,7 +35,8 @@ _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _COLUMNS = ("params", "grads", "optim", "activ", "other", "peak", "host")
 _GIB = 1024**3
-_MOST_OF_MEMORY = 0.9  # the rest is for the CUDA context and what torch's allocator reserves
+MOST_OF_MEMORY = 0.9
+"""Share of a device's memory for a training: the rest is for the CUDA context and what torch's allocator reserves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +155,8 @@ def make_estimates(
         batch_size: Of a rank; None for that of the function's batch.
         limit: Memory of a device in bytes; None if it is unknown.
     """
-    cases = _Cases(catalog, accelerator, devices, num_nodes, precision)
-    measure = partial(_measure, model, cases.device_type, devices, num_nodes, batch_size)
+    cases = Cases(catalog, accelerator, devices, num_nodes, precision)
+    measure = partial(measure_factory, model, cases.device_type, devices, num_nodes, batch_size)
     sizes: dict[Any, TrainingSize] = {}
     estimates: list[Estimate] = []
     silent: dict[str, str] = {}
@@ -180,8 +181,12 @@ def make_estimates(
     return estimates, silent
 
 
-def read_size(text: str) -> int:
+def read_size(text: str, argument: str = "--memory") -> int:
     """Return the bytes of a size such as ``24GiB``, ``80 GB`` or ``500000000``.
+
+    Args:
+        text: The size.
+        argument: Where it was given, for messages.
 
     Raises:
         RequestError: It is no size.
@@ -189,16 +194,26 @@ def read_size(text: str) -> int:
     units = {name.lower(): factor for name, factor in _UNITS.items()}
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in units:
-        raise RequestError(f"--memory {text!r} is no size: give a number with a unit, such as 24GiB, 80GB or 500MiB")
+        raise RequestError(f"{argument} {text!r} is no size: give a number with a unit, such as 24GiB, 80GB or 500MiB")
     return int(float(match[1]) * units[match[2].lower()])
 
 
 # The training
 
 
-def _measure(
+def measure_factory(
     model: str, device_type: str, devices: int, num_nodes: int, batch_size: int | None, precision: Precision
 ) -> TrainingSize:
+    """Return the sizes of the training of a factory.
+
+    Args:
+        model: Name of the factory.
+        device_type: Type of the devices.
+        devices: Number of devices of a machine.
+        num_nodes: Number of machines.
+        batch_size: Of a rank; None for that of the factory's batch.
+        precision: The dtypes; it is connected to the module.
+    """
     from dstrat.cli.estimate.fake_step import measure_training, read_training
 
     factory = load_factory(model)
@@ -213,7 +228,9 @@ def _measure(
 
 
 def load_factory(name: str, argument: str = "--model") -> Callable[[], Any]:
-    """Return the function of ``package.module:function``, also of a module in the working directory.
+    """Return the function of ``package.module:function``, or of ``folder/script.py:function``.
+
+    Modules in the working directory are found, and a script is imported under its name.
 
     Args:
         name: The name.
@@ -226,6 +243,8 @@ def load_factory(name: str, argument: str = "--model") -> Callable[[], Any]:
     if not (module_name and colon and attribute):
         raise RequestError(f"{argument} {name!r} must look like package.module:factory, a function without arguments")
     folder = str(Path.cwd())
+    if module_name.endswith(".py"):
+        folder, module_name = str(Path(module_name).resolve().parent), Path(module_name).stem
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as python -m does
     try:
@@ -253,7 +272,7 @@ def _select_accelerator(name: str, catalog: Catalog) -> Selection[Any]:
     return selection or select_offer(catalog.find("accelerator", name), catalog)
 
 
-class _Cases:
+class Cases:
     """The strategies that run with some devices and a precision.
 
     Attributes:
@@ -324,7 +343,7 @@ def _estimate(alias: str, size: TrainingSize, layout: MemoryLayout, limit: int |
         parameters=layout.parameters,
         gradients=layout.gradients,
         optimizer_state=layout.optimizer_state,
-        activations=size.activations,
+        activations=int(layout.activation_share * size.activations),
         other=layout.buffers + max(layout.step_buffers, layout.optimizer_temporaries),
         peak=peak,
         host=layout.host,
@@ -363,7 +382,7 @@ def ranked(estimates: Sequence[Estimate], limit: int | None, priorities: Mapping
 
 
 def _has_room(one: Estimate, limit: int) -> bool:
-    return one.peak <= _MOST_OF_MEMORY * limit
+    return one.peak <= MOST_OF_MEMORY * limit
 
 
 def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | None, recommended: str | None) -> None:

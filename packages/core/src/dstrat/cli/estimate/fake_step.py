@@ -7,18 +7,20 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dstrat.cli.estimate.work import CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
+from dstrat.parallel.internals import DispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,10 +130,13 @@ def measure_training(
             batch = precision.convert_input(_resized(training.batch, batch_size))
             memory = LiveMemory([*module.parameters(), *module.buffers()])
             step = _step_of(training, module)
-            with memory, kernels_of(device_type, precision):
+            work, attention = CountedWork(), RecordedHeads()
+            with memory, work, attention, kernels_of(device_type, precision):
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
+                outputs = _record_outputs(module)
                 _run(step, batch, precision, memory, module)
+                work_of_batch = work.take()
                 memory.begin_optimizer_step()
                 for optimizer in optimizers:
                     optimizer.step()
@@ -153,24 +158,27 @@ def measure_training(
         optimizer_state=state,
         optimizer_temporaries=temporaries,
         timeline=tuple(memory.timeline),
+        batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
+        outputs=outputs,
+        heads=frozenset(attention.heads),
+        work=work_of_batch,
+        optimizer_work=work.take(),
     )
 
 
 def replace_by_fake(module: nn.Module) -> None:
     """Replace the parameters and buffers of a module by fake tensors on the CPU; shared ones stay shared."""
-    # In the dicts of the layers, since named_parameters leaves out shared parameters.
     replaced: dict[int, Any] = {}
     for layer in module.modules():
-        for name, parameter in layer._parameters.items():  # noqa: SLF001 - see above
-            if parameter is not None:
-                fake = replaced.get(id(parameter))
-                if fake is None:
-                    fake = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-                    replaced[id(parameter)] = fake
-                layer._parameters[name] = fake  # noqa: SLF001 - likewise
-        for name, buffer in layer._buffers.items():  # noqa: SLF001 - likewise
-            if buffer is not None:
-                layer._buffers[name] = replaced.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))  # noqa: SLF001 - likewise
+        for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in replaced:
+                fake = torch.empty_like(parameter, device="cpu")
+                replaced[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+            setattr(layer, name, replaced[id(parameter)])
+        for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) not in replaced:
+                replaced[id(buffer)] = torch.empty_like(buffer, device="cpu")
+            setattr(layer, name, replaced[id(buffer)])
 
 
 def _run(
@@ -184,6 +192,18 @@ def _run(
     with precision.forward_context():
         loss = step(batch)
     precision.backward(loss)
+
+
+def _record_outputs(module: nn.Module) -> dict[str, int]:
+    """Return a dict that a forward pass fills with the bytes of each layer's outputs."""
+    outputs: dict[str, int] = {}
+
+    def record(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs[name] = outputs.get(name, 0) + sum(tensor.nbytes for tensor in tensors_in(output))
+
+    for name, layer in module.named_modules():
+        layer.register_forward_hook(partial(record, name))
+    return outputs
 
 
 def _step_of(training: TrainingSetup, module: Any) -> Callable[[Any], Tensor]:
@@ -273,7 +293,7 @@ def _explained() -> Iterator[None]:
 # Live memory of a step
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(DispatchMode):
     """Counts the storages that live after each operation.
 
     Args:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from typing_extensions import override
 
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.interfaces.checkpoint_io import CheckpointIO, FlatShard
 from dstrat.interfaces.memory import TrainingSize
-from dstrat.parallel.internals import CommunicatedBytes
+from dstrat.parallel.internals import RecordedCollectives
 from dstrat.parallel.shards import local_tensor
 from dstrat.plugins.catalog import get_catalog
 from dstrat.testing.ranks.jobs import Subject, open_strategy, run_in_team
@@ -27,6 +28,7 @@ from dstrat.training.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dstrat.interfaces.communication import Collective, CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout
     from dstrat.testing.ranks.team import RankContext
 
@@ -209,13 +211,15 @@ class _FinalState(Callback):
         self.validated: list[dict[str, float]] = []
         self.drawn = 0.0
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         path = self.work.save_to
         # The step's number stays for the batches that are accumulated after it.
         if path is not None and trainer.global_step == self.work.save_at and not Path(path).exists():
             trainer.save_checkpoint(Path(path))
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.validated.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
@@ -306,14 +310,50 @@ class _StateSizes(Callback):
             "optimizer": ("optimizer_state", lambda: list(map(strategy.sharded_optimizer_state, strategy.optimizers))),
         }
         for name, (field, state_of) in states.items():
-            with CommunicatedBytes() as communicated:
+            with RecordedCollectives() as recorded:
                 state = state_of()
             self.sizes[name] = StateSize(
                 declared=getattr(self.layout, field) + self.layout.host,
                 full=getattr(full, field),
                 returned=_num_bytes(state),
-                communicated=communicated.count,
+                communicated=sum(collective.bytes for collective in recorded.collectives),
             )
+
+
+def step_collectives(
+    rank_context: RankContext, subject: Subject, work: Fit
+) -> tuple[CommunicationLayout | None, list[Collective]]:
+    """Train; return what the strategy declares that a rank communicates in an optimizer step, and what it does.
+
+    Args:
+        rank_context: This rank.
+        subject: The strategy.
+        work: A training with AdamW in float32, of three optimizer steps at least.
+    """
+    third = _ThirdStep(rank_context.world_size)
+    make_trainer(rank_context, subject, work, [third]).fit(NETS[work.net](work, subject.configure_model))
+    return third.layout, third.recorded.collectives
+
+
+class _ThirdStep(Callback):
+    """Records the collectives of the third optimizer step: the first two allocate, and agree on shapes."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.layout: CommunicationLayout | None = None
+        self.recorded = RecordedCollectives()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+        if batch_idx == 2 * module.shape.accumulate:
+            net = NETS[module.shape.net](module.shape, None)  # not the one that is wrapped by now
+            numels = [parameter.numel() for parameter in net.parameters()]
+            training = _training_size(net, trainer.strategy, numels, self.world_size)
+            self.layout = trainer.strategy.communication_layout(training.for_steps_of(module.shape.accumulate))
+            self.recorded.__enter__()  # type: ignore[no-untyped-call]  # of torch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *hook_arguments: Any) -> None:  # noqa: ARG002 - likewise
+        if hook_arguments[2] == 3 * module.shape.accumulate - 1:
+            self.recorded.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # of torch
 
 
 def _training_size(module: torch.nn.Module, strategy: Any, numels: list[int], world_size: int) -> TrainingSize:
@@ -391,7 +431,8 @@ class _SaveLast(Callback):
         self.path = path
         self.state: dict[str, Any] = {}
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.is_last_batch:
             self.state = full_state(trainer.strategy)
             trainer.save_checkpoint(self.path)
@@ -403,7 +444,8 @@ class _LoadedState(Callback):
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self.state = full_state(trainer.strategy)
         trainer.should_stop = True
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from dstrat.testing.ranks.communication import OPERATIONS, rank_values
+from dstrat.testing.ranks.fits import Fit, step_collectives
+from dstrat.testing.ranks.modules import GLOBAL_BATCH
 from dstrat.testing.strategy.base import StrategyTests
-from dstrat.testing.suite import fail, standard
+from dstrat.testing.suite import fail, not_declared, standard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from dstrat.interfaces.communication import Collective
 
 _SLACK = 0.02  # seconds
+_UNDECLARED_BYTES, _UNDECLARED_SHARE = 100, 0.1  # of flags and norms, and of padding and alignment
 
 
 class Collectives(StrategyTests):
@@ -42,6 +48,24 @@ class Collectives(StrategyTests):
                 f"{len(ranks)} of {max(readers)} parts of the data, so that samples are used twice or never",
                 expected='the same "num_replicas" in all ranks, and a "rank" for each part.',
             )
+
+    @standard("processes", "collectives")
+    def test_a_step_communicates_the_declared_bytes(self, pair: int) -> None:
+        work = Fit(samples=6 * GLOBAL_BATCH, accumulate=2, accelerator=self.accelerator)
+        layout, collectives = self.job(step_collectives, pair, subject=self.subject, work=work)[0]
+        if layout is None:
+            not_declared(f"{self.alias} does not declare its communication (communication_layout returns None)")
+        if layout.assumption:
+            not_declared(f"{self.alias} declares its communication for some modules: {layout.assumption}")
+        declared, sent = _bytes_by_kind(layout.collectives), _bytes_by_kind(collectives)
+        for kind in sorted({*declared, *sent}):
+            if abs(sent[kind] - declared[kind]) > _UNDECLARED_BYTES + _UNDECLARED_SHARE * declared[kind]:
+                fail(
+                    f"a rank of {pair} begins collectives of the kind {kind} with {sent[kind]} bytes in an optimizer "
+                    f"step of two batches, and communication_layout declares {declared[kind]}",
+                    expected="all that is communicated in a step, but for flags and norms of a few bytes.",
+                    fix="count full tensors: what all_gather returns, and what reduce_scatter takes.",
+                )
 
     @standard("processes", "collectives")
     def test_reduce_gives_mean_sum_max_and_min(self, world_size: int) -> None:
@@ -196,3 +220,10 @@ def _check_reduction(
         f"reduce(tensor, reduce_op={operation!r}) gave {reduced}{instead} in rank {rank}",
         expected=f"the {operation} over {len(columns[0])} ranks, {expected}.",
     )
+
+
+def _bytes_by_kind(collectives: Iterable[Collective]) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for one in collectives:
+        totals[one.kind] += one.bytes if one.ranks > 1 else 0
+    return totals

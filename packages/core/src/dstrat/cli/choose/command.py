@@ -1,0 +1,217 @@
+"""``dstrat choose``: a ranking of the layouts of a training on a machine, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dstrat.cli.components import loaded_catalog
+from dstrat.cli.estimate.command import MOST_OF_MEMORY, read_size
+from dstrat.cli.output import json_option, print_json, print_table
+from dstrat.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dstrat.cli.choose.candidates import Candidate, LayoutRanking, Workload
+    from dstrat.cli.measure.machine import Machine
+
+_SHOWN = 10
+_GIB = 2**30
+_VERBS = {
+    "compute": "computes",
+    "communication": "communicates",
+    "idle": "waits",
+    "optimizer": "steps the optimizer",
+    "offload": "copies from and to the host",
+}
+
+
+@click.command(short_help="Choose the layout for a model and a machine.")
+@click.argument("training", metavar="TRAINING")
+@click.option("--devices", required=True, type=click.IntRange(1), help="Number of devices, of all machines together.")
+@click.option("--machine", "machine_name", required=True, help="Known machine such as h100x8, or a file.")
+@click.option("--device-memory", help="Memory of a device, such as 80GiB.  By default the machine's.")
+@click.option("--batch", type=click.IntRange(1), help="Samples of a step.  By default the factory's on each device.")
+@click.option("--precision", default="32-true", show_default=True, help='Such as "bf16-mixed".')
+@click.option(
+    "--strategy",
+    "aliases",
+    multiple=True,
+    help='Alias, or "alias(option=value)"; several times for several.  By default all.',
+)
+@json_option
+def choose(
+    training: str,
+    devices: int,
+    machine_name: str,
+    device_memory: str | None,
+    batch: int | None,
+    precision: str,
+    aliases: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Rank the layouts of a training on a machine by the predicted time of an optimizer step, before anything runs.
+
+    TRAINING is script.py:factory or package.module:factory, the function of dstrat estimate.  Every installed strategy
+    and every mesh of the devices is compared, with the largest batch that fits.  The time is that of a model: work of a
+    step on tensors without values, over rates of the machine, and what each strategy says that it communicates.
+    Machines are known by datasheets, or described by a file of dstrat measure.  Exits with 1 if nothing fits.
+    """
+    from dstrat.cli.choose.candidates import Candidates, Workload
+    from dstrat.cli.measure.machine import read_machine
+
+    machine = read_machine(machine_name)
+    if devices > machine.devices and devices % machine.devices:
+        raise RequestError(
+            f"--devices {devices} are no number of whole machines: {machine_name} has {machine.devices} devices, so "
+            f"that --devices {machine.devices * (devices // machine.devices)} is possible"
+        )
+    workload = Workload(
+        model=training,
+        machine=machine,
+        devices=devices,
+        batch_size=batch,
+        precision=precision,
+        memory=machine.memory if device_memory is None else read_size(device_memory, "--device-memory"),
+    )
+    ranking = Candidates(loaded_catalog(), workload).rank(aliases)
+    if as_json:
+        listed = [_as_dict(one, workload) for one in ranking.candidates]
+        print_json({"candidates": listed, "refused": ranking.refused, "unusable": ranking.unusable})
+    else:
+        _print(ranking, workload)
+    if not ranking.candidates:
+        sys.exit(1)
+
+
+def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
+    communication = asdict(candidate.communication)
+    return {
+        "strategy": candidate.strategy,
+        "batch_size": candidate.training.batch_size,
+        "accumulate_grad_batches": candidate.training.accumulate_grad_batches,
+        "memory": asdict(candidate.memory) | {"peak": candidate.peak},
+        "seconds": asdict(candidate.time) | {"total": candidate.time.total},
+        "communication": communication,
+        "trainer": trainer_line(candidate, workload),
+    }
+
+
+# The text
+
+
+def _print(ranking: LayoutRanking, workload: Workload) -> None:
+    candidates = ranking.candidates
+    width = shutil.get_terminal_size().columns
+    if candidates:
+        headers = ["ms of a step", "total", "compute", "comm", "idle", "optim", "host", "batch", "GiB"]
+        print_table([_row(one) for one in candidates[:_SHOWN]], headers, unbroken=headers[1:])
+        if len(candidates) > _SHOWN:
+            click.echo(f"and {len(candidates) - _SHOWN} more that fit")
+        click.echo()
+        for sentence in (*reasons(candidates, workload), *_assumptions(candidates[0])):
+            click.echo(textwrap.fill(sentence, width))
+    if ranking.refused or ranking.unusable:
+        click.echo()
+    for reason, names in _grouped(ranking.refused):
+        click.echo(textwrap.fill(f"not compared: {names}: {reason}", width, subsequent_indent="  "))
+    if ranking.unusable:
+        names = f"cannot run with these devices: {', '.join(ranking.unusable)} (--json says why)"
+        click.echo(textwrap.fill(names, width, subsequent_indent="  "))
+    if candidates:
+        click.echo(f"\n{trainer_line(candidates[0], workload)}")
+    else:
+        click.echo("no layout fits: take more devices, a smaller --batch or a lower --precision")
+
+
+def _row(one: Candidate) -> tuple[str, ...]:
+    time, batches = one.time, one.training.accumulate_grad_batches
+    seconds = (time.total, time.compute, time.communication, time.idle, time.optimizer, time.offload)
+    size = f"{one.training.batch_size}" + (f" x {batches}" if batches > 1 else "")
+    return one.strategy, *map(_milliseconds, seconds), size, f"{one.peak / _GIB:.1f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1000 * seconds
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value else ""
+
+
+def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
+    """Return sentences that say why the first candidate wins, and what would change the choice."""
+    first, *remaining = candidates
+    if not remaining:
+        return [f"{first.strategy} is the only layout that fits."]
+    second = remaining[0]
+    slower = second.time.total / first.time.total - 1
+    saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
+    slowest = max(saved, key=lambda name: saved[name])
+    if saved[slowest] > 0:
+        why = (
+            f"{second.strategy} takes {slower:.1%} longer: it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
+        )
+    else:
+        why = f"{second.strategy} takes as long, and more memory"
+    sentences = [f"{first.strategy} is the fastest; {why}."]
+    smaller = next((one for one in remaining if one.peak < first.peak), None)
+    if smaller is not None:
+        needed = first.peak / MOST_OF_MEMORY / _GIB
+        sentences.append(f"With less than {needed:.1f} GiB on each device, {smaller.strategy} is.")
+    for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
+        faster = min(candidates, key=lambda one: one.on(_with_links(workload.machine, factor)).time.total)
+        if faster is not first:
+            sentences.append(f"With links {change}, {faster.strategy} is.")
+    return sentences
+
+
+def _with_links(machine: Machine, factor: float) -> Machine:
+    links = [dataclasses.replace(link, bandwidth=factor * link.bandwidth) for link in machine.links]
+    return dataclasses.replace(machine, links=links)
+
+
+def _assumptions(candidate: Candidate) -> list[str]:
+    assumption = candidate.memory.assumption or candidate.communication.assumption
+    return [f"{candidate.strategy} if {assumption}."] if assumption else []
+
+
+def _grouped(refused: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return each reason with the names that it is for, those of many layouts of a strategy counted."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        groups.setdefault(reason, []).append(name)
+    texts = []
+    for reason, names in groups.items():
+        counts = Counter(name.partition("(")[0] for name in names)
+        shown = [f"{alias} ({count} layouts)" if count > 1 else _only(alias, names) for alias, count in counts.items()]
+        texts.append((reason, ", ".join(shown)))
+    return texts
+
+
+def _only(alias: str, names: Sequence[str]) -> str:
+    return next(name for name in names if name.partition("(")[0] == alias)
+
+
+def trainer_line(candidate: Candidate, workload: Workload) -> str:
+    """Return the call of a Trainer that trains with a candidate."""
+    batches = candidate.training.accumulate_grad_batches
+    options = {
+        "strategy": candidate.strategy,
+        "accelerator": workload.machine.device_type,
+        "devices": workload.ranks_per_machine,
+        **({"num_nodes": workload.num_nodes} if workload.num_nodes > 1 else {}),
+        **({"precision": workload.precision} if workload.precision != "32-true" else {}),
+        **({"accumulate_grad_batches": batches} if batches > 1 else {}),
+    }
+    arguments = ", ".join(f"{name}={_literal(value)}" for name, value in options.items())
+    return f"Trainer({arguments})  # batches of {candidate.training.batch_size}"
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,115 @@
+"""Time of an optimizer step on a machine, by its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dstrat.errors import RequestError
+
+if TYPE_CHECKING:
+    from dstrat.cli.measure.machine import Machine
+    from dstrat.interfaces.communication import Collective, CommunicationLayout
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize, Work
+
+_BACKWARD = 2 / 3
+"""Share of a batch's computation in the backward pass, beside which collectives can go on: two products for each of the
+forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of an optimizer step of a rank.
+
+    Attributes:
+        compute: Forward and backward passes.
+        communication: Collectives that computation does not hide.
+        idle: Waiting for other ranks, such as in the bubble of a pipeline.
+        optimizer: The step of the optimizer.
+        offload: Copies between host and device, and the optimizer's step on the host.
+    """
+
+    compute: float
+    communication: float
+    idle: float
+    optimizer: float
+    offload: float
+
+    @property
+    def total(self) -> float:
+        """All parts, which follow each other."""
+        return self.compute + self.communication + self.idle + self.optimizer + self.offload
+
+
+def step_time(
+    machine: Machine, training: TrainingSize, memory: MemoryLayout, communication: CommunicationLayout
+) -> StepTime:
+    """Return the time of an optimizer step.
+
+    Args:
+        machine: The machine, of which the job may have several.
+        training: Sizes of the training on one device.
+        memory: What a rank holds.
+        communication: What a rank communicates.
+
+    Raises:
+        RequestError: The machine has no rate of the dtype, or no link between machines.
+    """
+    dtype = str(training.precision.compute_dtype).removeprefix("torch.")
+    batches = training.accumulate_grad_batches
+    compute = batches * work_seconds(machine, training.work, dtype) / communication.ranks_per_batch
+    share = memory.optimizer_state / training.optimizer_state if training.optimizer_state else 1.0
+    offloaded = memory.host > 0
+    return StepTime(
+        compute=compute,
+        communication=_exposed(machine, training, communication, compute / batches),
+        idle=compute * communication.idle / (1 - communication.idle),
+        optimizer=0.0 if offloaded else min(1.0, share) * work_seconds(machine, training.optimizer_work, dtype),
+        # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
+        offload=2 * memory.host / machine.host_bandwidth if offloaded else 0.0,
+    )
+
+
+def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
+    """Return the time of work on one device.
+
+    Args:
+        machine: The machine.
+        work: The work.
+        dtype: Dtype of its products.
+    """
+    products = work.flops / machine.rate(dtype) if work.flops else 0.0
+    copies = work.moved / (machine.efficiency * machine.memory_bandwidth)
+    return products + copies + work.operations * machine.operation_latency
+
+
+def _exposed(
+    machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute_of_batch: float
+) -> float:
+    """Return the time of collectives that is not hidden by a backward pass."""
+    exposed = hidden = 0.0
+    for collective in communication.collectives:
+        seconds = collective_seconds(machine, collective, training.ranks_per_machine)
+        if collective.overlaps:
+            hidden += seconds
+        else:
+            exposed += seconds
+    beside = min(hidden, _BACKWARD * compute_of_batch)
+    return exposed + hidden - machine.overlap * beside
+
+
+def collective_seconds(machine: Machine, collective: Collective, ranks_per_machine: int) -> float:
+    """Return the time of equal collectives, one after the other.
+
+    Raises:
+        RequestError: Their ranks are on several machines, and the description has no link between machines.
+    """
+    if collective.ranks == 1 or not collective.messages:
+        return 0.0
+    crosses = collective.crosses_machines(ranks_per_machine)
+    link = machine.link(collective.kind, collective.ranks, crosses_machines=crosses)
+    if link is None:
+        scope, options = ("between", "--num-nodes 2") if crosses else ("in", "as many --devices as the training has")
+        raise RequestError(f"machine {machine.name!r} has no link {scope} machines: measure it with {options}")
+    of_one = link.seconds(collective.sent / collective.messages, collective.ranks)
+    return collective.messages * of_one

@@ -1,0 +1,84 @@
+"""Work of a step on fake tensors: floating-point operations, bytes that are moved, and operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dstrat.interfaces.batch import tensors_in
+from dstrat.interfaces.memory import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Of the CPU's kernel, on which a fake step runs; torch's registry has those of GPUs.
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class CountedWork(TorchDispatchMode):
+    """Counts the work of operations, until it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._flops = self._moved = self._operations = 0
+
+    def take(self) -> Work:
+        """Return the work since the last call, or since the beginning."""
+        work = Work(flops=self._flops, moved=self._moved, operations=self._operations)
+        self._flops = self._moved = self._operations = 0
+        return work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors: list[Tensor] = [*tensors_in(output)]
+        if func.is_view or not tensors:
+            return output
+        self._operations += 1
+        flops = _flops(func, args, kwargs or {}, output)
+        if flops is None:
+            self._moved += sum(tensor.nbytes for tensor in (*tensors, *tensors_in((args, kwargs or {}))))
+        else:
+            self._flops += flops
+        return output
+
+
+def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int | None:
+    """Return the floating-point operations of a product, convolution or attention; None of other operations."""
+    name = func.overloadpacket.__name__
+    if name == _ATTENTION:
+        query, key, value = args[:3]
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    if name == f"{_ATTENTION}_backward":
+        gradient, query, key, value = args[:4]
+        return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    count: Any = flop_registry.get(func.overloadpacket)
+    return None if count is None else int(count(*args, **kwargs, out_val=output))
+
+
+_HEADS = 4
+"""Position of ``num_heads`` in torch.nn.functional.multi_head_attention_forward."""
+
+
+class RecordedHeads(TorchFunctionMode):
+    """Records the numbers of heads of torch's attention.
+
+    Attributes:
+        heads: The numbers, of queries and of keys.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            tensors = [*args, *kwargs.values()][:2]
+            self.heads |= {tensor.shape[-3] for tensor in tensors if tensor.dim() > 2}
+        elif name == "multi_head_attention_forward":  # its inner operations do not pass this mode
+            self.heads.add(kwargs["num_heads"] if "num_heads" in kwargs else args[_HEADS])
+        return func(*args, **kwargs)

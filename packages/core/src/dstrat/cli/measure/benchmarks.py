@@ -1,0 +1,261 @@
+"""Benchmarks of a machine: matrix products, copies and collectives, in all ranks at the same time."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dstrat.cli.measure.machine import Link, Machine
+from dstrat.interfaces.communication import Collective
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dstrat.interfaces.communication import CollectiveKind
+    from dstrat.own_loop.loop import OwnLoop
+    from dstrat.parallel.strategy import ParallelStrategy
+
+_KINDS: tuple[CollectiveKind, ...] = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"),
+)
+_SIZES = tuple(2**power for power in (12, 16, 20, 22, 24))  # bytes of a tensor in collectives
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PRODUCT_SECONDS = 0.02  # least duration of the largest matrix product
+_LARGEST_PRODUCT = 8192
+_COPIED = 2**26  # bytes
+_FIRST_RUNS, _RUNS = 2, 5  # the first runs allocate memory and open connections
+
+
+def measure(loop: OwnLoop, name: str) -> Machine:
+    """Return the speed of this rank's machine and of the links between machines; collective.
+
+    Each value is that of the slowest rank, with all ranks at work.
+
+    Args:
+        loop: A launched loop with a :class:`ParallelStrategy`.
+        name: Name of the machine.
+    """
+    strategy: Any = loop.strategy
+    clock = _Clock(strategy)
+    flops = {_name(dtype): rate for dtype in _DTYPES if (rate := _product_rate(clock, dtype)) is not None}
+    links = tuple(_measure_links(clock))
+    accelerator = strategy.accelerator
+    return Machine(
+        name=name,
+        device=accelerator.get_device_name(clock.device) or f"{os.cpu_count()} processors",
+        device_type=clock.device.type,
+        devices=clock.ranks_per_machine,
+        memory=_memory(clock),
+        flops=flops,
+        memory_bandwidth=_copy_bandwidth(clock),
+        operation_latency=_operation_latency(clock),
+        host_bandwidth=_host_bandwidth(clock),
+        overlap=_overlap(clock),
+        links=links,
+        source=f"measured with {strategy.world_size} ranks and torch {torch.__version__}",
+    )
+
+
+class _Clock:
+    """Times of functions on the device, of the slowest rank.
+
+    Attributes:
+        device: The device of this rank.
+        ranks_per_machine: Number of ranks on this machine.
+    """
+
+    def __init__(self, strategy: ParallelStrategy) -> None:
+        self._strategy = strategy
+        self.device = strategy.root_device
+        self.ranks_per_machine = len(strategy.parallel_devices)
+
+    def seconds(self, function: Callable[[], Any], runs: int = _RUNS) -> float:
+        """Return the median time of a call; collective."""
+        times = []
+        for _ in range(_FIRST_RUNS + runs):
+            self._strategy.barrier()
+            self._wait_for_device()
+            begin = time.perf_counter()
+            function()
+            self._wait_for_device()
+            times.append(time.perf_counter() - begin)
+        slowest = torch.tensor(statistics.median(times[_FIRST_RUNS:]), device=self.device)
+        return float(self._strategy.reduce(slowest, reduce_op="max"))
+
+    def is_supported(self, function: Callable[[], Any]) -> bool:
+        """Return whether a function raises no error in any rank; collective."""
+        try:
+            function()
+        except RuntimeError:  # an operation that the device or the backend does not have
+            return self._strategy.reduce_boolean_decision(False)
+        return self._strategy.reduce_boolean_decision(True)
+
+    def groups(self) -> list[tuple[Literal["machine", "network"], int, dist.ProcessGroup]]:
+        """Return groups of this rank: in its machine of 2, 4, 8 ... ranks and all, and one across machines; collective.
+
+        All ranks work in such groups at the same time, as in a training.
+        """
+        world, local = self._strategy.world_size, self.ranks_per_machine
+        sizes = {size for power in range(1, local.bit_length()) if local % (size := 2**power) == 0} | {local}
+        result: list[tuple[Literal["machine", "network"], int, dist.ProcessGroup]] = []
+        for size in sorted(sizes - {1}):
+            ranks = [list(range(first, first + size)) for first in range(0, world, size)]
+            result.append(("machine", size, dist.new_subgroups_by_enumeration(ranks)[0]))
+        if world > local:
+            ranks = [list(range(first, world, local)) for first in range(local)]
+            result.append(("network", world // local, dist.new_subgroups_by_enumeration(ranks)[0]))
+        return result
+
+    def _wait_for_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+# Computation
+
+
+def _product_rate(clock: _Clock, dtype: torch.dtype) -> float | None:
+    """Return operations per second of a matrix product that takes long enough; None if there is none of the dtype."""
+    size, seconds = 256, 0.0
+    while True:
+        matrix = torch.rand(size, size, device=clock.device).to(dtype)
+        if not clock.is_supported(lambda matrix=matrix: matrix @ matrix):  # type: ignore[misc]  # of this round
+            return None
+        seconds = clock.seconds(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]  # likewise
+        if seconds > _PRODUCT_SECONDS or size == _LARGEST_PRODUCT:
+            return 2 * size**3 / seconds
+        size *= 2
+
+
+def _copy_bandwidth(clock: _Clock) -> float:
+    source = torch.zeros(_COPIED, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED / clock.seconds(lambda: target.copy_(source))  # read and written
+
+
+def _operation_latency(clock: _Clock) -> float:
+    value, count = torch.zeros(16, device=clock.device), 1000
+
+    def run() -> None:
+        for _ in range(count):
+            value.add_(1.0)
+
+    return clock.seconds(run) / count
+
+
+def _host_bandwidth(clock: _Clock) -> float:
+    on_host = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=clock.device.type != "cpu")
+    target = torch.empty_like(on_host, device=clock.device)
+    return _COPIED / clock.seconds(lambda: target.copy_(on_host, non_blocking=True))
+
+
+def _memory(clock: _Clock) -> int:
+    """Return the memory of a device in bytes; for CPUs, a rank's share of the machine's memory."""
+    if clock.device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // clock.ranks_per_machine
+    return int(torch.get_device_module(clock.device).mem_get_info(clock.device)[1])
+
+
+# Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective on a tensor of some bytes, in a group."""
+
+    kind: CollectiveKind
+    size: int
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def function(self) -> Callable[[], Any]:
+        """Return a function that runs it, with tensors that exist already."""
+        ranks = dist.get_world_size(self.group)
+        count = self.size // 4 // ranks * ranks  # elements, a multiple of the ranks
+        full = torch.zeros(count, device=self.device)
+        shards = list(full.chunk(ranks))
+        shard = torch.zeros(count // ranks, device=self.device)
+        members = dist.get_process_group_ranks(self.group)
+        calls: dict[CollectiveKind, Callable[[], Any]] = {
+            "all_reduce": partial(dist.all_reduce, full, group=self.group),
+            "all_gather": partial(dist.all_gather, shards, shard, group=self.group),
+            "reduce_scatter": partial(dist.reduce_scatter, shard, shards, group=self.group),
+            "all_to_all": partial(dist.all_to_all_single, torch.empty_like(full), full, group=self.group),
+            "broadcast": partial(dist.broadcast, full, members[0], group=self.group),
+            "send": partial(self._send, members, full, torch.empty_like(full)),
+        }
+        return calls[self.kind]
+
+    def _send(self, members: Sequence[int], sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Send to the next rank, and receive from the one before."""
+        position = dist.get_group_rank(self.group, dist.get_rank())
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, members[(position + 1) % len(members)], self.group),
+                dist.P2POp(dist.irecv, received, members[position - 1], self.group),
+            ]
+        )
+        for work in works:
+            work.wait()
+
+
+def _measure_links(clock: _Clock) -> list[Link]:
+    links = []
+    for scope, ranks, group in clock.groups():
+        for kind in _KINDS:
+            calls = [_Call(kind, size, group, clock.device) for size in _SIZES]
+            if not clock.is_supported(calls[0].function()):
+                continue
+            points = [(_sent(call, ranks), clock.seconds(call.function())) for call in calls]
+            latency, bandwidth = fit_link(points)
+            links.append(Link(kind=kind, scope=scope, ranks=ranks, latency=latency, bandwidth=bandwidth))
+    return links
+
+
+def _sent(call: _Call, ranks: int) -> float:
+    return Collective(kind=call.kind, bytes=call.size, messages=1, ranks=ranks).sent
+
+
+def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return latency and bandwidth of the line through times of some sizes that has the least relative errors.
+
+    Args:
+        points: ``(bytes, seconds)`` of a collective.
+    """
+    sizes, seconds = (torch.tensor(values, dtype=torch.float64) for values in zip(*points, strict=True))
+    rows = torch.stack([1 / seconds, sizes / seconds], dim=1)  # least squares of (latency + size / bandwidth) / seconds
+    latency, inverse = torch.linalg.lstsq(rows, torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0].tolist()
+    return max(latency, 0.0), 1 / inverse
+
+
+def _overlap(clock: _Clock) -> float:
+    """Return the share of an all-reduce that matrix products hide, if both take the same time alone."""
+    if dist.get_world_size() == 1:
+        return 0.0
+    full = torch.zeros(_SIZES[-1] // 4, device=clock.device)
+    matrix = torch.rand(512, 512, device=clock.device)
+    alone = clock.seconds(lambda: dist.all_reduce(full))
+    count = max(1, round(alone / clock.seconds(lambda: matrix @ matrix)))
+
+    def compute() -> None:
+        for _ in range(count):
+            matrix @ matrix
+
+    def compute_beside() -> None:
+        work: Any = dist.all_reduce(full, async_op=True)
+        compute()
+        work.wait()
+
+    computed, both = clock.seconds(compute), clock.seconds(compute_beside)
+    return min(1.0, max(0.0, (alone + computed - both) / min(alone, computed)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

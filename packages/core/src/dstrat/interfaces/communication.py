@@ -1,0 +1,62 @@
+"""Communication of an optimizer step: collectives of a rank with their bytes and groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+"""Kind of a collective; a reduction to one rank and a scatter from one count as ``"broadcast"``, ``"send"`` is between
+two ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """Equal collectives of a rank in an optimizer step.
+
+    Attributes:
+        kind: The kind.
+        bytes: Bytes of all of them together, each counted as its full tensor: what ``all_gather`` returns,
+            ``reduce_scatter`` takes, and a rank holds in the other kinds.
+        messages: Number of them.
+        ranks: Number of ranks of the group.
+        stride: Distance between neighbouring ranks of the group: 1 if they are neighbours in the job.
+        overlaps: Whether computation goes on beside them, as in the backward pass beside reductions of gradients.
+    """
+
+    kind: CollectiveKind
+    bytes: int
+    messages: int
+    ranks: int
+    stride: int = 1
+    overlaps: bool = False
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends, by the algorithms that need least: rings, and one tensor for the others."""
+        if self.ranks == 1:
+            return 0.0
+        share = (self.ranks - 1) / self.ranks
+        factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}
+        return factors.get(self.kind, share) * self.bytes
+
+    def crosses_machines(self, ranks_per_machine: int) -> bool:
+        """Return whether some group of these has ranks on several machines, each of which has so many ranks."""
+        return self.ranks > 1 and ranks_per_machine % (self.stride * self.ranks) != 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationLayout:
+    """What a rank communicates in an optimizer step, and how much of a batch it computes.
+
+    Attributes:
+        collectives: The collectives.
+        ranks_per_batch: Number of ranks that share a batch, and divide its computation.
+        idle: Share of the time in which a rank waits for others besides, such as the bubble of a pipeline.
+        assumption: A clause that holds only in some trainings; shown to users.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    ranks_per_batch: int = 1
+    idle: float = 0.0
+    assumption: str = ""

@@ -1,0 +1,244 @@
+"""``dstrat choose``: what fits, in the order of predicted times, with reasons and a line to paste."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from dstrat import TrainModule
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.cli.choose.cost import collective_seconds, step_time
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.cli.main import commands
+from dstrat.cli.measure.machine import Link, Machine
+from dstrat.errors import RequestError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
+from dstrat.interfaces.memory import MemoryLayout, Work
+
+MODULE = __name__
+WIDTH, BATCH = 256, 8
+WEIGHTS = 4 * 4 * WIDTH * WIDTH  # bytes
+
+
+def machine(**changes):
+    """A machine of two devices, whose numbers are easy to reckon with."""
+    values = {
+        "name": "mine",
+        "device": "made up",
+        "device_type": "cpu",
+        "devices": 2,
+        "memory": 2**30,
+        "flops": {"float32": 1e9, "bfloat16": 4e9},
+        "memory_bandwidth": 1e9,
+        "operation_latency": 0.0,
+        "host_bandwidth": 1e8,
+        "overlap": 0.5,
+        "links": (Link(kind="any", scope="machine", ranks=2, latency=0.0, bandwidth=1e8),),
+        "source": "this test",
+    }
+    return Machine(**{**values, **changes})
+
+
+def plain():
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    return layers, torch.zeros(BATCH, WIDTH)
+
+
+class Split(TrainModule):
+    """Says that it splits its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, _ = plain()
+        self.example_input_array = torch.zeros(BATCH, WIDTH)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def configure_model(self):
+        pass
+
+    def configure_optimizers(self):
+        return adamw(self)
+
+
+def attending():
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.zeros(BATCH, 16, WIDTH)
+
+
+def adamw(module):
+    return torch.optim.AdamW(module.parameters())
+
+
+@pytest.fixture
+def choose(tmp_path):
+    path = tmp_path / "machine.json"
+
+    def run(*options, factory="plain", of=None):
+        path.write_text((of or machine()).to_json())
+        arguments = ["choose", f"{MODULE}:{factory}", "--machine", str(path), *options]
+        return CliRunner().invoke(commands, arguments)
+
+    return run
+
+
+def ranking(shown):
+    assert shown.exception is None or isinstance(shown.exception, SystemExit), shown.exception
+    return json.loads(shown.stdout)
+
+
+DDP_AND_FSDP = ("--strategy", "ddp", "--strategy", "fsdp")
+
+
+def test_the_fastest_layout_is_first_with_the_line_to_paste(choose):
+    pytest.importorskip("dstrat_fsdp")
+    slow = Link(kind="any", scope="machine", ranks=2, latency=0.0, bandwidth=1e7)
+    shown = choose("--devices", "2", *DDP_AND_FSDP, of=machine(links=[slow]))
+    assert shown.exit_code == 0
+    assert "ddp is the fastest; fsdp takes" in shown.output
+    assert "it communicates" in shown.output
+    assert re.search(r"With less than 0\.0 GiB on each device, fsdp is\.", shown.output)
+    assert 'Trainer(strategy="ddp", accelerator="cpu", devices=2)  # batches of 8' in shown.output.splitlines()
+
+
+def test_times_are_those_of_work_and_bytes(choose):
+    (one,) = ranking(choose("--devices", "2", "--strategy", "ddp", "--json"))["candidates"]
+    products = 2 * BATCH * WIDTH * WIDTH * (4 + 4 + 3)  # forward, gradients of weights, and of inputs but the first
+    assert one["seconds"]["compute"] == pytest.approx(products / 1e9, rel=0.1)
+    sent = WEIGHTS / 1e8  # an all-reduce of two ranks sends all bytes once
+    hidden = 0.5 * min(sent, 2 / 3 * one["seconds"]["compute"])
+    assert one["seconds"]["communication"] == pytest.approx(sent - hidden)
+    assert one["seconds"]["total"] == pytest.approx(sum(one["seconds"][name] for name in PARTS))
+
+
+PARTS = ("compute", "communication", "idle", "optimizer", "offload")
+
+
+def test_a_layout_that_does_not_fit_is_left_out_with_its_memory(choose):
+    shown = ranking(choose("--devices", "2", *DDP_AND_FSDP, "--device-memory", "5MiB", "--json"))
+    assert [one["strategy"] for one in shown["candidates"]] == ["fsdp"]
+    assert shown["refused"]["ddp"].startswith("it needs 0.0 GiB with batches of 1 (parameters 0.0")
+
+
+def test_nothing_that_fits_is_a_problem(choose):
+    shown = choose("--devices", "2", "--strategy", "ddp", "--device-memory", "1MiB")
+    assert shown.exit_code == 1
+    assert "no layout fits: take more devices, a smaller --batch or a lower --precision" in shown.output
+
+
+def test_a_batch_that_does_not_fit_is_accumulated(choose):
+    options = ("--devices", "2", "--strategy", "ddp", "--batch", "8192")
+    (one,) = ranking(choose(*options, "--device-memory", "11MiB", "--json"))["candidates"]
+    assert one["batch_size"] * one["accumulate_grad_batches"] == 4096
+    assert 1 < one["accumulate_grad_batches"] < 4096
+    assert one["trainer"].endswith(
+        f"accumulate_grad_batches={one['accumulate_grad_batches']})  # batches of {one['batch_size']}"
+    )
+
+
+def test_a_batch_that_does_not_divide_is_refused(choose):
+    shown = ranking(choose("--devices", "2", "--strategy", "ddp", "--batch", "9", "--json"))
+    assert shown["refused"] == {"ddp": "9 samples do not divide among 2 groups of ranks"}
+
+
+def test_layouts_of_a_mesh_are_compared_or_refused_with_the_reason(choose):
+    pytest.importorskip("dstrat_mesh")
+    shown = ranking(choose("--devices", "2", "--strategy", "mesh", "--json"))
+    assert {one["strategy"] for one in shown["candidates"]} == {"mesh", "mesh(dp_replicate=2)"}
+    assert {name: reason.split(",")[0] for name, reason in shown["refused"].items()} == {
+        "mesh(cp=2)": "Sequential does not call torch's attention",
+        "mesh(pp=2, microbatches=8)": "Sequential has no configure_pipeline",
+        "mesh(tp=2)": "Sequential has no configure_model",
+    }
+
+
+def test_heads_that_do_not_divide_are_refused(choose):
+    pytest.importorskip("dstrat_mesh")
+    four = machine(devices=4)
+    shown = ranking(choose("--devices", "4", "--strategy", "mesh", "--json", factory="attending", of=four))
+    assert shown["refused"]["mesh(cp=4)"].startswith("tp=1 and cp=4 do not divide the 2 heads of TransformerEncoder")
+    assert "mesh(cp=2)" in {one["strategy"] for one in shown["candidates"]}
+
+
+def test_split_layers_are_ranked_with_their_assumption(choose):
+    pytest.importorskip("dstrat_mesh")
+    shown = choose("--devices", "2", "--strategy", "mesh(tp=2)", factory="Split")
+    assert "mesh(tp=2) is the only layout that fits." in shown.output
+    assert "mesh(tp=2) if configure_model splits each weight matrix over 2 ranks" in " ".join(shown.output.split())
+
+
+def test_strategies_that_cannot_run_there_are_named_and_explained_in_json(choose):
+    shown = ranking(choose("--devices", "2", "--json"))
+    assert "uses at most 1 device" in shown["unusable"]["single_device"]
+    assert (
+        "does not declare its communication_layout" in shown["refused"]["ddp2"] if "ddp2" in shown["refused"] else True
+    )
+
+
+def test_devices_that_are_no_whole_machines_are_an_error(choose):
+    shown = choose("--devices", "5")
+    assert isinstance(shown.exception, RequestError)
+    assert "mine" not in str(shown.exception)
+    assert str(shown.exception).endswith("has 2 devices, so that --devices 4 is possible")
+
+
+def test_machines_without_a_link_between_them_are_refused(choose):
+    shown = ranking(choose("--devices", "4", "--strategy", "ddp", "--json"))
+    assert "has no link between machines: measure it with --num-nodes 2" in shown["refused"]["ddp"]
+
+
+# The model of the time
+
+
+@pytest.fixture(scope="module")
+def training():
+    def make():
+        module, batch = plain()
+        return TrainingSetup(
+            module=module, batch=batch, make_optimizers=lambda one: torch.optim.AdamW(one.parameters())
+        )
+
+    return measure_training(make, TruePrecision(), device_type="cpu", world_size=2, ranks_per_machine=2)
+
+
+def test_work_is_counted_in_both_passes_and_in_the_optimizer_step(training):
+    assert training.work.flops == 2 * BATCH * WIDTH * WIDTH * (4 + 4 + 3)
+    assert training.work.operations >= 11
+    assert training.optimizer_work.flops == 0
+    assert training.optimizer_work.moved > 4 * WEIGHTS  # parameters, gradients and two moments
+
+
+def test_idle_time_offload_and_shared_batches_are_parts_of_a_step(training):
+    shared = CommunicationLayout(ranks_per_batch=2, idle=0.2)
+    held = MemoryLayout(parameters=0, gradients=0, optimizer_state=0, host=10**8)
+    alone = step_time(machine(), training, training.replicated, CommunicationLayout())
+    time = step_time(machine(), training, held, shared)
+    assert time.compute == pytest.approx(alone.compute / 2)
+    assert time.idle == pytest.approx(time.compute / 4)
+    assert (alone.offload, time.offload) == (0, pytest.approx(2.0))
+    assert (alone.optimizer > 0, time.optimizer) == (True, 0)
+
+
+def test_an_optimizer_step_of_a_shard_takes_its_share(training):
+    state = training.optimizer_state
+    whole = step_time(machine(), training, training.replicated, CommunicationLayout())
+    half = dataclasses.replace(training.replicated, optimizer_state=state // 2)
+    assert step_time(machine(), training, half, CommunicationLayout()).optimizer == pytest.approx(whole.optimizer / 2)
+
+
+def test_collectives_between_machines_take_the_link_between_them():
+    network = Link(kind="any", scope="network", ranks=2, latency=1e-3, bandwidth=1e6)
+    two = machine(links=(*machine().links, network))
+    gradients = Collective(kind="all_reduce", bytes=10**6, messages=4, ranks=4)
+    assert collective_seconds(two, gradients, 4) == pytest.approx(1.5e6 / 1e8)
+    assert collective_seconds(two, gradients, 2) == pytest.approx(1.5 + 4 * 3e-3)
+
+
+def test_work_shows_up_to_the_rate_of_the_dtype(training):
+    mixed = dataclasses.replace(training, precision=TruePrecision("bf16-true"), work=Work(flops=4 * 10**9))
+    assert step_time(machine(), mixed, training.replicated, CommunicationLayout()).compute == pytest.approx(1.0)

@@ -1,0 +1,119 @@
+"""``dstrat measure``, and machines as data."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from dstrat.cli.main import commands
+from dstrat.cli.measure.benchmarks import fit_link
+from dstrat.cli.measure.command import short_rate
+from dstrat.cli.measure.machine import Link, known_machines, read_machine
+from dstrat.errors import RequestError
+
+KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+
+
+@pytest.fixture
+def machine():
+    return known_machines()["h100x8"]
+
+
+def test_known_machines_have_rates_links_and_sources():
+    for machine in known_machines().values():
+        assert machine.flops["bfloat16"] > machine.flops["float32"] > 1e13, machine.name
+        assert {link.scope for link in machine.links} == {"machine", "network"}, machine.name
+        assert "datasheet" in machine.source
+        assert "Assumed" in machine.source
+
+
+def test_a_file_of_a_machine_is_read_as_it_was_written(machine, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(machine.to_json())
+    assert read_machine(str(path)) == machine
+
+
+def test_a_machine_that_is_not_known_is_an_error_with_near_names():
+    with pytest.raises(RequestError, match=r"machine 'h100' is not known: did you mean 'h100x8'\? choose from h100x8"):
+        read_machine("h100")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ('{"speed": 1}', "has 'speed', which a machine does not have: it has name"),
+        ('{"name": "mine", "links": []}', r"describes no machine .*missing"),
+        ("[]", "describes no machine"),
+    ],
+)
+def test_a_file_of_no_machine_is_an_error(text, message, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        read_machine(str(path))
+
+
+def test_a_missing_file_is_an_error_that_says_how_to_write_it():
+    with pytest.raises(RequestError, match=r"`dstrat measure --output missing\.json` writes such a file"):
+        read_machine("missing.json")
+
+
+def test_a_dtype_without_a_rate_is_an_error_that_names_the_others(machine):
+    assert machine.rate("bfloat16") == pytest.approx(0.6 * 989.4e12)
+    with pytest.raises(RequestError, match="no rate of float64: choose a precision that computes in float32 or"):
+        machine.rate("float64")
+
+
+def test_a_link_of_the_kind_and_the_nearest_number_of_ranks_is_taken(machine):
+    links = [
+        Link(kind=kind, scope="machine", ranks=ranks, latency=1e-5, bandwidth=1e9)
+        for kind in ("any", "all_reduce")
+        for ranks in (2, 8)
+    ]
+    measured = dataclasses.replace(machine, links=links)
+    assert measured.link("all_reduce", 6, crosses_machines=False) is links[3]
+    assert measured.link("all_gather", 2, crosses_machines=False) is links[0]
+    assert measured.link("all_reduce", 2, crosses_machines=True) is None
+
+
+def test_time_grows_with_bytes_and_with_the_messages_of_a_ring():
+    link = Link(kind="any", scope="machine", ranks=2, latency=1e-3, bandwidth=1e6)
+    assert link.seconds(1e6, ranks=2) == pytest.approx(1.001)
+    assert link.seconds(0, ranks=8) == pytest.approx(7e-3)
+
+
+def test_latency_and_bandwidth_are_those_of_the_line_through_times():
+    latency, bandwidth = fit_link([(size, 2e-3 + size / 5e8) for size in (1e3, 1e6, 1e8)])
+    assert (latency, bandwidth) == (pytest.approx(2e-3), pytest.approx(5e8))
+
+
+@pytest.mark.parametrize(("rate", "text"), [(9.894e14, "989 T"), (1.35e9, "1.35 G"), (2.0, "2 ")])
+def test_rates_have_three_digits(rate, text):
+    assert short_rate(rate) == text
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path):
+    path = tmp_path / "machine.json"
+    options = ["--accelerator", "cpu", "--devices", "2", "--name", "mine", "--output", str(path)]
+    shown = CliRunner().invoke(commands, ["measure", *options], catch_exceptions=False)
+    assert shown.exit_code == 0
+    assert "all_to_all" in shown.output
+    machine = read_machine(str(path))
+    assert (machine.name, machine.device_type, machine.devices) == ("mine", "cpu", 2)
+    assert {link.kind for link in machine.links} == KINDS
+    assert {(link.scope, link.ranks) for link in machine.links} == {("machine", 2)}
+    assert all(link.latency < 1 and 1e6 < link.bandwidth < 1e12 for link in machine.links)
+    assert 1e8 < machine.flops["float32"] < 1e14
+    assert 1e7 < machine.memory_bandwidth < 1e13
+    assert 0 <= machine.overlap <= 1
+
+
+@pytest.mark.variant
+def test_one_rank_is_measured_without_links():
+    shown = CliRunner().invoke(commands, ["measure", "--accelerator", "cpu", "--devices", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    measured = json.loads(shown.stdout)
+    assert (measured["links"], measured["overlap"]) == ([], 0.0)

@@ -1,0 +1,119 @@
+"""Communication of a rank whose module is sharded with ``fully_shard``, or split over ranks that share a batch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from dstrat.interfaces.communication import Collective
+from dstrat_fsdp.memory import divide_parameters, shard_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch import Tensor
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.nn import Module
+
+    from dstrat.interfaces.memory import TrainingSize
+
+
+def sharded_collectives(
+    training: TrainingSize,
+    blocks: Sequence[Module],
+    *,
+    num_shards: int,
+    num_replicas: int = 1,
+    policy: MixedPrecisionPolicy,
+    frees_blocks: bool,
+    num_splits: int = 1,
+) -> tuple[Collective, ...]:
+    """Return the collectives that gather parameters, and that sum gradients over shards and then over replicas.
+
+    Blocks are gathered in each forward pass, and in each backward pass if they were freed between; parameters outside
+    of blocks stay gathered for a full step.  Gradients are summed once in an optimizer step.
+
+    Args:
+        training: Sizes of the training on one device.
+        blocks: The layers that are gathered together, inner ones before those that contain them.
+        num_shards: Number of ranks that the parameters are divided among.
+        num_replicas: Number of groups of such ranks.
+        policy: The dtypes in which parameters are gathered and gradients summed.
+        frees_blocks: Whether blocks are freed between their forward and backward passes.
+        num_splits: Number of neighbouring ranks that each matrix is split over before it is sharded.
+    """
+    units, root = divide_parameters(blocks, training.module.parameters())
+    gathers_of_block = 2 if frees_blocks else 1
+    gathered = sum(gathers_of_block * _full_bytes(unit, num_shards, num_splits, policy.param_dtype) for unit in units)
+    gathered += _full_bytes(root, num_shards, num_splits, policy.param_dtype)
+    trained = [[parameter for parameter in unit if parameter.requires_grad] for unit in (*units, root)]
+    trained = [unit for unit in trained if unit]
+    summed_dtype = policy.reduce_dtype or policy.param_dtype
+    summed = sum(_full_bytes(unit, num_shards, num_splits, summed_dtype) for unit in trained)
+    gather = Collective(
+        kind="all_gather",
+        bytes=training.accumulate_grad_batches * gathered,
+        messages=training.accumulate_grad_batches * (gathers_of_block * len(units) + bool(root)),
+        ranks=num_shards,
+        stride=num_splits,
+        overlaps=True,
+    )
+    scatter = Collective(
+        kind="reduce_scatter",
+        bytes=summed,
+        messages=len(trained),
+        ranks=num_shards,
+        stride=num_splits,
+        overlaps=True,
+    )
+    reduction = Collective(
+        kind="all_reduce",
+        bytes=summed // num_shards,
+        messages=len(trained),
+        ranks=num_replicas,
+        stride=num_shards * num_splits,
+        overlaps=True,
+    )
+    return tuple(one for one in (gather, scatter, reduction) if one.ranks > 1)
+
+
+def _full_bytes(unit: Iterable[Tensor], num_shards: int, num_splits: int, dtype: torch.dtype | None) -> int:
+    """Return the bytes of gathered parameters, whose shards are padded to equal sizes; None is their own dtype."""
+    return sum(
+        num_shards * shard_bytes(parameter, num_shards, num_splits) // parameter.element_size() * size
+        for parameter in unit
+        if (size := (dtype or parameter.dtype).itemsize)
+    )
+
+
+def split_collectives(training: TrainingSize, blocks: Sequence[Module], num_splits: int) -> tuple[Collective, ...]:
+    """Return the all-reduces of blocks whose matrices are split by columns and rows in turn, as in Megatron-LM.
+
+    Each pair of matrices sums its output in the forward pass, and the gradient of its input in the backward pass
+    (https://arxiv.org/abs/1909.08053).  A block has a pair for attention and one for its feed-forward layers; one of
+    two matrices has one pair.
+
+    Args:
+        training: Sizes of the training on one device, with the outputs of layers.
+        blocks: The layers that are split.
+        num_splits: Number of neighbouring ranks that each matrix is split over.
+    """
+    if num_splits == 1:
+        return ()
+    pairs = [min(2, math.ceil(sum(one.dim() > 1 for one in block.parameters()) / 2)) for block in blocks]
+    sizes = block_outputs(training, blocks)
+    return (
+        Collective(
+            kind="all_reduce",
+            bytes=2 * training.accumulate_grad_batches * sum(map(math.prod, zip(pairs, sizes, strict=True))),
+            messages=2 * training.accumulate_grad_batches * sum(pairs),
+            ranks=num_splits,
+        ),
+    )
+
+
+def block_outputs(training: TrainingSize, blocks: Sequence[Module]) -> list[int]:
+    """Return the bytes that each block returns in a forward pass; 0 where that is not known."""
+    names = {id(layer): name for name, layer in training.module.named_modules()}
+    return [training.outputs.get(names[id(block)], 0) for block in blocks]

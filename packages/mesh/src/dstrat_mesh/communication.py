@@ -1,0 +1,85 @@
+"""Communication of a rank along the axes of a mesh that divide sequences and layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dstrat.interfaces.communication import Collective
+from dstrat_fsdp.communication import block_outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.nn import Module
+
+    from dstrat.interfaces.memory import TrainingSize
+    from dstrat_mesh.axes import Axes
+    from dstrat_mesh.schedule import Schedule
+
+
+def sequence_collectives(
+    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
+) -> tuple[Collective, ...]:
+    """Return what attention to divided sequences sends, if each block has one, with as many keys as queries.
+
+    ``"ulysses"`` exchanges queries, keys, values and outputs in both directions.  A ring sends keys and values to all
+    ranks but the last in the forward pass, and in the backward pass to all, with their gradients.
+
+    Args:
+        training: Sizes of the training on one device, with the outputs of layers for whole sequences.
+        blocks: The layers with an attention each.
+        axes: The sizes of the mesh.
+        method: Method of attention.
+    """
+    if axes.cp == 1:
+        return ()
+    batches, shards = training.accumulate_grad_batches, axes.cp * axes.tp
+    output = sum(block_outputs(training, blocks)) // shards
+    if method == "ulysses":
+        tensors, messages = 8, 8
+    else:
+        tensors, messages = 2 * (axes.cp - 1) + 4 * axes.cp, 3 * axes.cp - 1
+    return (
+        Collective(
+            kind="all_to_all" if method == "ulysses" else "send",
+            bytes=batches * tensors * output,
+            messages=batches * messages * len(blocks),
+            ranks=axes.cp,
+            stride=axes.tp,
+        ),
+    )
+
+
+def stage_collectives(
+    training: TrainingSize,
+    blocks: Sequence[Module],
+    axes: Axes,
+    schedule: Schedule,
+    collectives: Iterable[Collective],
+) -> tuple[Collective, ...]:
+    """Return the communication of one of the stages, if they have equal shares of the blocks.
+
+    Args:
+        training: Sizes of the training on one device, with the outputs of layers.
+        blocks: The layers that stages divide.
+        axes: The sizes of the mesh.
+        schedule: The schedule of the pipeline.
+        collectives: Those of a rank with all layers.
+    """
+    if axes.pp == 1:
+        return tuple(collectives)
+    output = max(block_outputs(training, blocks), default=0) // axes.cp
+    passes = 2 * training.accumulate_grad_batches * schedule.stages_per_rank  # forward and backward
+    between_stages = Collective(
+        kind="send",
+        bytes=passes * output,  # activations, and their gradients
+        messages=passes * schedule.microbatches,
+        ranks=axes.pp,
+        stride=axes.dp_replicate * axes.dp_shard * axes.cp * axes.tp,
+    )
+    of_stage = (
+        dataclasses.replace(one, bytes=one.bytes // axes.pp, messages=-(-one.messages // axes.pp))
+        for one in collectives
+    )
+    return (*of_stage, between_stages)
