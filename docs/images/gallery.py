@@ -100,11 +100,11 @@ def record(section: Section) -> list[Text]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(section.program)
+        if not section.commands:
+            return viewed(section.picture, run(["python", "train.py"], folder))
+        if "train.py" not in "".join(section.commands):  # the commands look at what it leaves
+            run(["python", "train.py"], folder)
         printed: list[Text] = []
-        if "train.py" not in "".join(section.commands):
-            printed = viewed(section.picture, run(["python", "train.py"], folder))
-        if section.commands:
-            printed = []
         for number, command in enumerate(section.commands):
             interrupted = INTERRUPTED.get(section.picture) if number == 0 else None
             lines = run(["bash", "-c", command], folder, interrupted)

@@ -275,6 +275,7 @@ def test_epochs_without_a_step_or_in_one_tick_of_the_clock_have_no_throughput():
 
 def test_a_report_shows_times_of_phases_and_removed_checkpoints(dstrat, folder):
     phases = {"next_batch": 1.0, "training_step": 2.0, "backward": 3.0, "optimizer_step": 1.0, "Mine.on_train_end": 1.0}
+    phases["setup"] = 4.0  # before the first epoch
     events = [begin(), epoch(0, 1), checkpoint(10, 5), end(10, 11, phases=phases)]
     write(folder / "logs" / "a", events, [1.0])
     dstrat("report", "logs/a", "--output", "page.html")

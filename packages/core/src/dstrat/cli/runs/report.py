@@ -151,7 +151,8 @@ def _describe_speed(stage: StageRun) -> str:
 
 def _phases(stage: StageRun) -> list[dict[str, Any]]:
     """Return the share of each phase in the time of a run; empty where a profiler has not measured it."""
-    totals = (stage.end or {}).get("phases", {})
+    measured = (stage.end or {}).get("phases", {})
+    totals = {name: value for name, value in measured.items() if name != "setup"}  # before the first epoch
     if not totals:
         return []
     seconds = dict.fromkeys((*_PHASES.values(), "hooks and callbacks"), 0.0)
