@@ -24,7 +24,7 @@ RELATIVE = re.compile(r"\b(what|whatever|whose|of which)\b", re.IGNORECASE)
 NOQA = re.compile(r"#\s*noqa\b")
 # Units of training/, top to bottom: an import from a later to an earlier one is upward.
 TRAINING = (
-    *("trainer", "execution", "results", "evaluation_results", "properties", "callbacks", "run_recorder", "checkpoint"),
+    *("trainer", "execution", "results", "properties", "evaluation_results", "callbacks", "run_recorder", "checkpoint"),
     *("contexts", "anomaly", "run", "profilers", "loops", "hooks", "metrics", "loggers", "arguments", "settings"),
     *("module", "notebook"),
 )

@@ -32,8 +32,8 @@ def on_config(config: MkDocsConfig) -> None:
     """Put the pages into the navigation."""
     (section,) = (entry["Packages"] for entry in config.nav if "Packages" in entry)
     section[:] = [f"packages/{name}.md" for name in names()]
-    (reference,) = (entry["Reference"] for entry in config.nav if "Reference" in entry)
-    (section,) = (entry["Changelogs"] for entry in reference if "Changelogs" in entry)
+    entries = (entry for group in config.nav for entries in group.values() for entry in entries)
+    (section,) = (entry["Changelogs"] for entry in entries if "Changelogs" in entry)
     section[:] = [{distribution(name): f"changelogs/{name}.md"} for name in names()]
 
 

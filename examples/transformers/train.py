@@ -128,10 +128,11 @@ def divided(batch_size: int, readers: int) -> int:
     return batch_size // readers
 
 
-def read_options() -> argparse.Namespace:
-    """Return the options of the command line."""
+def read_options(*parents: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options of the command line, with those of further parsers."""
     parser = argparse.ArgumentParser(
         description="Train a Llama on the source code of Python's standard library.",
+        parents=parents,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

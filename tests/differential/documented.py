@@ -260,7 +260,12 @@ def _configured_once(spec: Spec, theirs: Record, ours: Record) -> None:
 def _steps_without_loss(spec: Spec, theirs: Record, ours: Record) -> None:
     if spec.get("none"):
         for record in (theirs, ours):
-            record["events"] = [event for event in record["events"] if event[0] != "on_before_optimizer_step"]
+            events = [event for event in record["events"] if event[0] != "on_before_optimizer_step"]
+            record["events"] = [
+                event
+                for index, event in enumerate(events)
+                if event[0] != "optimizer_step" or event not in events[max(0, index - 2) : index]
+            ]
             record["events: cleared"] = None
 
 

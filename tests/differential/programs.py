@@ -106,6 +106,8 @@ def _draw_optimization(spec: Spec, draw: Draw) -> None:
             spec["gas"] = {"0": 1, "1": 2}
         if draw.happens(0.06):
             spec["none"] = [[draw.between(0, 1), draw.between(0, 3)]]
+            if options.get("gradient_clip_algorithm") == "value":  # torch has no minimum of no gradients
+                options["gradient_clip_algorithm"] = "norm"
 
 
 def _draw_trainer(spec: Spec, draw: Draw) -> None:
@@ -146,6 +148,7 @@ def _draw_trainer(spec: Spec, draw: Draw) -> None:
         options["reload_dataloaders_every_n_epochs"] = draw.between(1, 2)
     if draw.happens(0.05) and spec["manual"] < 2:
         options["fast_dev_run"] = draw.between(1, min(2, batches))
+        options.pop("overfit_batches", None)
     for name, value in (("detect_anomaly", True), ("inference_mode", False)):
         if draw.happens(0.05):
             options[name] = value
@@ -281,6 +284,8 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
             spec["lrm"][name] = draw.happens(0.2) and spec["optimizer"] != "lbfgs"
     if draw.happens(0.08) and not spec["bn"]:
         spec["ema"] = {"decay": draw.one_of(0.5, 0.9), "update_every_n_steps": draw.between(1, 2)}
+        if spec["manual"] == 2:  # two steps of each batch, so that every second batch would never be averaged
+            spec["ema"]["update_every_n_steps"] = 1
     # A stop or the end of an epoch not before the first optimizer step, after which Lightning saves no checkpoint.
     accumulates = spec.get("gas") or "accumulate_grad_batches" in options
     if draw.happens(0.06):

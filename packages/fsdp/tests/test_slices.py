@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dstrat.parallel.full_state import copy_full, full_tensor
+from dstrat.parallel.full_state import copy_full, full_tensor, shard_like
 from dstrat.parallel.process_group import close_process_group, open_process_group
-from dstrat_fsdp.state import shard_like
 
 PLANS = {"by rows": ColwiseParallel, "by columns": RowwiseParallel}
 

@@ -150,8 +150,16 @@ def test_shards_come_and_go_under_the_modules_own_names():
         assert losses == expected
 
 
-def two_runs(cluster, state_dict_type):
-    module = BlockNet()
+class TiedNet(BlockNet):
+    """Has layers that share a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+def two_runs(cluster, state_dict_type, module):
+    module = globals()[module]()
     losses = []
     kinds = set()
     for _ in range(2):
@@ -169,17 +177,20 @@ KINDS = {"sharded": "DTensor", "full": "Tensor"}
 
 
 def test_another_run_goes_on_with_what_the_first_has_left():
-    alone = BlockNet()
-    expected = []
-    for _ in range(2):
-        strategy = SingleDeviceStrategy()
-        start(strategy, alone, parts())
-        expected += train(strategy, **MORE)
-    for found in in_ranks(each, function=two_runs, cases={kind: {"state_dict_type": kind} for kind in KINDS}):
-        for state_dict_type, (losses, kinds, shapes) in found.items():
-            assert losses == pytest.approx(expected, rel=1e-6)
+    expected = {}
+    for module in (BlockNet, TiedNet):
+        alone, losses = module(), []
+        for _ in range(2):
+            strategy = SingleDeviceStrategy()
+            start(strategy, alone, parts())
+            losses += train(strategy, **MORE)
+        expected[module.__name__] = losses, [tuple(parameter.shape) for parameter in alone.parameters()]
+    cases = {(name, kind): {"module": name, "state_dict_type": kind} for name in expected for kind in KINDS}
+    for found in in_ranks(each, function=two_runs, cases=cases):
+        for (name, state_dict_type), (losses, kinds, shapes) in found.items():
+            assert losses == pytest.approx(expected[name][0], rel=1e-6)
             assert kinds == {KINDS[state_dict_type]}
-            assert shapes == [tuple(parameter.shape) for parameter in BlockNet().parameters()]
+            assert shapes == expected[name][1]
 
 
 def between_runs(cluster, folder):

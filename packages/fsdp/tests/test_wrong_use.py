@@ -5,10 +5,11 @@ import logging
 
 import pytest
 import torch
-from tests.hand_loop import Block, BlockNet, batches, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import Block, BlockNet, Run, batches, one_pass, parts, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from dstrat.errors import ConflictError, DstratError, MisuseError, RequestError
 from dstrat.interfaces.optimizers import Optimization
@@ -109,12 +110,6 @@ class ChangesABlockLater(ChangesABlock):
             return super().forward(x)
 
 
-class HasScalar(BlockNet):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
 class HasTwoDtypes(BlockNet):
     def __init__(self):
         super().__init__()
@@ -209,7 +204,6 @@ def test_modules_that_cannot_work_are_told_of():
 
 
 CANNOT_BE_SHARDED = {
-    "HasScalar": "parameter 'scale' is a scalar, which cannot be sharded: give it the shape (1,)",
     "HasTwoDtypes": "parameters 'first.weight' of torch.float32 and 'exact' of torch.float64 are gathered together",
     "PenalizesWeights": "a step computes with the parameters of a block outside of the block's forward",
     "StepsWholeParameters": "Renormalizing cannot step parameters as FSDPStrategy shards them (",
@@ -299,6 +293,37 @@ def alone(cluster):
 
 def test_one_process_works_and_says_that_nothing_is_shared():
     assert in_ranks(alone, 1) == [["there is one process, so that nothing is sharded"]]
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def split_scalar(cluster):
+    strategy = ModelParallelStrategy(tensor_parallel_size=2)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    module = BlockNet()
+    module.scaling = Scaling()
+    parallelize_module(module.scaling, strategy.device_mesh["tensor_parallel"], SequenceParallel())
+    strategy.connect(module)
+    try:
+        strategy.setup(Run(module))
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_scalar_of_a_split_layer_is_refused():
+    for message in in_ranks(split_scalar):
+        assert message == (
+            "parameter 'scaling.scale' is a scalar in a layer that is split over ranks, which cannot be sharded too: "
+            "give it the shape (1,)"
+        )
 
 
 def not_split(cluster):

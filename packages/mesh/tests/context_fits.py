@@ -1,12 +1,13 @@
 """Fits with divided sequences, for test_context.py: a module with attention, and functions of the ranks."""
 
 import torch
+from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Pipeline, Trainer, TrainModule
+from dstrat import Pipeline, TrainModule
 
 LENGTH, TOKENS, WIDTH, HEADS, KEY_HEADS = 16, 11, 16, 4, 2
 STEPS = 5
@@ -105,22 +106,11 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def make_trainer(strategy, world_size, **options):
-    return Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world_size,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
 def fit(strategy, world_size, batch_size, module=None, path=None, ckpt=None, **options):
     module = Net() if module is None else module
     module.path = path
-    trainer = make_trainer(strategy, world_size, **{"max_steps": STEPS, "gradient_clip_val": 0.5, **options})
+    trainer = quiet_trainer(
+        strategy, devices=world_size, **{"max_epochs": -1, "max_steps": STEPS, "gradient_clip_val": 0.5, **options}
+    )
     trainer.fit(module, DataLoader(data(), batch_size), DataLoader(data(8), batch_size), ckpt_path=ckpt)
     return module

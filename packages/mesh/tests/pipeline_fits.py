@@ -1,11 +1,12 @@
 """Fits with a pipeline, for test_pipeline_trainer.py: module and functions of the ranks."""
 
 import torch
+from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Trainer, TrainModule
+from dstrat import TrainModule
 from dstrat.interfaces.pipeline import Pipeline
 
 STEPS = 6
@@ -61,31 +62,18 @@ class Net(TrainModule):
 
 
 def predictions(strategy, world_size, batch_size, **options):
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world_size,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = quiet_trainer(strategy, devices=world_size, **options)
     return torch.cat(trainer.predict(Net(), DataLoader(data(18), batch_size=batch_size)))
 
 
 def fit(strategy, world_size, batch_size, path=None, ckpt=None, max_steps=STEPS, accumulate=1, **options):
     module = Net()
     module.path = path
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=world_size,
+        max_epochs=-1,
         max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         accumulate_grad_batches=accumulate,
         **options,
     )

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from packages.mesh.tests import context_fits
-from packages.mesh.tests.context_fits import Net, data, fit, make_trainer
+from packages.mesh.tests.context_fits import Net, data, fit
 from tests.hand_loop import Run, parts
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -60,12 +61,12 @@ class Joined(Net):
 
 
 def predicted(cluster, **options):
-    trainer = make_trainer(MeshStrategy(**options), cluster.world_size, plugins=[cluster])
+    trainer = quiet_trainer(MeshStrategy(**options), cluster)
     return torch.cat(trainer.predict(Joined(), DataLoader(data(10), batch_size=2)))
 
 
 def test_predictions_are_those_of_whole_sequences():
-    expected = torch.cat(make_trainer("single_device", 1).predict(Net(), DataLoader(data(10), batch_size=2)))
+    expected = torch.cat(quiet_trainer("single_device").predict(Net(), DataLoader(data(10), batch_size=2)))
     cases = {"ulysses": {"cp": 2}, "ring": {"cp": 2, "context_parallel": "ring"}, "stages": {"cp": 2, "pp": 2}}
     for found in in_ranks(each, 4, function=predicted, cases=cases):
         for values in found.values():
@@ -84,7 +85,7 @@ class Pooled(Net):
 
 
 def shapes(cluster, module_class):
-    trainer = make_trainer(MeshStrategy(cp=2), 2, plugins=[cluster])
+    trainer = quiet_trainer(MeshStrategy(cp=2), cluster)
     try:
         (outputs,) = trainer.predict(globals()[module_class](), DataLoader(data(2), batch_size=2))
     except MisuseError as error:
@@ -318,7 +319,7 @@ class InStages(dstrat.TrainModule):
 
 
 def refusal(cluster, verb, attends, **options):
-    trainer = make_trainer(MeshStrategy(**options), cluster.world_size, plugins=[cluster], fast_dev_run=True)
+    trainer = quiet_trainer(MeshStrategy(**options), cluster, fast_dev_run=True)
     last = context_fits.Attention() if attends else nn.LayerNorm(context_fits.WIDTH)
     try:
         getattr(trainer, verb)(InStages(last), DataLoader(torch.ones(2, 8, context_fits.WIDTH), batch_size=2))

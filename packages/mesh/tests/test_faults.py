@@ -49,12 +49,12 @@ FAULTS = {
 }
 
 
-def fit(fault, layer, **options):
+def fit(fault, layer, timeout=timedelta(minutes=1)):
     module = Net()
     module.net[layer] = Faulty(16, 16)
     module.net[layer].fault = fault
     trainer = Trainer(
-        strategy=MeshStrategy(pp=2, start_method="fork", **options),
+        strategy=MeshStrategy(pp=2, start_method="forkserver", timeout=timeout),
         accelerator="cpu",
         devices=2,
         max_steps=4,

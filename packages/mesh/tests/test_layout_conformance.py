@@ -16,6 +16,7 @@ def split_heads(module):
             parallelize_module(layer, mesh, plan)
 
 
+TURNS = {"schedule": "LoopedBFS"}
 RING = {"context_parallel": "ring"}
 
 
@@ -27,8 +28,10 @@ class TestTwoRanks(LayoutSuite):
         "replicas": Layout(processes=2, options={"dp_replicate": 2}),
         "split layers": Layout(processes=2, options={"tp": 2}, share=0.7),
         "stages": Layout(processes=2, options={"pp": 2, "microbatches": 4}, share=0.6),
+        "stages in turn": Layout(processes=2, options={"pp": 2, "schedule": "Interleaved1F1B"}, share=0.71),
         "sequences": Layout(processes=2, options={"cp": 2}, share=0.51),
         "a ring of sequences": Layout(processes=2, options={"cp": 2, **RING}, share=0.51),
+        "experts": Layout(processes=2, options={"ep": 2}, share=0.51),
     }
 
 
@@ -38,10 +41,14 @@ class TestFourRanks(LayoutSuite):
     layouts: ClassVar = {
         "stages, GPipe": Layout(processes=4, options={"pp": 4, "schedule": "GPipe"}, share=0.4),
         "stages and shards": Layout(processes=4, options={"pp": 2}, share=0.31),
+        "stages in turn and experts": Layout(processes=4, options={"pp": 2, "ep": 2, **TURNS}, share=0.36),
         "stages and split layers": Layout(processes=4, options={"pp": 2, "tp": 2}, share=0.4),
         "stages and sequences": Layout(processes=4, options={"pp": 2, "cp": 2}, share=0.31),
         "sequences and shards": Layout(processes=4, options={"cp": 2}, share=0.26),
         "a ring and split layers": Layout(processes=4, options={"cp": 2, "tp": 2, **RING}, share=0.4),
+        "experts and shards": Layout(processes=4, options={"ep": 2}, share=0.26),
+        "experts and split layers": Layout(processes=4, options={"ep": 4, "tp": 2}, share=0.35),
+        "stages and experts": Layout(processes=4, options={"pp": 2, "ep": 2}, share=0.31),
     }
 
 

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_device_losses, start
+from tests.hand_loop import Block, BlockNet, Run, batches, one_pass, parts, single_device_losses, start
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
@@ -24,12 +24,16 @@ LAYOUTS = {  # by the number of ranks; schedule and microbatches too
         {"pp": 2, "microbatches": 4},
         {"pp": 2, "microbatches": 1},
         {"pp": 2, "microbatches": 8, "schedule": "GPipe"},
+        {"pp": 2, "microbatches": 4, "schedule": "Interleaved1F1B"},
+        {"pp": 2, "microbatches": 3, "schedule": "LoopedBFS"},
     ],
     (4, "stages and shards"): [
         {"pp": 4, "microbatches": 6},
         {"pp": 4, "microbatches": 6, "schedule": "GPipe"},
         {"pp": 2, "dp_shard": 2, "microbatches": 4, "schedule": "GPipe"},
         {"pp": 2, "dp_replicate": 2},
+        {"pp": 2, "dp_shard": 2, "schedule": "Interleaved1F1B"},
+        {"pp": 2, "dp_shard": 2, "schedule": "LoopedBFS"},
     ],
     # Of the first two, the meshes of split layers are equal, and their groups have other names.
     (8, "all axes"): [
@@ -140,6 +144,25 @@ def test_layers_that_are_made_without_memory_have_the_values_of_one_device():
         assert found == expected
 
 
+class DeepNet(PipeNet):
+    """Has a layer for each of eight stages."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(Block(10) for _ in range(6))
+
+
+def test_four_ranks_compute_in_eight_stages():
+    schedules = {"Interleaved1F1B": 8, "LoopedBFS": 6}
+    cases = {
+        name: {"training": SHORT, "module_class": DeepNet, "pp": 4, "schedule": name, "microbatches": count}
+        for name, count in schedules.items()
+    }
+    expected = dict.fromkeys(cases, pytest.approx(single_device_losses(DeepNet(), **SHORT), rel=1e-6, abs=0))
+    for found in in_ranks(each, 4, function=losses, cases=cases):
+        assert found == expected
+
+
 class SharedNet(PipeNet):
     """Has a parameter in the first and the last stage."""
 
@@ -165,8 +188,43 @@ def shared_losses(cluster, **options):
 
 def test_a_parameter_of_two_stages_is_trained_as_one():
     expected = single_device_losses(SharedNet(), **WAYS["accumulation and clipping"])
-    cases = {str(options): options for options in ({"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "meta": True})}
+    ways = {"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "meta": True}, {"pp": 2, "schedule": "Interleaved1F1B"}
+    cases = {str(options): options for options in ways}
     for found in in_ranks(each, 4, function=shared_losses, cases=cases):
+        assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+class ScaledNet(PipeNet):
+    """Has a scalar in a block, and one in two stages."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[1].norm = Scale()
+        self.enter, self.leave = Scale(), Scale()
+        self.leave.scale = self.enter.scale
+
+    forward = SharedNet.forward
+    configure_pipeline = SharedNet.configure_pipeline
+
+
+def scaled_losses(cluster, **options):
+    return losses(cluster, WAYS["accumulation and clipping"], module_class=ScaledNet, **options)
+
+
+def test_scalars_of_one_stage_and_of_two_are_trained():
+    expected = single_device_losses(ScaledNet(), **WAYS["accumulation and clipping"])
+    layouts = ({"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 2, "tp": 2}, {"dp_shard": 2, "tp": 2})
+    cases = {str(options): options for options in layouts}
+    for found in in_ranks(each, 4, function=scaled_losses, cases=cases):
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
 
 
@@ -189,17 +247,19 @@ def saved_and_loaded(cluster, **options):
 
 
 def test_full_state_comes_from_all_stages_and_goes_to_them():
-    everywhere = in_ranks(saved_and_loaded, 4, pp=2, tp=2, module_class=SharedNet)
-    (written, _, expected), (other, *_), *_ = everywhere
-    assert [resumes for _, resumes, _ in everywhere] == [True] * 4
-    assert torch.load(io.BytesIO(other)) == ({}, {})
-    alone = SingleDeviceStrategy()
-    start(alone, SharedNet(), parts())
-    module, optimizer = torch.load(io.BytesIO(written))
-    alone.load_module_state_dict(module)
-    alone.load_optimizer_state(alone.optimizers[0], optimizer)
-    assert train(alone, steps=2) == pytest.approx(expected, rel=1e-5)
-    alone.teardown()
+    cases = {module_class: {"pp": 2, "tp": 2, "module_class": module_class} for module_class in (SharedNet, ScaledNet)}
+    ranks = in_ranks(each, 4, function=saved_and_loaded, cases=cases)
+    for module_class in cases:
+        (written, _, expected), (other, *_), *_ = everywhere = [found[module_class] for found in ranks]
+        assert [resumes for _, resumes, _ in everywhere] == [True] * 4
+        assert torch.load(io.BytesIO(other)) == ({}, {})
+        alone = SingleDeviceStrategy()
+        start(alone, module_class(), parts())
+        module, optimizer = torch.load(io.BytesIO(written))
+        alone.load_module_state_dict(module)
+        alone.load_optimizer_state(alone.optimizers[0], optimizer)
+        assert train(alone, steps=2) == pytest.approx(expected, rel=1e-5)
+        alone.teardown()
 
 
 def replaced(cluster):
@@ -268,6 +328,11 @@ def test_what_a_pipeline_cannot_do_is_refused():
         "the pipeline has no layer with the parameter 'scale' of Outside": {"module_class": "Outside"},
         "BlockNet has no configure_pipeline, which a pipeline (pp) needs": {"module_class": "BlockNet"},
         "Pipeline(model=Unordered) does not say in which order": {"module_class": "Unordered"},
+        "the pipeline has 5 layers, and each of its 6 stages needs one": {
+            "module_class": "PipeNet",
+            "schedule": "LoopedBFS",
+            "stages_per_rank": 3,
+        },
         "a batch of 3 samples cannot be divided into 4": {
             "module_class": "PipeNet",
             "batch_size": 3,
@@ -283,8 +348,17 @@ def test_what_a_pipeline_cannot_do_is_refused():
     ("options", "message"),
     [
         ({"pp": 2, "schedule": "ZBVZeroBubble"}, "would not be averaged over the data-parallel ranks"),
-        ({"pp": 2, "schedule": "1f1b"}, "schedule='1f1b' is not known: choose '1F1B' or 'GPipe'"),
+        (
+            {"pp": 2, "schedule": "1f1b"},
+            "schedule='1f1b' is not known: choose among '1F1B', 'GPipe', 'Interleaved1F1B'",
+        ),
         ({"microbatches": 4}, "give pp=2 or more"),
+        ({"stages_per_rank": 2}, "schedule='1F1B' has one stage for each rank, and stages_per_rank=2 asks for more"),
+        ({"pp": 2, "schedule": "LoopedBFS", "stages_per_rank": 0}, "stages_per_rank=0 is not a positive number"),
+        (
+            {"pp": 4, "schedule": "Interleaved1F1B", "microbatches": 6},
+            "microbatches=6 is no multiple of pp=4, and schedule='Interleaved1F1B'",
+        ),
         ({"pp": 2, "state_dict_type": "full"}, "would leave all layers on each rank"),
         ({"pp": 0}, "pp=0 is not a positive number"),
     ],
@@ -300,6 +374,12 @@ def test_the_plan_shows_stages_and_the_bubble():
     assert rows["mesh"][0] == "pp 2 x dp_shard 2"
     assert rows["pp"] == ("[0, 2] [1, 3]", "stages of the model")
     assert rows["schedule"] == ("1F1B, 2 microbatches", "idle 33% of the time: the bubble")
+    (*_, row) = MeshStrategy(pp=2, schedule="Interleaved1F1B").describe_layout(2, 2)
+    assert row == (
+        "  schedule",
+        "Interleaved1F1B, 2 stages per rank, 2 microbatches",
+        "idle 20% of the time: the bubble",
+    )
 
 
 def held(cluster):

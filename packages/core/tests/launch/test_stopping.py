@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from dstrat.launch.local import LocalLauncher
+
+
+class TimeLimitError(BaseException):
+    """What a plugin of tests raises when their time is over."""
+
 
 @pytest.fixture
 def waiting(program):
@@ -296,3 +302,25 @@ def test_ranks_of_a_fork_server_that_lives_on_die_with_their_supervisor(program)
     program.finish()
     for folder in (program.folder / "tmp").glob("dstrat-job-*"):  # that was the watchdog's
         shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+def test_an_exception_that_a_signal_raises_while_ranks_run_shows_where_they_are(rank_functions):
+    def end(number, frame):
+        raise TimeLimitError
+
+    previous = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 2)
+    try:
+        with pytest.raises(TimeLimitError) as raised:
+            LocalLauncher(num_processes=2, start_method="fork").launch(rank_functions.fall_asleep)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    (note,) = raised.value.__notes__
+    assert re.findall("^Stack of rank .*|in [a-z_]+$", note, re.MULTILINE) == [
+        "Stack of rank 0:",
+        "in fall_asleep",
+        "Stack of rank 1:",
+        "in fall_asleep",
+    ]

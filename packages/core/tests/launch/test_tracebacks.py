@@ -126,3 +126,14 @@ def test_an_error_that_causes_itself_is_folded():
     error.__cause__ = error
     fold_frames(error)
     assert describe_failure(error).error == "ValueError"
+
+
+def test_the_end_of_a_test_by_its_time_limit_keeps_the_frames_that_show_where_it_was():
+    class Slow(Line):
+        def training_step(self, batch, batch_idx):
+            pytest.fail("Timeout")
+
+    with pytest.raises(BaseException) as raised:
+        Trainer(**OPTIONS, devices=1).fit(Slow(), DataLoader(numbers(), batch_size=8))
+    files = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert any(file.endswith("fit_loop.py") for file in files)

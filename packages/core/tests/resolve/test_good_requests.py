@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dstrat import parse_devices
+from dstrat.builtin.clusters.plain import PlainEnvironment
 from dstrat.errors import DeviceError
 from dstrat.interfaces.accelerator import Accelerator
 from dstrat.plugins.catalog import Catalog
@@ -129,6 +130,23 @@ def test_evidence_of_a_cluster_is_the_reason_for_it(catalog):
     plan = make_plan(Request(), catalog=catalog, environ=TORCHRUN, interactive=False)
     cluster = next(choice for choice in plan.choices if choice.subject == "cluster")
     assert (cluster.value, cluster.reason) == ("torchelastic", "TORCHELASTIC_RUN_ID is set")
+
+
+def test_a_cluster_is_asked_for_evidence_only_where_one_of_its_variables_is_set():
+    class Sure(PlainEnvironment):
+        @classmethod
+        def evidence(cls, environ):
+            return "always"
+
+    record = Component(kind="cluster_environment", alias="sure", target=Sure, summary="", auto=990)
+    catalog = Catalog({})
+    catalog.register(dataclasses.replace(record, evidence_variables=("SURE", "RANK")))
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    plans = [
+        make_plan(Request(accelerator="cpu"), catalog=catalog, environ=environ, interactive=False)
+        for environ in ({}, rank)
+    ]
+    assert [plan.cluster_environment for plan in plans] == ["local", "sure"]
 
 
 def test_a_table_of_a_plan_is_aligned(core_catalog):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DataParallel
+from typing_extensions import override
 
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
@@ -80,7 +81,8 @@ class DataParallelStrategy(Strategy):
         with keep_ties(self.module):
             self.module.to(self.root_device)
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is shared among devices too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         self.model = replicated(StepModule(self.module), self.parallel_devices)
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -88,16 +90,19 @@ class DataParallelStrategy(Strategy):
 
     # Communication: there is one process, and the devices' outputs are one already
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002 - alone
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return tensor
 
-    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
         return obj
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:  # noqa: ARG002 - alone
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return tensor.unsqueeze(0)
 
 
@@ -187,5 +192,6 @@ class _JoiningDataParallel(DataParallel[Any]):
             replicas, [(step, *arguments) for step, (_, *arguments) in zip(steps, inputs, strict=True)], kwargs
         )
 
-    def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:  # noqa: ARG002 - always the first
+    @override
+    def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
         return join_outputs(outputs, self.src_device_obj)

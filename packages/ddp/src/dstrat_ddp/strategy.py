@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
-from dstrat.interfaces.state_dict import named_state
 from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
@@ -292,19 +291,16 @@ class DDPStrategy(ParallelStrategy):
 
     # State
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of an optimizer; of one that is sharded over the ranks, on global rank 0 only."""
-        if not _is_sharded(optimizer):
-            return super().optimizer_state(optimizer)
-        optimizer.consolidate_state_dict(to=0)
-        return optimizer.state_dict() if self.is_global_zero else {}
-
     def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of an optimizer by the names of its parameters, on each rank; collective."""
-        if not _is_sharded(optimizer):
-            return super().sharded_optimizer_state(optimizer)
-        optimizer.consolidate_state_dict(to=0)
-        return self.broadcast(named_state(optimizer, self.module) if self.is_global_zero else {})
+        """Return the state of an optimizer by the names of its parameters; collective.
+
+        That of ``ZeroRedundancyOptimizer`` and its like is on global rank 0, which gathers it; other ranks have none.
+        """
+        if _is_sharded(optimizer):
+            optimizer.consolidate_state_dict(to=0)
+            if not self.is_global_zero:
+                return {}
+        return super().sharded_optimizer_state(optimizer)
 
     # The end
 

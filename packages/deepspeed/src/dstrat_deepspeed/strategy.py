@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.collectives import broadcast_tensors
@@ -353,20 +354,23 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         finally:
             engine.set_boundary(is_boundary=True)
 
-    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:  # noqa: ARG002 - there is one
+    @override
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         self._active_engine.scale_gradients(factor)
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:  # noqa: ARG002 - there is one
+    @override
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Set the norm by which the engine clips in its next step, where it has the norm of all ranks' gradients."""
         check_clipping(algorithm)
         self._active_engine.clip(clip_val)
 
+    @override
     def optimizer_step(
         self,
-        optimizer: Optimizer,  # noqa: ARG002 - there is one
+        optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: Module | None = None,  # noqa: ARG002 - there is one
-        **kwargs: Any,  # noqa: ARG002 - the engine's step takes none
+        model: Module | None = None,
+        **kwargs: Any,
     ) -> Any:
         output = closure()
         self._accept_changes()

@@ -64,7 +64,7 @@ class GradientOrder:
         self._pending.clear()
         self._num_pending_elements = self._num_sent = 0
 
-    def _on_gradient(self, parameter: Any, group: int) -> None:  # noqa: ARG002 - as DeepSpeed passes it
+    def _on_gradient(self, parameter: Any, _group: int) -> None:
         if not getattr(parameter, "ds_grad_is_ready", True):
             return  # a part of a gradient: the parameter comes again with the sum
         number = self._optimizer.get_param_id(parameter)

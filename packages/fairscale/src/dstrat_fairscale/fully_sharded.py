@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import ModuleDict, ModuleList
+from typing_extensions import override
 
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError
-from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
@@ -182,7 +182,8 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         )
         return context
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         leave_deprecations_out()
         with self.model_sharded_context():
             for name, child in list(self.module.named_children()):
@@ -263,10 +264,6 @@ class DDPFullyShardedStrategy(ParallelStrategy):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of parameters, with this rank's shards."""
         return flat_state.sharded_state(optimizer, self.module, self.global_rank)
-
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:  # noqa: ARG002 - nothing is read in shards
-        """Return an empty template, so that a checkpoint is read in full."""
-        return OptionalTensors()
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a result of :meth:`sharded_optimizer_state`, or the same with full tensors.

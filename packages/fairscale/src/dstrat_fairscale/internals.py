@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from dstrat.errors import MisuseError
 
@@ -71,7 +72,8 @@ class ShardedOptimizer(OSS):  # type: ignore[misc]  # FairScale has no types tha
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # noqa: ARG002 - FairScale's, which gathers
+    @override
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return all groups, and the state of this rank's parameters."""
         numbers = self._param_to_index
         entries = {numbers[id(parameter)]: entry for parameter, entry in self.optim.state.items()}

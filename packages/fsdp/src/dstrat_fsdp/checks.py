@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.optimizer_checks import how_division_fails
+from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def refuse_copy(memo: Any) -> Any:  # noqa: ARG001 - Python's signature
+def refuse_copy(_memo: Any) -> Any:
     """Raise an error for a ``deepcopy`` of a module that is sharded."""
     raise MisuseError(
         "a module cannot be copied while it is sharded: for an average of its weights (EMA) take EMAWeightAveraging of "
@@ -52,13 +53,13 @@ class ViewOutputGuard:
     def __init__(self, block: Module, name: str) -> None:
         self._name = name
         self._has_logged = False
-        self._handle = block.register_forward_hook(_untraced(self._after_forward))
+        self._handle = block.register_forward_hook(untraced(self._after_forward))
 
     def remove(self) -> None:
         """Remove the hook."""
         self._handle.remove()
 
-    def _after_forward(self, block: Module, args: Any, output: Any) -> Any:  # noqa: ARG002 - torch's signature
+    def _after_forward(self, _block: Module, _args: Any, output: Any) -> Any:
         # Without gradients there is no backward pass to gather for.
         return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
 
@@ -127,8 +128,9 @@ class ParameterGuard:
         sums = {}
         for index, (layer, name, parameter) in enumerate(self._sharded):
             current = getattr(layer, name) if id(layer) in layers else parameter
-            if current is not parameter:
-                local = current.to_local() if isinstance(current, DTensor) else current
+            local = local_tensor(current)
+            # A scalar may be computed with in its own memory, where no change is lost.
+            if current is not parameter and local.data_ptr() != local_tensor(parameter).data_ptr():
                 sums[index] = local.detach().sum().nan_to_num()  # NaN would differ from itself
         return sums
 
@@ -167,8 +169,8 @@ class ChangesInForward:
         self._before: dict[int, dict[int, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         for unit in units:
-            self._handles.append(unit.register_forward_pre_hook(_untraced(self._remember)))
-            compare = _untraced(self._compare)
+            self._handles.append(unit.register_forward_pre_hook(untraced(self._remember)))
+            compare = untraced(self._compare)
             self._handles.append(unit.register_forward_hook(compare, prepend=True))  # before they are freed
 
     def end(self) -> None:
@@ -177,14 +179,14 @@ class ChangesInForward:
             handle.remove()
         self._handles, self._before = [], {}
 
-    def _remember(self, unit: Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _remember(self, unit: Module, _args: Any) -> None:
         self._before[id(unit)] = self._guard.gathered(unit)
 
-    def _compare(self, unit: Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _compare(self, unit: Module, _args: Any, _output: Any) -> None:
         self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
 
 
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that the compiler leaves alone where the block, or a layer around it, is compiled."""
     untraced: Callable[..., Any] = torch.compiler.disable(hook)
     return untraced
@@ -193,15 +195,18 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
 # Restrictions of torch's ``fully_shard``
 
 
-def check_shapes(module: Module) -> None:
-    """Check that each parameter has a dimension to shard.
+def check_split_shapes(module: Module) -> None:
+    """Check that each parameter of split layers has a dimension to shard.
 
     Raises:
-        MisuseError: A parameter is a scalar.
+        MisuseError: One is a scalar.
     """
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 and not isinstance(parameter, DTensor):
-            raise MisuseError(f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,)")
+        if parameter.dim() == 0 and isinstance(parameter, DTensor):
+            raise MisuseError(
+                f"parameter {name!r} is a scalar in a layer that is split over ranks, which cannot be sharded too: "
+                "give it the shape (1,)"
+            )
 
 
 def check_gradients(module: Module, strategy: str) -> None:
@@ -265,7 +270,8 @@ def check_steps_shards(optimizers: Sequence[Optimizer], strategy: str) -> None:
         MisuseError: One needs full parameters, or operations that torch does not have for shards.
     """
     for optimizer in optimizers:
-        sharded = next((p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)), None)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
         if sharded is None:
             continue
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
-from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence

@@ -196,6 +196,13 @@ def clamp(tensors: list[Tensor], largest: float) -> None:
 # Process groups and meshes
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this process in a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Set how long collectives of a group wait for the other ranks."""
     # Made public, and the old name deprecated, by torch 2.15.

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import copy_full, full_tensor
 from dstrat.parallel.meta_device import reset_method
+from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
-from dstrat_fsdp.state import local_tensor, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -169,14 +169,15 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
         mesh: The mesh that they are sharded over.
         is_reusable: Whether another run can use the shards.
     """
-    shards = {}
     is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
-    for layer, name, parameter in _sharded_parameters(module):
-        local = parameter.detach().to_local().cpu()
-        value = local if is_complete else with_local(parameter, local)
-        setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
-        shards[layer, name] = local
-    if shards and not is_complete:
+
+    def on_cpu(parameter: DTensor) -> Any:
+        local = local_tensor(parameter.detach()).cpu()
+        return local if is_complete else with_local(parameter, local)
+
+    _replace_sharded(module, on_cpu)
+    shards = {(layer, name): local_tensor(value.detach()) for layer, name, value in _sharded_parameters(module)}
+    if shards:
         _parked[module] = ParkedShards(
             shards=shards,
             mesh_shape=tuple(mesh.shape),
@@ -188,9 +189,7 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
 
 def gather_parameters(module: Module) -> None:
     """Gather the parameters of a module on the CPU of each rank, one after the other; collective."""
-    for layer, name, parameter in _sharded_parameters(module):
-        full = full_tensor(parameter).cpu()
-        setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
+    _replace_sharded(module, lambda parameter: full_tensor(parameter).cpu())
 
 
 def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
@@ -215,15 +214,22 @@ def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
         )
     for hook in parked.hooks:
         hook.remove()
-    for layer, name, parameter in _sharded_parameters(module):
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        setattr(layer, name, nn.Parameter(full, parameter.requires_grad))
+    _replace_sharded(module, lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     return parked
+
+
+def _replace_sharded(module: Module, convert: Callable[[DTensor], Tensor]) -> None:
+    """Replace the sharded parameters of a module; layers that share one share its replacement."""
+    replaced: dict[int, nn.Parameter] = {}
+    for layer, name, parameter in list(_sharded_parameters(module)):  # alive, so that no id is used again
+        if id(parameter) not in replaced:
+            replaced[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
+        setattr(layer, name, replaced[id(parameter)])
 
 
 def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
     for layer in module.modules():
-        parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False))
+        parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False, remove_duplicate=False))
         for name, parameter in parameters:
             if isinstance(parameter, DTensor):
                 yield layer, name, parameter
@@ -245,7 +251,7 @@ def _guard_between_runs(module: Module) -> list[RemovableHandle]:
     return hooks
 
 
-def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ARG001 - torch's signature
+def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
     """Copy this rank's shards of the full tensors that ``load_state_dict`` received."""
     for name, parameter in layer.named_parameters(recurse=False):
         full = state.get(prefix + name)
@@ -256,7 +262,7 @@ def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *args: Any) 
             state[prefix + name] = parameter  # which torch then copies onto itself, or assigns
 
 
-def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001 - torch's signature
+def _refuse_state_dict(layer: Module, prefix: str, _keep_vars: bool) -> None:
     raise MisuseError(
         f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_SHARDED_NOTE}. "
         "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, and with "
@@ -264,7 +270,7 @@ def _refuse_state_dict(layer: Module, prefix: str, keep_vars: bool) -> None:  # 
     )
 
 
-def _refuse_forward(layer: Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
+def _refuse_forward(layer: Module, _args: Any) -> None:
     raise MisuseError(
         f"{type(layer).__name__} cannot compute: {_SHARDED_NOTE}. trainer.test and trainer.predict gather them, and "
         'with FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'

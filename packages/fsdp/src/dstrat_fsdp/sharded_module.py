@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -19,20 +18,22 @@ from dstrat_fsdp.checks import (
     ParameterGuard,
     ViewOutputGuard,
     check_dtypes,
-    check_shapes,
+    check_split_shapes,
     explain_shards,
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
+from dstrat_fsdp.scalars import ScalarParameters
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
 
@@ -50,6 +51,7 @@ class Sharding:
         input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
         buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
         sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
+        meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.
     """
 
     mesh: DeviceMesh
@@ -60,16 +62,18 @@ class Sharding:
     input_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     sums_gradients: bool = False
+    meshes: Mapping[Module, DeviceMesh] = field(default_factory=dict)
 
     def apply_to(self, layer: Module) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
         self._move_to_device(layer)
         unit = fully_shard(
             layer,
-            mesh=self.mesh,
+            mesh=self.meshes.get(layer, self.mesh),
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=self._policy_of(layer),
             offload_policy=self.offload_policy,
+            ignored_params=_scalars_of(layer),
         )
         if not self.prefetches_backward:
             unit.set_modules_to_backward_prefetch([unit])  # gathered already, so nothing is prefetched
@@ -79,13 +83,18 @@ class Sharding:
         """Shard the parameters outside of blocks, which are gathered for a full step."""
         policy = self._policy(cast_forward_inputs=False)
         self._move_to_device(root)
-        return fully_shard(root, mesh=self.mesh, mp_policy=policy, offload_policy=self.offload_policy)
+        return fully_shard(
+            root,
+            mesh=self.mesh,
+            mp_policy=policy,
+            offload_policy=self.offload_policy,
+            ignored_params=_scalars_of(root),
+        )
 
     def _move_to_device(self, layer: Module) -> None:
         """Move the parameters that are not sharded yet to the mesh's device, as fully_shard does on most devices."""
-        device_type = self.mesh.device_type
-        if device_type != "cpu":
-            device = torch.device(device_type, torch.accelerator.current_device_index())
+        device = internals.device_of(self.mesh)
+        if device.type != "cpu":
             plain = (tensor for tensor in layer.parameters() if not isinstance(tensor, DTensor) and not tensor.is_meta)
             internals.move(plain, device)
 
@@ -116,7 +125,8 @@ class ShardedModule:
     """
 
     def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, gathers_root: bool) -> None:
-        check_shapes(module)
+        check_split_shapes(module)
+        self._scalars = ScalarParameters(module, sharding.mesh, sharding.offload_policy)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
@@ -138,7 +148,7 @@ class ShardedModule:
         self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
         self._gathers_root = gathers_root
-        self._accumulates = False
+        self._synchronizes, self._accumulates = True, False
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
@@ -146,7 +156,8 @@ class ShardedModule:
         """Run a training step of the module, which a backward pass follows, unless the step has no loss.
 
         Raises:
-            MisuseError: A parameter was replaced, changed while it was gathered, or used while it was sharded.
+            MisuseError: A parameter was replaced, changed while it was gathered, or used while it was sharded; or a
+                backward pass was not that of the strategy.
         """
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
@@ -156,6 +167,8 @@ class ShardedModule:
             self.free()
             self._guard.check_not_replaced()
         self._guard.check_not_changed()
+        if not self._accumulates:
+            self._scalars.check_reduced()
         return self._run(step, *args, **kwargs)
 
     def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +199,7 @@ class ShardedModule:
 
     def _run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._buffers.cast()
+        self._scalars.make_plain()
         if self._input_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self._input_dtype)
         with explain_shards():
@@ -196,6 +210,7 @@ class ShardedModule:
         """Free all gathered units."""
         for unit in self._units:
             unit.reshard()
+        self._scalars.make_sharded()
 
     def leave_low_precision(self) -> None:
         """Convert buffers back to their original dtype, until the next step."""
@@ -203,24 +218,35 @@ class ShardedModule:
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether backward passes reduce gradients, or accumulate them without communication."""
-        self._accumulates = self._accumulates or not enabled
+        self._synchronizes, self._accumulates = enabled, self._accumulates or not enabled
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def end_backward(self) -> None:
+        """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective."""
+        if self._synchronizes:
+            self._scalars.reduce_gradients()
+        self._scalars.make_sharded()
 
     def pending_gradients(self) -> dict[str, Any]:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""
         self.free()
-        return pending_gradients(self._units, self._module, has_shards=not self._gathers_root)
+        pending = pending_gradients(self._units, self._module, has_shards=not self._gathers_root)
+        scalars = self._scalars.pending_gradients(self._names())
+        return {**pending, "scalars": scalars} if pending or scalars else {}
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restore the gradients that :meth:`pending_gradients` returned on the same mesh; collective."""
         restore_gradients(self._units, self._module, saved)
+        self._scalars.restore_gradients(saved.get("scalars", {}), self._names())
         self._accumulates = True  # so that zero_grad clears them, too
 
     def drop_accumulated(self, optimizer: Optimizer) -> None:
         """Clear the unsharded gradients of an optimizer's parameters."""
         if self._accumulates:
-            drop_accumulated(self._units, {id(shard) for group in optimizer.param_groups for shard in group["params"]})
+            parameters = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+            drop_accumulated(self._units, parameters)
+            self._scalars.drop_gradients(parameters)
 
     def undo(self) -> None:
         """Turn the units into plain modules again; their parameters stay sharded."""
@@ -231,11 +257,19 @@ class ShardedModule:
             internals.unwrap(unit)
         for guard in self._view_guards:
             guard.remove()
+        self._scalars.remove_hooks()
         self._units, self._gathered_in_training = [], []
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
 
     def _free_after_forward(self, frees: bool) -> None:
         for unit in self._gathered_in_training:
             unit.set_reshard_after_forward(frees, recurse=False)
+
+
+def _scalars_of(layer: Module) -> set[Parameter]:
+    return {parameter for parameter in layer.parameters() if parameter.dim() == 0}
 
 
 def _in_dtype(values: Any, dtype: torch.dtype) -> Any:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import load_named_state, named_weights
+from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.collectives import broadcast_tensors
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
@@ -25,7 +26,6 @@ from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shar
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.parameters import gather_parameters, materialize, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
-from dstrat_fsdp.state import as_shards
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class ShardedStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Do nothing: each layer is moved when it is sharded."""
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         module, sharding = self.module, self._sharding()
         parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())
@@ -229,6 +230,7 @@ class ShardedStrategy(ParallelStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with explain_shards():
             super().backward(loss, *args, **kwargs)
+        self._sharded_module.end_backward()
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
         """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""
@@ -239,18 +241,21 @@ class ShardedStrategy(ParallelStrategy):
         else:
             clip_by_norm(parameters, clip_val)
 
-    # State
+    # State: of the layers that this rank computes; the parameters of others are on the meta device
 
     def sharded_module_state(self) -> dict[str, Any]:
         """Return the state of the module by its own names; parameters are DTensors of this rank's shards."""
         self._leave_step()
-        state: dict[str, Any] = self.module.state_dict()
-        return state
+        self._share_buffers()
+        return _without_meta(self.module.state_dict())
 
     def local_weights(self) -> dict[str, Any]:
         """Return parameters and buffers by name; parameters are DTensors of this rank's shards."""
         self._leave_step()
-        return named_weights(self.module)
+        return _without_meta(named_weights(self.module))
+
+    def _share_buffers(self) -> None:
+        """Overwrite the buffers of layers that other ranks compute by theirs; collective."""
 
     def _leave_step(self) -> None:
         """Let the module have its shards, and buffers in their original dtype, until the next step."""
@@ -262,13 +267,19 @@ class ShardedStrategy(ParallelStrategy):
         """Return the state that a step would create, with empty tensors."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        state = optimizer.state
+        state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        foreign = {id(parameter) for parameters in groups for parameter in parameters if parameter.is_meta}
         optimizer.state = defaultdict(dict)  # which torch fills by a step that changes nothing else
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in foreign]
         try:
             template: dict[str, Any] = get_optimizer_state_dict(self.module, optimizer)
         finally:
             optimizer.state = state
-        return {**template, "state": OptionalTensors(template["state"])}
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in foreign]
+        return {**template, "state": OptionalTensors({**template["state"], **dict.fromkeys(names)})}
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients of this rank that are pending for an optimizer step."""
@@ -289,6 +300,6 @@ class ShardedStrategy(ParallelStrategy):
                 tuple(self.device_mesh.shape),
             )
 
-    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_optimizer_state` returned, or the same with full tensors; collective."""
-        load_named_state(optimizer, self.module, as_shards(state, self.module))
+
+def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}

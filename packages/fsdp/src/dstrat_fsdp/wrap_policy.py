@@ -194,7 +194,8 @@ def _shared_parameters(block: Module, module: Module) -> list[str]:
         if id(layer) not in inside
         for parameter in layer.parameters(recurse=False)
     }
-    return [name for name, parameter in block.named_parameters() if id(parameter) in outside]
+    # Scalars are sharded with no block, so that any layers may share them.
+    return [name for name, parameter in block.named_parameters() if id(parameter) in outside and parameter.dim()]
 
 
 def _numel(module: Module) -> int:

@@ -65,7 +65,7 @@ class _ForkedAverager:
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        return ForkProcess._Popen(process)  # noqa: SLF001 - multiprocessing has no other way
+        return ForkProcess._Popen(process)  # multiprocessing has no other way
 
 
 class _StateAverager(_ForkedAverager, TrainingStateAverager):  # type: ignore[misc]
@@ -185,8 +185,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
         return {
             "samples": averager.local_samples_accumulated,
             "times": averager.local_times_accumulated,
-            "anchor": averager._anchor_batch_size,  # noqa: SLF001 - hivemind has no other way
-            "gradients": [accumulated.detach().cpu().clone() for accumulated in averager._grad_accumulators()],  # noqa: SLF001 - likewise
+            "anchor": averager._anchor_batch_size,  # hivemind has no other way
+            "gradients": [accumulated.detach().cpu().clone() for accumulated in averager._grad_accumulators()],
         }
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
@@ -194,8 +194,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
         averager = self.grad_averager
         if averager is not None and "gradients" in state:
             averager.local_samples_accumulated, averager.local_times_accumulated = state["samples"], state["times"]
-            averager._anchor_batch_size = state["anchor"]  # noqa: SLF001 - likewise
-            for accumulated, saved in zip(averager._grad_accumulators(), state["gradients"], strict=True):  # noqa: SLF001 - likewise
+            averager._anchor_batch_size = state["anchor"]
+            for accumulated, saved in zip(averager._grad_accumulators(), state["gradients"], strict=True):
                 accumulated.copy_(saved)
         self.tracker.report_local_progress(self.local_epoch, state["samples"])
 
@@ -226,7 +226,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
             # Before the averagers: the DHT reports each message whose sender is gone, and waits after it.
             self.dht.shutdown()
         for averager in filter(None, (self.state_averager, self.grad_averager)):
-            averager._inner_pipe.send(("_SHUTDOWN", None))  # noqa: SLF001 - to its thread in this process
+            averager._inner_pipe.send(("_SHUTDOWN", None))  # to its thread in this process
         for process in filter(None, (self.state_averager, self.grad_averager, self.dht)):
             if process.is_alive():
                 process.kill()
@@ -247,7 +247,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):  # type: ignore[misc]
         # The answer also means that the DHT has read all earlier messages, whose senders are about to end.
         self.dht.store(
             self.tracker.training_progress_key,
-            subkey=self.tracker._local_public_key,  # noqa: SLF001 - as its shutdown does, without waiting
+            subkey=self.tracker._local_public_key,  # as its shutdown does, without waiting
             value=None,
             expiration_time=hivemind.get_dht_time() + self.tracker.metadata_expiration,
             return_future=True,

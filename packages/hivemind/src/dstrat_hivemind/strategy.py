@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, LaunchError, MisuseError, RequestError
@@ -323,11 +324,12 @@ class HivemindStrategy(SingleDeviceStrategy):
     def weighs_losses(self) -> bool:
         return False  # peers weigh their gradients by numbers of samples
 
+    @override
     def optimizer_step(
         self,
         optimizer: Any,
         closure: Callable[[], Any],
-        model: Module | None = None,  # noqa: ARG002 - the interface's
+        model: Module | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the closure, and add its gradients to those of the collaboration, which steps when it has enough."""

@@ -26,6 +26,7 @@ _HOROVODRUN = Component(
     alias="horovodrun",
     target="dstrat_horovod.cluster:HorovodEnvironment",
     summary="processes that horovodrun started",
+    evidence_variables=("HOROVOD_RANK",),
     auto=65,  # inside a task of a scheduler, and after torchrun and dstrat's own launcher, which run inside it
 )
 

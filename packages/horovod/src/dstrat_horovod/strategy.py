@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, PeerError
 from dstrat.interfaces.state_dict import load_named_state, named_state
@@ -259,7 +260,8 @@ class HorovodStrategy(ParallelStrategy):
         value: T = self.communication.broadcast(obj, src)
         return value
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - Horovod's takes none
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         self.communication.barrier(name)
 
     def collectives_begun(self) -> int:

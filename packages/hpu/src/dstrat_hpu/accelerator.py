@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from dstrat.builtin.accelerators.devices import parse_devices
 from dstrat.errors import DeviceError
@@ -57,7 +58,8 @@ class HPUAccelerator(Accelerator):
     def get_parallel_devices(self, indices: Sequence[int]) -> list[torch.device]:
         return [torch.device("hpu", index) for index in indices]
 
-    def device_in_process(self, device: torch.device) -> torch.device:  # noqa: ARG002 - each has one
+    @override
+    def device_in_process(self, device: torch.device) -> torch.device:
         return torch.device("hpu", 0)
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
@@ -74,12 +76,14 @@ class HPUAccelerator(Accelerator):
             runtime.hpu().random.manual_seed(torch.initial_seed() % 2**63)
         self._ends_graphs = runtime.is_lazy()  # the mode never changes, and end_graph runs in each step
 
-    def end_graph(self, after: GraphEnd) -> None:  # noqa: ARG002 - the vendor's guide ends one after each
+    @override
+    def end_graph(self, after: GraphEnd) -> None:
         """End the graph, and let the device run it; the process goes on at once.  In eager mode there is none."""
         if self._ends_graphs:
             runtime.mark_step()
 
-    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is one
+    @override
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:
         """Return bytes of memory, and counts of allocations, compiled graphs and operations that ran on the host."""
         stats = runtime.hpu().memory_stats()
         names = {
@@ -94,9 +98,11 @@ class HPUAccelerator(Accelerator):
         metrics = {name: runtime.count_of(metric) for metric, name in counts.items()}
         return memory | {name: float(count) for name, count in metrics.items() if count is not None}
 
-    def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - there is one
+    @override
+    def get_random_state(self, device: torch.device) -> Tensor | None:
         state: Tensor = runtime.hpu().random.get_rng_state()
         return state
 
-    def set_random_state(self, device: torch.device, state: Tensor) -> None:  # noqa: ARG002 - there is one
+    @override
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
         runtime.hpu().random.set_rng_state(state)

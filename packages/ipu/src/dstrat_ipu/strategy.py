@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RequestError
@@ -296,7 +297,8 @@ class IPUStrategy(SingleDeviceStrategy):
 
     # Steps
 
-    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - of a copy
+    @override
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run one call of a compiled step: all its batches, and in training the optimizer's steps."""
         compiled = self._steps.get(name) or self._compile(name)
         self._detach_except(compiled)  # each model needs all IPUs

@@ -58,7 +58,7 @@ def take_hyperparameters(owner: HyperparametersMixin) -> None:
     """Let a converted module or data module have the hyperparameters that its ``__init__`` saved by Lightning."""
     values: dict[str, Any] = vars(owner)
     argument = values.get("_hparams_name")
-    owner._hyperparameters = Saved(  # noqa: SLF001 - the mixin's __new__ sets it, and did not run for this object
+    owner._hyperparameters = Saved(  # the mixin's __new__ sets it, and did not run for this object
         current=AttributeDict(fields_of(values.get("_hparams") or {}) or {}),
         initial=AttributeDict(fields_of(values.get("_hparams_initial") or {}) or {}),
         # Lightning notes "kwargs" where each hyperparameter was an argument by itself.
@@ -92,7 +92,7 @@ def make_optimizers(package: str, module: Any) -> tuple[list[Any], list[Any]]:
     """
     library = import_module(f"{package}.core.optimizer")
     # The public way, Strategy.setup_optimizers, sets the strategy's optimizers, which dstrat's have to be here.
-    optimizers, schedulers = library._init_optimizers_and_lr_schedulers(module)  # noqa: SLF001
+    optimizers, schedulers = library._init_optimizers_and_lr_schedulers(module)
     return optimizers, schedulers
 
 
@@ -107,13 +107,13 @@ def make_launcher(package: str, strategy: Any, start_method: str) -> Any:
     library = import_module(f"{package}.strategies.launchers")
     if start_method == "popen":
         cluster, count = strategy.cluster_environment, strategy.num_processes
-        return library._SubprocessScriptLauncher(cluster, count, strategy.num_nodes)  # noqa: SLF001 - no public name
-    return library._MultiProcessingLauncher(strategy, start_method)  # noqa: SLF001 - as above
+        return library._SubprocessScriptLauncher(cluster, count, strategy.num_nodes)
+    return library._MultiProcessingLauncher(strategy, start_method)
 
 
 def synchronizes_batchnorm(strategy: Any) -> bool:
     """Return whether Lightning's Trainer got ``sync_batchnorm=True``, which it sets on its strategy only."""
-    return strategy._layer_sync is not None  # noqa: SLF001 - it has no public name
+    return strategy._layer_sync is not None  # it has no public name
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

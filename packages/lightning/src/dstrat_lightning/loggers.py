@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from dstrat import Callback
-
 
 def adapt_logger(logger: Any) -> Logger:
     """Return a logger of Lightning's, or one that derives from its class, as a Logger."""
@@ -73,7 +71,7 @@ class LightningLogger(Logger):
     def log_graph(self, model: Module, input_array: Any = None) -> None:
         self.logger.log_graph(model, input_array)
 
-    def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         from dstrat_lightning.callbacks import lightning_callback
 
         if hasattr(self.logger, "after_save_checkpoint"):  # Fabric's loggers have none

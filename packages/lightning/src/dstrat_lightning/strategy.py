@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import distributed as dist
+from typing_extensions import override
 
 from dstrat.builtin.clusters.external import ExternalEnvironment, RankNames
 from dstrat.errors import ConflictError, MisuseError
@@ -49,14 +50,16 @@ class LightningProcesses(ExternalEnvironment):
         self._node_rank: int = strategy.node_rank
 
     @classmethod
-    def evidence(cls, environ: Mapping[str, str]) -> str | None:  # noqa: ARG003 - it is never looked for
+    @override
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:
         return None
 
     @property
     def node_rank(self) -> int:
         return self._node_rank
 
-    def start_command(self, *, num_devices: int, num_nodes: int) -> str:  # noqa: ARG002 - Lightning starts them
+    @override
+    def start_command(self, *, num_devices: int, num_nodes: int) -> str:
         return "python program.py"
 
 

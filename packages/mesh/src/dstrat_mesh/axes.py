@@ -11,7 +11,7 @@ from dstrat.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR, EXPERT = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
 
 _MEANINGS = {
     PIPELINE: "stages of the model",
@@ -19,6 +19,7 @@ _MEANINGS = {
     SHARD: "shards of parameters, gradients and optimizer state",
     CONTEXT: "parts of sequences",
     TENSOR: "parts of split layers",
+    EXPERT: "parts of the experts, which exchange their tokens",
 }
 _MICROBATCHES = 4  # of each stage, so that a fifth of the time is idle
 _MOST_GROUPS = 8  # in a row of the plan
@@ -34,6 +35,8 @@ class Axes:
         dp_shard: Number of ranks that share the state of a replica, and read different batches.
         cp: Number of ranks that divide the sequences of a batch.
         tp: Number of ranks that split layers, and read the same batch.
+        ep: Number of ranks that divide experts: neighbours along ``dp_shard``, ``cp`` and ``tp``, so that it is no
+            factor of the number of ranks.
     """
 
     pp: int
@@ -41,13 +44,16 @@ class Axes:
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1
 
     @classmethod
-    def of(cls, world_size: int, *, pp: int, dp_replicate: int, dp_shard: int | str, cp: int, tp: int) -> Axes:
+    def of(
+        cls, world_size: int, *, pp: int, dp_replicate: int, dp_shard: int | str, cp: int, tp: int, ep: int = 1
+    ) -> Axes:
         """Return the axes of a number of processes; ``dp_shard="auto"`` is what the others leave.
 
         Raises:
-            RequestError: Their product is not the number of processes.
+            RequestError: Their product is not the number of processes, or ``ep`` does not fit the others.
         """
         rest = pp * dp_replicate * cp * tp
         requested = {PIPELINE: pp, REPLICATE: dp_replicate, SHARD: dp_shard, CONTEXT: cp, TENSOR: tp}
@@ -60,14 +66,26 @@ class Axes:
                     f"such as {rest} or {2 * rest} devices"
                 )
             dp_shard = world_size // rest
-        axes = cls(pp=pp, dp_replicate=dp_replicate, dp_shard=int(dp_shard), cp=cp, tp=tp)
+        axes = cls(pp=pp, dp_replicate=dp_replicate, dp_shard=int(dp_shard), cp=cp, tp=tp, ep=ep)
         if math.prod(axes.shape) != world_size:
             fits = f", or dp_shard={world_size // rest}" if world_size % rest == 0 else ""
             raise RequestError(
                 f"{product} is a mesh of {math.prod(axes.shape)} processes, and the job has {world_size}: ask for "
                 f"{math.prod(axes.shape)} devices{fits}"
             )
+        axes._check_experts()
         return axes
+
+    def _check_experts(self) -> None:
+        ranks = self.dp_shard * self.cp * self.tp
+        if ranks % self.ep or (self.ep > 1 and self.ep % self.tp):
+            fitting = [size for size in range(2, ranks + 1) if ranks % size == 0 and size % self.tp == 0]
+            advice = f"choose ep={' or '.join(map(str, fitting))}" if fitting else "leave ep out"
+            of_tp = f", and is a multiple of tp={self.tp}" if self.tp > 1 else ""
+            raise RequestError(
+                f"ep={self.ep} is a part of the {ranks} ranks of dp_shard * cp * tp (a replica, or its stage): it "
+                f"divides their number{of_tp}: {advice}"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,8 +118,17 @@ class Axes:
             TENSOR: self.tp,
         }
 
+    @property
+    def mesh_of_experts(self) -> dict[str, int]:
+        """Names and sizes of the dimensions of the mesh of experts, which has the same ranks in the same order."""
+        shards = self.dp_shard * self.cp * self.tp // self.ep
+        return {PIPELINE: self.pp, REPLICATE: self.dp_replicate, SHARD: shards, EXPERT: self.ep}
+
     def groups(self, name: str) -> list[list[int]]:
         """Return the ranks of each group along an axis."""
+        if name == EXPERT:
+            world = range(math.prod(self.shape))
+            return [list(world[first : first + self.ep]) for first in world[:: self.ep]]
         position = self.names.index(name)
         stride = math.prod(self.shape[position + 1 :])
         size = self.shape[position]
@@ -113,7 +140,8 @@ class Axes:
         used = [(name, size) for name, size in zip(self.names, self.shape, strict=True) if size > 1]
         mesh = " x ".join(f"{name} {size}" for name, size in used) or "one process"
         rows = [("mesh", mesh, "the outermost axis first")]
-        return rows + [(f"  {name}", _shown(self.groups(name)), _MEANINGS[name]) for name, _ in used]
+        names = [name for name, _ in used] + ([EXPERT] if self.ep > 1 else [])
+        return rows + [(f"  {name}", _shown(self.groups(name)), _MEANINGS[name]) for name in names]
 
 
 def layouts(world_size: int, ranks_per_machine: int) -> list[Axes]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.memory import TrainingSize
     from dstrat_mesh.axes import Axes
+    from dstrat_mesh.schedule import Schedule
 
 
 def sequence_collectives(
@@ -54,7 +55,7 @@ def stage_collectives(
     training: TrainingSize,
     blocks: Sequence[Module],
     axes: Axes,
-    microbatches: int,
+    schedule: Schedule,
     collectives: Iterable[Collective],
 ) -> tuple[Collective, ...]:
     """Return the communication of one of the stages, if they have equal shares of the blocks.
@@ -63,16 +64,17 @@ def stage_collectives(
         training: Sizes of the training on one device, with the outputs of layers.
         blocks: The layers that stages divide.
         axes: The sizes of the mesh.
-        microbatches: Number of microbatches of a batch.
+        schedule: The schedule of the pipeline.
         collectives: Those of a rank with all layers.
     """
     if axes.pp == 1:
         return tuple(collectives)
     output = max(block_outputs(training, blocks), default=0) // axes.cp
+    passes = 2 * training.accumulate_grad_batches * schedule.stages_per_rank  # forward and backward
     between_stages = Collective(
         kind="send",
-        bytes=2 * training.accumulate_grad_batches * output,  # activations forward, and their gradients backward
-        messages=2 * training.accumulate_grad_batches * microbatches,
+        bytes=passes * output,  # activations, and their gradients
+        messages=passes * schedule.microbatches,
         ranks=axes.pp,
         stride=axes.dp_replicate * axes.dp_shard * axes.cp * axes.tp,
     )

@@ -1,4 +1,4 @@
-"""Pipeline of a run: the stage of this rank, its steps, and its share of the module's state."""
+"""Pipeline of a run: the stages of this rank, their steps, and their share of the module's state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
+from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp.parameters import made_on_meta
-from dstrat_fsdp.state import local_tensor
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
-from dstrat_mesh.schedule import Links, StageRunner
+from dstrat_mesh.runner import Links, StageRunner
 from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_mesh.axes import Axes
+    from dstrat_mesh.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def check_module(module: Module, precision: Precision) -> None:
 
 
 class PipelineRun:
-    """The stage of this rank in a run, and its neighbours.
+    """The stages of this rank in a run, and its neighbours.
 
     Args:
         module: The user's module.
@@ -85,37 +86,37 @@ class PipelineRun:
         timeout: How long a stage waits for another one.
 
     Attributes:
-        layers: A module with the layers of this stage only, under their names in the user's module.
+        layers: A module with the layers of this rank's stages only, under their names in the user's module.
     """
 
     def __init__(
-        self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: str, device: torch.device, timeout: timedelta
+        self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: Schedule, device: torch.device, timeout: timedelta
     ) -> None:
-        self._module, self._axes, self._mesh, self._schedule = module, axes, mesh, schedule
+        self._schedule = schedule
         self._pipeline: Any = module.configure_pipeline()  # type: ignore[operator]  # checked by check_pipeline
         if not isinstance(self._pipeline, Pipeline):
             raise MisuseError(
                 f"configure_pipeline of {type(module).__name__} returned a {type(self._pipeline).__name__}: return a "
                 "dstrat.Pipeline"
             )
-        self._stages = Stages.of(module, self._pipeline, axes.pp)
+        self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
-        backward, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+        num_new = 3 if schedule.stages_per_rank > 1 else 1
+        opened = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
         self.links = Links(
-            stage=mesh.get_local_rank(PIPELINE),
+            position=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
-            forward=mesh.get_group(PIPELINE),
-            backward=backward,
+            groups=[mesh.get_group(PIPELINE), *opened],
             device=device,
         )
-        self._stage_layers = self._stages.layers[self.links.stage]
-        self.layers = self._stages.skeleton(self.links.stage)
+        self._layers_of_stages = self._stages.layers_at(self.links.position)
+        self.layers = self._stages.skeleton(self.links.position)
         self._runner: StageRunner | None = None
         self._evaluator: StageRunner | None = None
 
-    def free_other_stages(self) -> set[Module]:
-        """Free the parameters of other stages; return their modules that were made on the meta device."""
-        foreign = self._stages.other_layers(self.links.stage)
+    def free_other_ranks(self) -> set[Module]:
+        """Free the parameters of other ranks; return their modules that were made on the meta device."""
+        foreign = self._stages.other_layers(self.links.position)
         on_meta = made_on_meta(foreign)
         free_parameters(foreign)
         return on_meta
@@ -132,24 +133,24 @@ class PipelineRun:
             for index, names in enumerate(self._stages.names):
                 _logger.info("stage %d of the pipeline: %s", index, ", ".join(names))
         chain = self._pipeline.compute or _call_in_order
-        layers, loss_of = self._stage_layers, self._pipeline.loss
+        layers, loss_of = self._layers_of_stages, self._pipeline.loss
+        last = len(layers) - 1 if self.links.is_last else None
 
-        def compute(value: Any, batch: Any) -> Any:
-            return chain(layers, value, batch)
+        def compute(chunk: int, value: Any, batch: Any) -> Any:
+            return chain(layers[chunk], value, batch)
 
-        def compute_loss(value: Any, batch: Any) -> Any:
-            return loss_of(chain(layers, value, batch), batch)
+        def compute_loss(chunk: int, value: Any, batch: Any) -> Any:
+            output = compute(chunk, value, batch)
+            return loss_of(output, batch) if chunk == last else output
 
-        step = compute_loss if self.links.is_last else compute
-        self._runner = StageRunner(self.links, self._schedule, lambda value, batch: train(step, value, batch))
-        self._evaluator = StageRunner(self.links, self._schedule, lambda value, batch: evaluate(compute, value, batch))
+        self._runner = StageRunner(self.links, self._schedule, lambda *args: train(compute_loss, *args))
+        self._evaluator = StageRunner(self.links, self._schedule, lambda *args: evaluate(compute, *args))
 
     # Steps
 
     def train(
         self,
         batch: Any,
-        count: int,
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool], None],
         weigh: Callable[[Tensor], Tensor],
@@ -158,14 +159,13 @@ class PipelineRun:
 
         Args:
             batch: The batch.
-            count: Number of microbatches.
             scale: As for :meth:`StageRunner.train`.
             before_backward: Likewise.
             weigh: Returns the factor of the loss of a batch with a weight.
         """
         assert self._runner is not None  # noqa: S101 - from start on
         pipeline, device = self._pipeline, self.links.device
-        microbatches = split_batch(batch, count)
+        microbatches = split_batch(batch, self._schedule.microbatches)
         factor = None
         if pipeline.weight is None:
             sizes = [batch_size(microbatch) for microbatch in microbatches]
@@ -209,35 +209,31 @@ class PipelineRun:
 
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
-        """Sum the gradients of parameters of several stages, so that each of them steps alike; collective."""
-        stage, ranks, group = self.links.stage, self.links.ranks, self.links.backward
+        """Sum the gradients of parameters of several ranks, so that each of them steps alike; collective."""
+        position, ranks, group = self.links.position, self.links.ranks, self.links.groups[1]
         for shared in self._stages.shared:
             parameter = shared.parameter
-            if stage not in shared.stages or not parameter.requires_grad:
+            if position not in shared.positions or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = local_tensor(parameter.grad)
-            summands = {stage: local.to(self.links.device, copy=True, memory_format=torch.contiguous_format)}
+            summands = {position: local.to(self.links.device, copy=True, memory_format=torch.contiguous_format)}
             exchange = []
-            for other in shared.stages:
-                if other != stage:
-                    summands[other] = torch.empty_like(summands[stage])
-                    exchange.append(dist.P2POp(dist.isend, summands[stage], ranks[other], group=group))
+            for other in shared.positions:
+                if other != position:
+                    summands[other] = torch.empty_like(summands[position])
+                    exchange.append(dist.P2POp(dist.isend, summands[position], ranks[other], group=group))
                     exchange.append(dist.P2POp(dist.irecv, summands[other], ranks[other], group=group))
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
-            # In the order of the stages: the sum is the same on each, bit for bit.
-            local.copy_(torch.stack([summands[index] for index in shared.stages]).sum(dim=0))
+            # In the order of the ranks: the sum is the same on each, bit for bit.
+            local.copy_(torch.stack([summands[other] for other in shared.positions]).sum(dim=0))
 
     @property
     def counted_elsewhere(self) -> set[int]:
-        """The ids of the parameters of this stage that an earlier stage has too."""
-        return {
-            id(shared.parameter)
-            for shared in self._stages.shared
-            if self.links.stage in shared.stages and self.links.stage != shared.stages[0]
-        }
+        """The ids of the parameters of this rank that an earlier one has too."""
+        return {id(shared.parameter) for shared in self._stages.shared if self.links.position in shared.positions[1:]}
 
     def end(self) -> None:
         """Release the layers."""
@@ -251,10 +247,10 @@ class PipelineRun:
         for stage, layers in enumerate(self._stages.layers):
             for layer in layers:
                 for buffer in layer.buffers():
-                    self.links.from_stage(buffer, stage)
+                    self.links.from_position(buffer, stage % len(self.links.ranks))
 
 
-def _call_in_order(layers: Sequence[Module], value: Any, batch: Any) -> Any:  # noqa: ARG001 - as Pipeline.compute
+def _call_in_order(layers: Sequence[Module], value: Any, _batch: Any) -> Any:
     for layer in layers:
         value = layer(value)
     return value

@@ -21,42 +21,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedParameter:
-    """A parameter of several stages, such as the weight of an embedding and an output layer.
+    """A parameter of stages on several ranks, such as the weight of an embedding and an output layer.
 
     Attributes:
         names: Its names in the module.
         owners: The layers that have it, by their names in the module; they have no other parameters.
         attribute: Its name in these layers.
-        stages: The stages whose layers have it, in order.
+        positions: The positions of the ranks whose stages have it, in order.
     """
 
     names: frozenset[str]
     owners: dict[str, Module]
     attribute: str
-    stages: tuple[int, ...]
+    positions: tuple[int, ...]
 
     @property
     def parameter(self) -> Any:
-        """The parameter as it is now, in a rank of one of its stages."""
+        """The parameter as it is now, in a rank that has it."""
         return getattr(next(iter(self.owners.values())), self.attribute)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """Assignment of a pipeline's layers to stages.
+    """Assignment of a pipeline's layers to stages, and of stages to ranks: stage ``s`` is at position ``s % ranks``.
 
     Attributes:
+        ranks: Number of ranks.
         layers: The layers of each stage, in order.
         names: Their names in the module.
-        shared: The parameters of several stages.
+        shared: The parameters of stages on several ranks.
     """
 
+    ranks: int
     layers: list[list[Module]]
     names: list[list[str]]
     shared: list[SharedParameter]
 
     @classmethod
-    def of(cls, module: Module, pipeline: Pipeline, count: int) -> Stages:
+    def of(cls, module: Module, pipeline: Pipeline, ranks: int, stages_per_rank: int) -> Stages:
         """Divide a pipeline into stages of about as many parameters.
 
         Raises:
@@ -71,7 +73,9 @@ class Stages:
                     f"the pipeline has a {type(layer).__name__} that is no layer of {type(module).__name__}"
                 )
             names.append(known[id(layer)])
-        bounds = _bounds([sum(parameter.numel() for parameter in layer.parameters()) for layer in chain], count)
+        bounds = _bounds(
+            [sum(parameter.numel() for parameter in layer.parameters()) for layer in chain], ranks * stages_per_rank
+        )
         layers = [chain[a:b] for a, b in itertools.pairwise(bounds)]
         names_of_stages = [names[a:b] for a, b in itertools.pairwise(bounds)]
         for index, of_stage in enumerate(layers):
@@ -80,17 +84,23 @@ class Stages:
                     f"stage {index} of the pipeline ({', '.join(names_of_stages[index])}) has no parameters: give "
                     "fewer stages"
                 )
-        return cls(layers=layers, names=names_of_stages, shared=_shared_parameters(module, layers))
+        shared = _shared_parameters(module, layers, ranks)
+        return cls(ranks=ranks, layers=layers, names=names_of_stages, shared=shared)
 
-    def skeleton(self, index: int) -> Module:
-        """Return a module with the layers of a stage only, under the names that they have in the module.
+    def layers_at(self, position: int) -> list[list[Module]]:
+        """Return the layers of each stage of a rank."""
+        return self.layers[position :: self.ranks]
+
+    def skeleton(self, position: int) -> Module:
+        """Return a module with the layers of a rank's stages only, under the names that they have in the module.
 
         Layers of other stages that share a parameter with it are in it too, so that the parameter stays shared.
         """
-        layers = dict(zip(self.names[index], self.layers[index], strict=True))
+        names = itertools.chain.from_iterable(self.names[position :: self.ranks])
+        layers = dict(zip(names, itertools.chain.from_iterable(self.layers_at(position)), strict=True))
         inside = {id(inner) for layer in layers.values() for inner in layer.modules()}
         for shared in self.shared:
-            if index in shared.stages:
+            if position in shared.positions:
                 layers |= {name: owner for name, owner in shared.owners.items() if id(owner) not in inside}
         root = nn.Module()
         for name, layer in layers.items():
@@ -103,20 +113,19 @@ class Stages:
             parent.add_module(last, layer)
         return root
 
-    def other_layers(self, index: int) -> set[Module]:
-        """Return all modules within the layers of other stages, but for those of its own parameters."""
-        shared_owners = {owner for shared in self.shared if index in shared.stages for owner in shared.owners.values()}
-        return {
-            inner
-            for other, layers in enumerate(self.layers)
-            if other != index
-            for layer in layers
-            for inner in layer.modules()
-        } - shared_owners
+    def other_layers(self, position: int) -> set[Module]:
+        """Return all modules within the layers of other ranks, but for those of a rank's own parameters."""
+        layers = itertools.chain.from_iterable(self.layers_at(position))
+        present = {inner for layer in layers for inner in layer.modules()}
+        for shared in self.shared:
+            if position in shared.positions:
+                present |= set(shared.owners.values())
+        every = {inner for layers in self.layers for layer in layers for inner in layer.modules()}
+        return every - present
 
 
-def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]]) -> list[SharedParameter]:
-    """Return the parameters of several stages.
+def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]], ranks: int) -> list[SharedParameter]:
+    """Return the parameters of stages on several ranks.
 
     Raises:
         MisuseError: A parameter is in no layer of the pipeline, or a layer that shares one has others too.
@@ -132,7 +141,8 @@ def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]]) -> li
             raise MisuseError(
                 f"the pipeline has no layer with the parameter {name!r} of {type(module).__name__}: add its layer"
             )
-        if len(indices) > 1:
+        positions = sorted({index % ranks for index in indices})
+        if len(positions) > 1:
             names = [other for other, value in module.named_parameters(remove_duplicate=False) if value is parameter]
             owners = {other.rpartition(".")[0]: other.rpartition(".")[2] for other in names}
             attributes = set(owners.values())
@@ -148,7 +158,7 @@ def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]]) -> li
                     names=frozenset(names),
                     owners={owner: module.get_submodule(owner) for owner in owners},
                     attribute=attributes.pop(),
-                    stages=tuple(indices),
+                    positions=tuple(positions),
                 )
             )
     return shared
@@ -168,7 +178,7 @@ def free_parameters(modules: set[Module]) -> None:
 def _bounds(sizes: Sequence[int], count: int) -> list[int]:
     """Return the index of each stage's first layer, and the number of layers."""
     if len(sizes) < count:
-        raise RequestError(f"the pipeline has {len(sizes)} layers, and pp={count} needs a layer for each stage")
+        raise RequestError(f"the pipeline has {len(sizes)} layers, and each of its {count} stages needs one: give less")
     total, passed, stages = sum(sizes), 0, []
     for size in sizes:
         stages.append(min(count - 1, int(count * (passed + size / 2) / max(total, 1))))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
+from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
@@ -25,8 +26,9 @@ from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import sequence_collectives, stage_collectives
+from dstrat_mesh.experts import ExpertParallelism
 from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline
-from dstrat_mesh.schedule import bubble, checked_schedule
+from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ class MeshStrategy(SharedBatchStrategy):
     returns a weight: ``{"loss": loss, "weight": number_of_labels}``.  Predicted tensors are those of whole sequences by
     the module's ``join_sequences(outputs, join)``, which calls ``join`` for those that are parts.
 
+    With ``ep`` a rank has a share of the experts in the layers that the module's ``configure_experts`` returns, and
+    tokens go to the ranks of their experts.  These ranks are neighbours along ``dp_shard``, ``cp`` and ``tp``.
+
     Args:
         accelerator: The hardware.
         parallel_devices: The devices of this machine, one for each local rank.
@@ -90,9 +95,12 @@ class MeshStrategy(SharedBatchStrategy):
         cp: Number of ranks that divide sequences; they read the same batch, and have shards of a replica too.
         context_parallel: ``"ulysses"``, which exchanges heads, or ``"ring"``, which sends keys and values around and
             takes neither masks nor dropout.
-        pp: Number of stages; the ranks of a pipeline read the same batch.
-        schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches.
-        microbatches: Number of microbatches of a batch; None for as many as stages.
+        ep: Number of ranks that divide experts, a divisor of ``dp_shard * cp * tp`` and a multiple of ``tp``.
+        pp: Number of ranks with different stages of the model; the ranks of a pipeline read the same batch.
+        schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches; or these with several
+            stages on a rank, which is idle for a shorter time: ``"Interleaved1F1B"`` and ``"LoopedBFS"``.
+        stages_per_rank: Number of stages of each rank; None for 1, or 2 where the schedule has several.
+        microbatches: Number of microbatches of a batch; None for as many as ``pp``.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
         mixed_precision: Torch's policy of dtypes; None takes that of the precision plugin.
         auto_wrap_policy: The blocks that are gathered together: classes of layers, a function of a module, or the least
@@ -115,7 +123,9 @@ class MeshStrategy(SharedBatchStrategy):
         cp: int = 1,
         context_parallel: str = "ulysses",
         pp: int = 1,
+        ep: int = 1,
         schedule: str = "1F1B",
+        stages_per_rank: int | None = None,
         microbatches: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
@@ -148,11 +158,12 @@ class MeshStrategy(SharedBatchStrategy):
         self._tp = checked_size("tp", tp)
         self._cp = checked_size("cp", cp)
         self._pp = checked_size("pp", pp)
-        self._schedule = checked_schedule(schedule)
-        self._microbatches = pp if microbatches is None else checked_size("microbatches", microbatches)
-        if pp == 1 and (microbatches is not None or schedule != "1F1B"):
+        self._ep = checked_size("ep", ep)
+        self._schedule = Schedule.of(schedule, pp, stages_per_rank, microbatches)
+        if pp == 1 and (microbatches is not None or stages_per_rank is not None or schedule != "1F1B"):
             raise ConflictError(
-                "schedule and microbatches are those of a pipeline: give pp=2 or more, or leave them out"
+                "schedule, stages_per_rank and microbatches are those of a pipeline: give pp=2 or more, or leave them "
+                "out"
             )
         if pp > 1 and state_dict_type != "sharded":
             raise ConflictError(
@@ -166,6 +177,7 @@ class MeshStrategy(SharedBatchStrategy):
             )
         self._pipeline: PipelineRun | None = None
         self._sequences: Sequences | None = None
+        self._experts: ExpertParallelism | None = None
         self._accumulates = self._begins_step = False
         if not isinstance(reshard_after_forward, bool):
             raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True or False")
@@ -178,14 +190,14 @@ class MeshStrategy(SharedBatchStrategy):
 
     # The mesh
 
-    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - all ranks are one mesh
+    @override
+    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         rows = self._axes_of(world_size).rows()
         if self._cp > 1:
             rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))
         if self._pp > 1:
-            count, idle = self._microbatches, bubble(self._pp, self._microbatches)
             rows.append(
-                ("  schedule", f"{self._schedule}, {count} microbatches", f"idle {idle:.0%} of the time: the bubble")
+                ("  schedule", str(self._schedule), f"idle {self._schedule.bubble:.0%} of the time: the bubble")
             )
         return rows
 
@@ -197,6 +209,7 @@ class MeshStrategy(SharedBatchStrategy):
             dp_shard=self._dp_shard,
             cp=self._cp,
             tp=self._tp,
+            ep=self._ep,
         )
 
     @property
@@ -214,6 +227,12 @@ class MeshStrategy(SharedBatchStrategy):
     def tensor_parallel_size(self) -> int:
         """Number of ranks over which layers are split."""
         size: int = self._tp
+        return size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Number of ranks over which experts are divided."""
+        size: int = self._ep
         return size
 
     @property
@@ -246,8 +265,10 @@ class MeshStrategy(SharedBatchStrategy):
     def _sharding(self) -> Sharding:
         # torch replicates over the first dimension of a mesh with two.
         names = (SHARD,) if self.axes.dp_replicate == 1 else (REPLICATE, SHARD)
+        experts = self._experts
         return Sharding(
             mesh=self.device_mesh[names],
+            meshes={} if experts is None else dict.fromkeys(experts.layers, experts.sharding_mesh),
             reshard_after_forward=self._reshard_after_forward,
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
             offload_policy=offload_policy(self._cpu_offload, self.root_device),
@@ -260,17 +281,22 @@ class MeshStrategy(SharedBatchStrategy):
             f'tp={self._tp}: call parallelize_module(..., self.device_mesh["tp"], ...) in configure_model, or leave '
             "tp out"
         )
-        if self._pp == 1:
-            return blocks_of(self.module, self._auto_wrap_policy)
-        self._pipeline = PipelineRun(
-            self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
-        )
-        return blocks_of(self._pipeline.layers, self._auto_wrap_policy)
+        layers = self.module
+        if self._pp > 1:
+            self._pipeline = PipelineRun(
+                self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
+            )
+            layers = self._pipeline.layers
+        blocks = blocks_of(layers, self._auto_wrap_policy)
+        return blocks if self._experts is None else self._experts.as_blocks(layers, blocks)
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
-        if self._pipeline is None:
-            return super()._divide_layers()
-        return self._pipeline.layers, self._pipeline.free_other_stages()
+        layers, foreign = super()._divide_layers()
+        if self._pipeline is not None:
+            layers, foreign = self._pipeline.layers, self._pipeline.free_other_ranks()
+        if self._experts is not None:
+            self._experts.divide(layers)
+        return layers, foreign
 
     @classmethod
     def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
@@ -280,10 +306,9 @@ class MeshStrategy(SharedBatchStrategy):
         name = type(training.module).__name__
         if self._pp > 1:
             check_module(training.module, training.precision)
-            if training.batch_size % self._microbatches:
-                raise RequestError(
-                    f"{self._microbatches} microbatches do not divide a batch of {training.batch_size} samples"
-                )
+            count, size = self._schedule.microbatches, training.batch_size
+            if size % count:
+                raise RequestError(f"{count} microbatches do not divide a batch of {size} samples")
         if self._tp > 1 and not hasattr(training.module, "configure_model"):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
         if self._cp > 1:
@@ -300,7 +325,12 @@ class MeshStrategy(SharedBatchStrategy):
                 )
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly."""
+        """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
+
+        None with experts.
+        """
+        if self._ep > 1:
+            return None
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         layout = sharded_layout(
@@ -312,7 +342,6 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
         )
-        in_flight = self._microbatches if self._schedule == "GPipe" else min(axes.pp, self._microbatches)
         return dataclasses.replace(
             layout,
             parameters=layout.parameters // axes.pp,
@@ -320,11 +349,14 @@ class MeshStrategy(SharedBatchStrategy):
             optimizer_state=layout.optimizer_state // axes.pp,
             optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
             host=layout.host // axes.pp,
-            activation_share=in_flight / (axes.cp * axes.pp * self._microbatches),
+            activation_share=self._schedule.activation_share / axes.cp,
             assumption=_assumption(axes),
         )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        """Return what a rank sends along each axis; None with experts, whose tokens go where they are routed."""
+        if self._ep > 1:
+            return None
         axes = self._axes_of(training.world_size)
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         sharded = sharded_collectives(
@@ -342,9 +374,9 @@ class MeshStrategy(SharedBatchStrategy):
             *sequence_collectives(training, blocks, axes, self._context_parallel),
         )
         return CommunicationLayout(
-            collectives=stage_collectives(training, blocks, axes, self._microbatches, of_all_layers),
+            collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
-            idle=bubble(axes.pp, self._microbatches),
+            idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )
 
@@ -359,6 +391,9 @@ class MeshStrategy(SharedBatchStrategy):
         if self._cp > 1:
             group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
             self._sequences = Sequences(self.module, group, self._context_parallel)
+        if self._ep > 1:
+            group = self.device_mesh.get_group(TENSOR) if self._tp > 1 else None
+            self._experts = ExpertParallelism(self.module, self.axes, group, self.root_device.type, self.timeout)
         super().wrap_model(trainer)
         if self._pipeline is not None:
             self._pipeline.start(self._train_stage, self._sharded_module.evaluate, log=self.is_global_zero)
@@ -378,10 +413,9 @@ class MeshStrategy(SharedBatchStrategy):
             sharded.set_gradient_sync(is_last and not self._accumulates)
 
         with self._attending("training_step"):
-            outputs = self._pipeline.train(
-                batch, self._microbatches, self.precision_plugin.scale_loss, before_backward, self._weigh
-            )
+            outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
         sharded.set_gradient_sync(not self._accumulates)
+        sharded.end_backward()
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
         return outputs
@@ -454,36 +488,15 @@ class MeshStrategy(SharedBatchStrategy):
             self._pipeline = None
         self._sequences = None
         super()._end_sharding()
+        if self._experts is not None:
+            self._experts.end()
+            self._experts = None
 
-    # State of a stage: entries of its layers, under the names of the module
+    # State
 
-    def sharded_module_state(self) -> dict[str, Any]:
+    def _share_buffers(self) -> None:
         if self._pipeline is not None:
             self._pipeline.share_buffers()
-        return _without_meta(super().sharded_module_state())
-
-    def local_weights(self) -> dict[str, Any]:
-        return _without_meta(super().local_weights())
-
-    def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._pipeline is None:
-            return super().optimizer_template(optimizer)
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        foreign = [names[id(p)] for group in groups for p in group if p.is_meta]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        try:
-            template = super().optimizer_template(optimizer)
-        finally:
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = parameters
-        template["state"].update(dict.fromkeys(foreign))  # other ranks read them
-        return template
-
-
-def _without_meta(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
 def _assumption(axes: Axes) -> str:

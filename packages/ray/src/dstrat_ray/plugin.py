@@ -18,6 +18,7 @@ _RAY_TRAIN = Component(
     alias="ray_train",
     target="dstrat_ray.cluster:RayTrainEnvironment",
     summary="workers that Ray Train started",
+    evidence_variables=("RAY_JOB_ID",),
     auto=65,
 )
 

@@ -145,7 +145,7 @@ class _ConvertedLayer:
             del vars(self._layer)[name]
 
 
-def _cast_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001 - of the signature
+def _cast_inputs(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return inputs in the dtype of autocast."""
     # torchao's layers (0.18) look at CUDA's autocast only.
     x, *further = inputs
@@ -154,7 +154,7 @@ def _cast_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]: 
     return (x, *further)
 
 
-def _has_fitting_features(layer: nn.Linear, name: str) -> bool:  # noqa: ARG001 - of the signature
+def _has_fitting_features(layer: nn.Linear, _name: str) -> bool:
     return layer.in_features % _FEATURES == 0 and layer.out_features % _FEATURES == 0
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dstrat_transformers.module import HFModule
     from dstrat_transformers.optimization import make_optimizer, make_scheduler, weight_decay_groups
     from dstrat_transformers.saving import PretrainedCheckpoint, save_pretrained
+    from dstrat_transformers.streaming import stream_pretrained
     from dstrat_transformers.tensor_parallel import parallelize
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "make_scheduler",
     "parallelize",
     "save_pretrained",
+    "stream_pretrained",
     "weight_decay_groups",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "make_scheduler": "dstrat_transformers.optimization",
     "parallelize": "dstrat_transformers.tensor_parallel",
     "save_pretrained": "dstrat_transformers.saving",
+    "stream_pretrained": "dstrat_transformers.streaming",
     "weight_decay_groups": "dstrat_transformers.optimization",
 }
 

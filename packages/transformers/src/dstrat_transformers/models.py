@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ def unsaved_names(model: Any) -> set[str]:
     return {*tied, *(model._keys_to_ignore_on_save or ())}  # noqa: SLF001 - there is no public name
 
 
+def stored_tensors(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that the files of a PreTrainedModel have for those of its state dict, or of a part of it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, Any] = revert_weight_conversion(model, dict(state))
+    return converted
+
+
 # Layers and parameters
 
 
@@ -124,6 +133,18 @@ def _shares_parameters(block: Module, model: Module) -> bool:
         for parameter in layer.parameters(recurse=False)
     }
     return any(id(parameter) in outside for parameter in block.parameters())
+
+
+def expert_layers(model: Module) -> list[Module]:
+    """Return the layers of experts of a model, by its plan: those with parameters of the style ``grouped_gemm``."""
+    plan = getattr(model, "ep_plan", None) or {}
+    names = {name.rpartition(".")[0] for name, style in plan.items() if style == "grouped_gemm"}
+    return [layer for name, layer in model.named_modules() if generic_name(name) in names]
+
+
+def generic_name(name: str) -> str:
+    """Return the name of a layer as plans of transformers have it, with ``*`` for numbers."""
+    return re.sub(r"\d+", "*", name)
 
 
 def owners_of_parameters(model: Module) -> dict[int, list[tuple[Module, str]]]:

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat_transformers.initialization import make_model
-from dstrat_transformers.models import IGNORED_LABEL, accepts_argument, base_model, blocks, count_labels, is_peft
+from dstrat_transformers.models import (
+    IGNORED_LABEL,
+    accepts_argument,
+    base_model,
+    blocks,
+    count_labels,
+    expert_layers,
+    is_peft,
+)
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
 from dstrat_transformers.pipeline import causal_loss, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
@@ -140,9 +149,11 @@ class HFModule(TrainModule):
             return
         # A model that is kept between two runs is split already.
         if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            parallelize(self.model, mesh, self.tensor_parallel_plan)
+            divides_experts = getattr(strategy, "expert_parallel_size", 1) > 1
+            parallelize(self.model, mesh, self.tensor_parallel_plan, leaves_experts=divides_experts)
 
-    def teardown(self, stage: str) -> None:  # noqa: ARG002 - the known name
+    @override
+    def teardown(self, stage: str) -> None:
         self._strategy = None
         if self._masks is not None:
             self._masks.undo()
@@ -173,6 +184,20 @@ class HFModule(TrainModule):
                 self.log("train_loss", loss, prog_bar=True)
 
         return make_pipeline(self.model, log_loss, self._arguments_of)
+
+    def configure_experts(self) -> list[Module]:
+        """Return the layers of experts for a strategy that divides them, such as ``"mesh(ep=2)"``.
+
+        Raises:
+            MisuseError: The model has no plan of experts in transformers.
+        """
+        layers = expert_layers(self.model)
+        if not layers:
+            raise MisuseError(
+                f"{type(self.model).__name__} has no plan of experts in transformers (ep_plan): leave ep out, or "
+                "return its layers of experts from configure_experts in a subclass of HFModule"
+            )
+        return layers
 
     def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.
@@ -305,20 +330,24 @@ class HFModule(TrainModule):
             output["loss"] = causal_loss(base_model(self.model), output.logits, batch)
         return output
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:  # noqa: ARG002 - the known name
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:
         loss, labels = self.loss_and_weight(batch)
         self.log("train_loss", loss, prog_bar=True)
         if labels is None or not self.trainer.strategy.weighs_losses:
             return self._weighted_over_ranks(loss, labels)
         return {"loss": loss, "weight": labels}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate("val", batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate("test", batch)
 
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - as above
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self._call(batch)
 
     def _evaluate(self, prefix: str, batch: Mapping[str, Any]) -> None:

@@ -119,5 +119,5 @@ def _passing_through(layers: Iterable[Module]) -> Iterator[None]:
             del layer.forward
 
 
-def _first_argument(value: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001 - as layers are called
+def _first_argument(value: Any, *_args: Any, **_kwargs: Any) -> Any:
     return value

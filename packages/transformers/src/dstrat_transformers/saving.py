@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dstrat import Callback
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import gather_state
-from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, unsaved_names
+from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, stored_tensors, unsaved_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,14 +64,15 @@ def save_pretrained(
     folder = Path(folder)
     if gather.writes:
         folder.mkdir(parents=True, exist_ok=True)
+    # Gathered tied weights no longer share memory, by which transformers would leave the second one out.
+    unsaved = unsaved_names(model) if is_pretrained_model(model) else set()
+    saved = {name: value for name, value in state.items() if name not in unsaved}
     if is_peft(model):
         _save_adapters(model, state, folder, gather)
     elif _is_stored_as_it_is(model, state):
-        unsaved = unsaved_names(model)
-        saved = {name: value for name, value in state.items() if name not in unsaved}
         _save_weights(model, saved, folder, gather, max_shard_size)
     else:
-        full = gather.all(state)
+        full = gather.all(saved)
         if gather.writes:
             model.save_pretrained(folder, state_dict=full, max_shard_size=max_shard_size)
     gather.barrier()
@@ -127,11 +128,9 @@ def _is_stored_as_it_is(model: Any, state: Mapping[str, Any]) -> bool:
     """Return whether the files of a model have the tensors of its state, under the same names."""
     if not is_pretrained_model(model) or getattr(model, "hf_quantizer", None) is not None or is_remote_code(model):
         return False
-    from transformers.core_model_loading import revert_weight_conversion
-
     # save_pretrained converts in the same way; on the meta device only names and shapes are computed.
     outline = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
-    converted = revert_weight_conversion(model, dict(outline))
+    converted = stored_tensors(model, outline)
     return {name: value.shape for name, value in converted.items()} == {
         name: value.shape for name, value in outline.items()
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,10 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from dstrat.errors import RequestError
-from dstrat_transformers.models import is_peft, owners_of_parameters
+from dstrat_transformers.models import expert_layers, generic_name, is_peft, owners_of_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -62,7 +61,13 @@ _OPTIONAL = ("colwise_gather_output", "colwise_rep", "embedding_rowwise", "rowwi
 _NO_OPERATION = "replicate"
 
 
-def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | None = None) -> None:
+def parallelize(
+    model: Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str | ParallelStyle] | None = None,
+    *,
+    leaves_experts: bool = False,
+) -> None:
     """Split the layers of a model over a mesh, by its plan.
 
     Call it before the strategy's setup, as in ``configure_model``; :class:`~dstrat_transformers.HFModule` does.
@@ -72,12 +77,13 @@ def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | Parall
         mesh: The ranks that share a batch, such as ``device_mesh["tensor_parallel"]``.
         plan: Styles by the names of layers, with ``*`` for numbers: names of transformers, or styles of torch.  None
             is the model's own plan.
+        leaves_experts: Whether layers of experts stay as they are, because the strategy divides them by ``ep``.
 
     Raises:
         RequestError: The model has no plan; a style has no counterpart in torch; or a layer cannot be divided by the
             size of the mesh.
     """
-    styles = _styles_of_layers(model, plan)
+    styles = _styles_of_layers(model, plan, expert_layers(model) if leaves_experts else ())
     # Before the split, which gives each of the layers that share a parameter one of its own.
     tied = [owners for owners in owners_of_parameters(model).values() if len(owners) > 1]
     _add_tied_embeddings(model, styles, tied)
@@ -95,8 +101,10 @@ def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | Parall
         _tie(owners)
 
 
-def _styles_of_layers(model: Module, plan: Mapping[str, str | ParallelStyle] | None) -> dict[str, str | ParallelStyle]:
-    """Return the style of each layer that a plan names."""
+def _styles_of_layers(
+    model: Module, plan: Mapping[str, str | ParallelStyle] | None, ignored: Collection[Module]
+) -> dict[str, str | ParallelStyle]:
+    """Return the style of each layer that a plan names, without layers that are ignored."""
     owner = type(model).__name__
     if is_peft(model):
         raise RequestError(
@@ -110,16 +118,19 @@ def _styles_of_layers(model: Module, plan: Mapping[str, str | ParallelStyle] | N
                 f"{owner} has no tensor-parallel plan in transformers: pass tensor_parallel_plan= with the styles of "
                 "its layers, such as {'model.layers.*.mlp.up_proj': 'colwise'}, or use the strategy 'fsdp'"
             )
+    excluded = tuple(generic_name(name) for name, layer in model.named_modules() if layer in ignored)
+    plan = {name: style for name, style in plan.items() if not generic_name(name).startswith(excluded)}
     known = (*_STYLES, _NO_OPERATION)
     unknown = {name: style for name, style in plan.items() if isinstance(style, str) and style not in known}
     if unknown:
         name, style = next(iter(unknown.items()))
+        of_experts = "divide experts by 'mesh(tp=2, ep=2)', " if expert_layers(model) else ""
         raise RequestError(
             f"the style {style!r} of {name!r} in the tensor-parallel plan of {owner} has no counterpart in torch's "
-            f"parallelize_module: dstrat-transformers has {', '.join(known)}; pass tensor_parallel_plan= without it, "
-            "or use the strategy 'fsdp'"
+            f"parallelize_module: dstrat-transformers has {', '.join(known)}; {of_experts}pass tensor_parallel_plan= "
+            "without it, or use the strategy 'fsdp'"
         )
-    layers = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
+    layers = {name: generic_name(name) for name, _ in model.named_modules()}
     styles = {name: plan[generic] for name, generic in layers.items() if generic in plan}
     # A name with its number comes before the pattern.
     styles |= {name: plan[name] for name in layers if name in plan}

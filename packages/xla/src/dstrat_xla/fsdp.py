@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
@@ -133,7 +134,8 @@ class XLAFSDPStrategy(XLAStrategy):
     def model_to_device(self) -> None:
         """Do nothing: each layer is moved when it is sharded."""
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation is sharded too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         if self.sync_module_states and self.world_size > 1:
             self.broadcast_tensors([*self.module.parameters(), *self.module.buffers()])
         self._sharded = ShardedModule(

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import BatchSampler
+from typing_extensions import override
 
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.samplers import RankBatchSampler, RepeatedBatches
@@ -88,7 +89,8 @@ class LazySteps(Strategy):
 
     # Batches
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return the batch on the device: its tensors are converted on the host, and sent in one transfer."""
         device = device or self.root_device
         batch = self.precision_plugin.convert_input(batch)

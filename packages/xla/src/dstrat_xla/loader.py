@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_xla.distributed.parallel_loader import ParallelLoader
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,8 @@ class Prefetcher(ParallelLoader):  # type: ignore[misc]  # torch_xla has no type
         finally:
             self.close()
 
-    def send_cpu_data_to_device(self, batches: list[Any], device: torch.device) -> list[Any]:  # noqa: ARG002 - known
+    @override
+    def send_cpu_data_to_device(self, batches: list[Any], device: torch.device) -> list[Any]:
         """Return a thread's items on the device; fewer if moving one of them failed."""
         moved: list[Any] = []
         try:

@@ -112,6 +112,7 @@ _POD = Component(
     alias="tpu_pod",
     target="dstrat_xla.cluster:XLAEnvironment",
     summary="hosts of a TPU pod, on each of which the script is started once",
+    evidence_variables=("TPU_WORKER_HOSTNAMES",),
     auto=75,
 )
 

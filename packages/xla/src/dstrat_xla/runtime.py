@@ -147,11 +147,11 @@ def send(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors on the host, those of XLA devices by one transfer."""
-    on_device, native = [tensor for tensor in tensors if tensor.device.type == "xla"], torch_xla()._XLAC  # noqa: SLF001
+    on_device, native = [tensor for tensor in tensors if tensor.device.type == "xla"], torch_xla()._XLAC
     if on_device:
         # Computes recorded tensors now and keeps them, or the next graph would compute them again.
-        native._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)  # noqa: SLF001 - as xm.save does
-    copies = iter(native._xla_get_cpu_tensors(on_device) if on_device else ())  # noqa: SLF001 - likewise
+        native._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)  # as xm.save does
+    copies = iter(native._xla_get_cpu_tensors(on_device) if on_device else ())
     return [next(copies) if tensor.device.type == "xla" else tensor.cpu() for tensor in tensors]
 
 
@@ -172,8 +172,8 @@ def settle() -> None:
 
     A cut begins another sequence of random numbers, so reading the state with it would change the training.
     """
-    native = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
-    native._xla_sync_live_tensors(native._xla_get_default_device(), [], wait=True)  # noqa: SLF001 - likewise
+    native = torch_xla()._XLAC  # it has no other name
+    native._xla_sync_live_tensors(native._xla_get_default_device(), [], wait=True)
 
 
 # Modules that torch_xla's first FullyShardedDataParallel has wrapped
@@ -185,8 +185,8 @@ FSDP_PREFIXES = ("_fsdp_wrapped_module.", "_fpw_module.")
 def take_shards(wrapper: Any) -> Iterator[tuple[Module, str, Parameter, torch.Size]]:
     """Remove the shards from a wrapper's own parameters; yield the layer, name, shard and full size of each."""
     for (_, layer, name), shard in zip(wrapper.full_param_infos, wrapper.sharded_params, strict=True):
-        wrapper._parameters.pop(shard._name)  # noqa: SLF001 - a flat name that torch_xla has made
-        yield layer, name, shard, shard._orig_size  # noqa: SLF001 - the shard is flat, and padded
+        wrapper._parameters.pop(shard._name)  # a flat name that torch_xla has made
+        yield layer, name, shard, shard._orig_size  # the shard is flat, and padded
 
 
 def remove_patches(layer: Module) -> None:
@@ -238,21 +238,21 @@ def start_spmd(count: int) -> None:
 
 def is_started() -> bool:
     """Return whether the runtime has started, after which the number of its devices is fixed."""
-    return bool(torch_xla()._XLAC._xla_runtime_is_initialized())  # noqa: SLF001 - it has no other name
+    return bool(torch_xla()._XLAC._xla_runtime_is_initialized())  # it has no other name
 
 
 def sharding_of(tensor: Tensor) -> str:
     """Return XLA's text of a tensor's sharding over the mesh; empty if it has none."""
-    return str(torch_xla()._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001 - likewise
+    return str(torch_xla()._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_like(tensor: Tensor, model: Tensor) -> None:
     """Shard a tensor over the mesh like another one of the same shape."""
-    library = torch_xla()._XLAC  # noqa: SLF001 - likewise
+    library = torch_xla()._XLAC
     if sharding_of(tensor) != sharding_of(model):
         # torch_xla refuses to mark a tensor that has another sharding.
-        library._xla_clear_sharding(tensor)  # noqa: SLF001 - likewise
-        library._xla_mark_sharding(tensor, library._get_xla_op_sharding(model))  # noqa: SLF001 - likewise
+        library._xla_clear_sharding(tensor)
+        library._xla_mark_sharding(tensor, library._get_xla_op_sharding(model))
 
 
 def keep_together(tensors: list[Tensor]) -> None:
@@ -268,9 +268,9 @@ def on_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "xla" or not sharding_of(tensor).startswith("{devices"):  # replicated, or not marked
         return tensor.cpu()
     settle()  # shards can be read of computed tensors only
-    library = torch_xla()._XLAC  # noqa: SLF001 - it has no other name
-    shards = library._get_local_shards([tensor])[0]  # noqa: SLF001 - likewise
-    replicas = library._get_local_shard_replica_and_indices([tensor])[0]  # noqa: SLF001 - likewise
+    library = torch_xla()._XLAC  # it has no other name
+    shards = library._get_local_shards([tensor])[0]
+    replicas = library._get_local_shard_replica_and_indices([tensor])[0]
     full = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (replica, indices) in zip(shards, replicas, strict=True):
         if replica == 0:  # others have the same values

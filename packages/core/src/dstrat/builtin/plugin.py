@@ -114,26 +114,31 @@ _PORTABLE_CHECKPOINT = Component(
 )
 
 
-def _cluster(module: str, class_name: str, summary: str, *, alias: str | None = None, auto: int) -> Component:
+def _cluster(
+    module: str, class_name: str, summary: str, *variables: str, alias: str | None = None, auto: int
+) -> Component:
     return Component(
         kind="cluster_environment",
         alias=alias or module,
         target=f"dstrat.builtin.clusters.{module}:{class_name}",
         summary=summary,
         auto=auto,
+        evidence_variables=variables,
     )
 
 
 # The environment nearest to the process wins: dstrat's own launcher runs inside all others, torchrun and variables
 # set by hand inside a scheduler's task, mpirun inside a task of SLURM.  jsrun sets Open MPI's variables as well.
 _CLUSTERS = [
-    _cluster("local", "LocalEnvironment", "processes that dstrat starts on this machine", auto=80),
-    _cluster("torchelastic", "TorchElasticEnvironment", "processes that torchrun started", auto=70),
-    _cluster("kubeflow", "KubeflowEnvironment", "pods of a Kubeflow PyTorchJob", auto=60),
-    _cluster("plain", "PlainEnvironment", "RANK, WORLD_SIZE and the like, set by anyone", alias="env", auto=50),
-    _cluster("lsf", "LSFEnvironment", "tasks that LSF's jsrun started", auto=40),
-    _cluster("mpi", "MPIEnvironment", "processes that mpirun started", auto=30),
-    _cluster("slurm", "SLURMEnvironment", "tasks that SLURM's srun started", auto=20),
+    _cluster("local", "LocalEnvironment", "processes that dstrat starts on this machine", "DSTRAT_JOB", auto=80),
+    _cluster(
+        "torchelastic", "TorchElasticEnvironment", "processes that torchrun started", "TORCHELASTIC_RUN_ID", auto=70
+    ),
+    _cluster("kubeflow", "KubeflowEnvironment", "pods of a Kubeflow PyTorchJob", "KUBERNETES_PORT", auto=60),
+    _cluster("plain", "PlainEnvironment", "RANK, WORLD_SIZE and the like, set by anyone", "RANK", alias="env", auto=50),
+    _cluster("lsf", "LSFEnvironment", "tasks that LSF's jsrun started", "JSM_NAMESPACE_RANK", auto=40),
+    _cluster("mpi", "MPIEnvironment", "processes that mpirun started", "OMPI_COMM_WORLD_RANK", "PMI_RANK", auto=30),
+    _cluster("slurm", "SLURMEnvironment", "tasks that SLURM's srun started", "SLURM_STEP_ID", "SLURM_NTASKS", auto=20),
 ]
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import Strategy
@@ -62,19 +63,22 @@ class SingleDeviceStrategy(Strategy):
         with keep_ties(self.module):
             self.module.to(self.root_device)
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:  # noqa: ARG002 - alone
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return tensor
 
-    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - alone
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
         return obj
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         pass
 
+    @override
     def all_gather(
         self,
         tensor: Tensor,
-        group: Any | None = None,  # noqa: ARG002 - alone
-        sync_grads: bool = False,  # noqa: ARG002 - alone
+        group: Any | None = None,
+        sync_grads: bool = False,
     ) -> Tensor:
         return tensor.unsqueeze(0)

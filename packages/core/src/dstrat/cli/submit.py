@@ -24,7 +24,7 @@ _FIRST_NODE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 _CLIENTS = {"aws_batch": "boto3", "kubernetes": "kubernetes", "ray": "ray"}  # extras of TorchX, each with its module
 
 
-def parse_pairs(ctx: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:  # noqa: ARG001 - click passes them
+def parse_pairs(_context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
     """Return the names and values of options such as ``--env NAME=VALUE``."""
     for pair in pairs:
         if not pair.partition("=")[0] or "=" not in pair:

@@ -210,7 +210,7 @@ class SequentialOrder:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def __call__(self, epoch: int, times_read: int) -> Iterable[int]:  # noqa: ARG002 - it is always the same
+    def __call__(self, _epoch: int, _times_read: int) -> Iterable[int]:
         return range(self._length)
 
 
@@ -221,7 +221,7 @@ class BroadcastOrder:
         self._sampler = sampler
         self._broadcast = broadcast
 
-    def __call__(self, epoch: int, times_read: int) -> Iterable[Any]:  # noqa: ARG002 - the sampler draws by itself
+    def __call__(self, epoch: int, _times_read: int) -> Iterable[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         # Each rank draws, and all use rank 0's: so the sampler's own state and the random numbers go on alike.

@@ -101,11 +101,11 @@ class Accelerator(ABC):
         """
         return device
 
-    def supports_dtype(self, dtype: torch.dtype) -> bool:  # noqa: ARG002 - most hardware computes in all dtypes
+    def supports_dtype(self, dtype: torch.dtype) -> bool:  # most hardware computes in all dtypes
         """Return whether the hardware computes in this floating-point dtype."""
         return True
 
-    def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most hardware has no classes of its own
+    def precision_for(self, flag: str) -> Precision | None:  # most hardware has no classes of its own
         """Return the precision that this hardware wants for a flag; None where the catalog's serves."""
         return None
 
@@ -127,22 +127,22 @@ class Accelerator(ABC):
                 ``"backward"``.
         """
 
-    def get_device_name(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware has models
+    def get_device_name(self, device: torch.device) -> str:  # not all hardware has models
         """Return the name of the device's model, such as ``"NVIDIA H100 80GB HBM3"``; empty where it has none.
 
         This method and the next four get the device by its name in the process, see :meth:`device_in_process`.
         """
         return ""
 
-    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - not all hardware counts
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # not all hardware counts
         """Return statistics of the hardware, such as bytes of memory in use, by name."""
         return {}
 
-    def memory_summary(self, device: torch.device) -> str:  # noqa: ARG002 - not all hardware counts
+    def memory_summary(self, device: torch.device) -> str:  # not all hardware counts
         """Return what takes the memory of a device, for people; empty where that is not known."""
         return ""
 
-    def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - the CPU's belongs to torch
+    def get_random_state(self, device: torch.device) -> Tensor | None:  # the CPU's belongs to torch
         """Return the state of the hardware's random number generator, uint8 on the CPU; None if it has none."""
         return None
 

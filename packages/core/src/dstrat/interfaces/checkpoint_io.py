@@ -72,7 +72,7 @@ class CheckpointIO(ABC):
             CheckpointError: It is missing, damaged or refused.
         """
 
-    def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - see below
+    def load_into(self, path: str | Path, template: Mapping[str, Any]) -> dict[str, Any]:
         """Read a checkpoint into those tensors of a template that it has; called in every process.
 
         Only collective ones can do this; others return full tensors, as :meth:`load_checkpoint` does.
@@ -87,7 +87,7 @@ class CheckpointIO(ABC):
         """
         return self.load_checkpoint(path)
 
-    def load_rank(self, path: str | Path, rank: int) -> dict[str, Any] | None:  # noqa: ARG002 - see below
+    def load_rank(self, path: str | Path, rank: int) -> dict[str, Any] | None:
         """Return the state that one of the saving processes had under ``"per_rank"``; None if it is not stored.
 
         Only collective ones can do this; others have the state of single processes within the checkpoint.

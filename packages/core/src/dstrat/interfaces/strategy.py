@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from dstrat.errors import CheckpointError, ConflictError, MisuseError
 from dstrat.interfaces.batch import move_to_device
+from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import (
     check_names,
     group_names,
     groups_misfit,
     has_standard_layout,
+    is_extra_state,
     load_by_names,
     load_named_state,
     name_parameters,
@@ -74,25 +76,18 @@ class Components:
     launcher: Launcher | None = None
 
     def __post_init__(self) -> None:
-        if self.parallel_devices is not None:
-            object.__setattr__(self, "parallel_devices", _indexed(tuple(self.parallel_devices)))
+        if self.parallel_devices is None:
+            return
+        import torch
 
-    def without_names(self) -> Components:
-        """Return the components that are objects, without those that the user passed as an alias or a class."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Components(**{name: value for name, value in values.items() if not isinstance(value, str | type)})
-
-
-def _indexed(devices: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return devices with their indices, as tensors on them have one; ``"cuda"`` is the first one of its type."""
-    import torch
-
-    if not all(isinstance(device, str | torch.device) for device in devices):
-        return devices  # which the choice of hardware refuses
-    return tuple(
-        device if device.type in ("cpu", "meta") or device.index is not None else torch.device(device.type, 0)
-        for device in map(torch.device, devices)
-    )
+        devices: tuple[Any, ...] = tuple(self.parallel_devices)
+        if all(isinstance(device, str | torch.device) for device in devices):  # others are refused with the hardware
+            # With their indices, as tensors on them have one; "cuda" is the first one of its type.
+            devices = tuple(
+                device if device.type in ("cpu", "meta") or device.index is not None else torch.device(device.type, 0)
+                for device in map(torch.device, devices)
+            )
+        object.__setattr__(self, "parallel_devices", devices)
 
 
 Parts = Components  # its first name
@@ -284,8 +279,10 @@ class Strategy(ABC):
     def add_components(self, **components: Any) -> None:
         """Add components that were passed to the constructor, which calls this; None for one that was not passed."""
         self.constructor_components = replace(self.constructor_components, **components)
-        # Until set_components, which has objects for the names.
-        self.components = self.constructor_components.without_names()
+        values = {field.name: getattr(self.constructor_components, field.name) for field in fields(Components)}
+        # Until set_components, which has objects for aliases and classes.
+        names = [name for name, value in values.items() if isinstance(value, str | type)]
+        self.components = replace(self.constructor_components, **dict.fromkeys(names))
 
     def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.
@@ -341,7 +338,7 @@ class Strategy(ABC):
         """
         return self.components.launcher
 
-    def precision_for(self, flag: str) -> Precision | None:  # noqa: ARG002 - most strategies have none of their own
+    def precision_for(self, flag: str) -> Precision | None:  # most strategies have none of their own
         """Return this strategy's precision for a flag; None to use the accelerator's."""
         return None
 
@@ -357,7 +354,7 @@ class Strategy(ABC):
         """
         return training.replicated if self.replicates_state else None
 
-    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:  # noqa: ARG002 - most strategies override it
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         """Return what a rank communicates in an optimizer step, before anything runs; None where it is not known.
 
         It is the sibling of :meth:`memory_layout`, and knows as little: options of the constructor only.  What takes a
@@ -388,7 +385,7 @@ class Strategy(ABC):
             DstratError: It cannot; the message says why and what to do.
         """
 
-    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:  # noqa: ARG002 - most strategies have one layout
+    def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         """Return further rows of the plan: a subject, its value and the reason, such as the groups of processes.
 
         Only options of the constructor are known: there are no devices and no processes.
@@ -589,7 +586,6 @@ class Strategy(ABC):
             for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
                 stack.callback(component.teardown)
             if self._module is not None:
-                stack.enter_context(keep_ties(self._module))
                 # As cpu() does; after an error a layer may be on the meta device, without memory.
                 with keep_ties(self._module):
                     self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
@@ -644,14 +640,14 @@ class Strategy(ABC):
         """
         return map(move, items)
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:  # noqa: ARG002 - a known argument
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
         accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
         non_blocking = accelerator is not None and accelerator.has_streams
         moved = move_to_device(batch, device or self.root_device, non_blocking=non_blocking)
         return self.precision_plugin.convert_input(moved)
 
-    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those to which training is special
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module in the precision; the four methods of steps call it, each for its step.
 
         A strategy that wraps the module, or does something around every step, overrides this one method.  The loops
@@ -778,7 +774,7 @@ class Strategy(ABC):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: Module | None = None,  # noqa: ARG002 - for strategies whose engine steps the model
+        model: Module | None = None,  # for strategies whose engine steps the model
         **kwargs: Any,
     ) -> Any:
         """Run the closure, which computes loss and gradients, and step the optimizer; collective.
@@ -915,7 +911,7 @@ class Strategy(ABC):
 
         :meth:`load_sharded_optimizer_state` is called after that.
         """
-        return self.sharded_optimizer_state(optimizer)
+        return OptionalTensors(self.sharded_optimizer_state(optimizer))  # before the first step there may be none
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state that :meth:`sharded_optimizer_state` returned, or the same with full tensors; collective.
@@ -931,6 +927,27 @@ class Strategy(ABC):
         Of a strategy with ``replicates_state=False`` global rank 0 has it, and the others may have an empty dict.
         """
         return self.sharded_module_state()
+
+    def stream_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full tensors of the module's state one after the other; collective until its end.
+
+        A program passes the weights on in this way while it trains, such as to an engine that generates samples: no
+        process holds more than one full tensor beside its own shards.
+
+        Args:
+            everywhere: Whether each process gets the tensors; otherwise global rank 0 does, and the others, which take
+                part too, get none.
+
+        Yields:
+            A name of :meth:`module_state_dict`, and its tensor on the device.  It is valid until the next one, and may
+            be the module's own: copy it rather than change it.  Buffers that differ between processes, such as
+            statistics of batches, are those of each process.
+        """
+        state = self.module_state_dict()
+        if everywhere and not self.replicates_state:
+            state = self.broadcast(state)
+        if everywhere or self.is_global_zero:
+            yield from ((name, value.detach()) for name, value in state.items() if not is_extra_state(name))
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state that :meth:`module_state_dict` returned; collective.

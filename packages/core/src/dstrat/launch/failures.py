@@ -282,7 +282,7 @@ def failure_error(ends: Sequence[RankEnd], running: Mapping[int, str], world_siz
     # An early exit explains why a rank waits, but not why one is elsewhere in its program.
     if hung is not None and (exited is None or not waits(running[hung])):
         stack = running[hung] or _NO_STACK
-        peer_stacks = [f"Stack of rank {rank}:\n\n{other}" for rank, other in running.items() if rank != hung]
+        peer_stacks = describe_stacks({rank: other for rank, other in running.items() if rank != hung})
         hang = f"rank {hung} of {world_size} hung: {_describe_wait(primary)}. Its stack when it was ended:"
         return RankFailedError(
             "\n\n".join([hang, stack, _traceback_of(primary), *peer_stacks]), rank=hung, rank_traceback=stack
@@ -322,7 +322,7 @@ def hang_error(
     hung = blocking or [rank for rank in running if rank in idle] or list(running)
     peers = [rank for rank in running if rank not in hung]
     peers_note = f", and {list_ranks(peers)} waited" if peers else ""
-    stacks = [f"Stack of rank {rank}:\n\n{running[rank] or _NO_STACK}" for rank in (*hung, *peers)]
+    stacks = describe_stacks({rank: running[rank] for rank in (*hung, *peers)})
     script_note = ""
     if hung[0] in before_launch:
         script_note = (
@@ -344,6 +344,11 @@ def hang_error(
 def list_ranks(ranks: Sequence[int]) -> str:
     """Return the name of ranks in messages: ``"rank 1"``, ``"ranks 0, 2"``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def describe_stacks(stacks: Mapping[int, str]) -> list[str]:
+    """Return a paragraph for the stack of each rank."""
+    return [f"Stack of rank {rank}:\n\n{stack or _NO_STACK}" for rank, stack in stacks.items()]
 
 
 def _describe_wait(end: RankEnd) -> str:

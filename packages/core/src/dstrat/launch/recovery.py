@@ -290,7 +290,7 @@ class Recovery:
         return tuple(newest.values())
 
 
-def path_exists(path: str, step: int) -> bool:  # noqa: ARG001 - the signature of Recovery.recovers_checkpoint
+def path_exists(path: str, _step: int) -> bool:
     """Return whether there is a checkpoint at a path of this machine."""
     return os.path.exists(path)  # noqa: PTH110 - a text
 

@@ -106,7 +106,7 @@ class Interrupts:
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of handlers
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGTSTP:
             self.pauses = True
             return

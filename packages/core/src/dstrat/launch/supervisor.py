@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.errors import LaunchError, RankFailedError
-from dstrat.launch.failures import RankEnd, failure_error, hang_error, list_ranks, read_failure, waits
+from dstrat.launch.failures import RankEnd, describe_stacks, failure_error, hang_error, list_ranks, read_failure, waits
 from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
 from dstrat.launch.nccl_status import read_note, wait_of
 from dstrat.launch.progress import RankWatch, descendants_of, launched_file
@@ -90,6 +90,10 @@ class Supervisor:
                 stacks = self._stacks_of(self._running())
             elif not self.interrupts.received:
                 self._report_external_signals()
+        except BaseException as error:
+            # From the handler of a signal, such as the time limit of a test, which knows nothing of the ranks.
+            self._note_ranks(error)
+            raise
         finally:
             self.end_all()
         self._report(stacks)
@@ -316,6 +320,11 @@ class Supervisor:
                 os.killpg(process.pid, number)
 
     # Report
+
+    def _note_ranks(self, error: BaseException) -> None:
+        """Add to an error that ends the job from outside where its running ranks were."""
+        if sys.version_info >= (3, 11):
+            error.add_note("\n\n".join(describe_stacks(self._stacks_of(self._running()))))
 
     def _folder_error(self, error: LaunchError) -> LaunchError:
         message = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,9 @@ def fold_frames(error: BaseException) -> None:
 
     Frames of libraries between ours and the program's go with them, such as those of a wrapped module's ``forward``.
     Those of libraries that the program has called stay, and those in which the error was raised.  An error that our
-    code has raised, and that is no DstratError, keeps all its frames: it may be a fault of ours.  So does every error
-    with ``DSTRAT_FULL_TRACEBACK=1``.  An interrupt keeps only frames of the program: it often arrives in the
+    code has raised, and that is no DstratError, keeps all its frames: it may be a fault of ours.  So does one that is
+    no ``Exception``, such as the time limit of a test, as it shows where a program was; and every error with
+    ``DSTRAT_FULL_TRACEBACK=1``.  An interrupt keeps only frames of the program: it often arrives in the
     start-up, in the middle of imports, and a hundred lines of theirs would hide where the program was.
 
     Frames through which the error has still to go, such as that of ``fit``, cannot be removed; notebooks and pytest
@@ -38,6 +39,8 @@ def fold_frames(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         _hide_library_frames(error)
         _mark_callers()
+        return
+    if not isinstance(error, Exception):
         return
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()  # ``raise error from error`` makes a cycle
@@ -75,7 +78,7 @@ def _fold(error: BaseException) -> bool:
 
 def _mark_callers() -> None:
     """Mark our running frames by the variable with which notebooks and pytest leave a frame out."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented
+    frame = inspect.currentframe()
     while frame is not None and is_ours(frame):
         frame.f_locals["__tracebackhide__"] = True  # no variable of the function: Python keeps additional names
         frame = frame.f_back

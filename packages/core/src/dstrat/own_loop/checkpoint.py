@@ -23,6 +23,7 @@ from dstrat.checkpoint.strategy_state import (
 from dstrat.data.random_state import RandomState
 from dstrat.errors import CheckpointError
 from dstrat.plugins.catalog import get_catalog
+from dstrat.resolve.request import Requested
 from dstrat.resolve.selection import select
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def save(
     """
     rank_state = _rank_state(strategy, loaders)
     checkpoint = {
-        SAVED_WITH: select("strategy", strategy, get_catalog(), source="strategy").alias,
+        SAVED_WITH: select("strategy", Requested(value=strategy, source="strategy"), get_catalog()).alias,
         **module_entries(strategy),
         **optimization_entries(strategy),
         "own_loop": {

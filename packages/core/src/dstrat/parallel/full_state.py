@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from dstrat.interfaces.state_dict import (
     number_parameters,
 )
 from dstrat.parallel.collectives import uses_host_memory
-from dstrat.parallel.shards import holders, local_boxes
+from dstrat.parallel.shards import holders, local_boxes, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,78 +64,126 @@ def gather_state(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]
         state: A nested state with the same structure on every rank, whose shards are DTensors or FlatShards.
         strategy: Has the rank and the device.
     """
-
-    def gather_tensor(tensor: Tensor) -> Tensor | None:
-        full = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        return full.detach().cpu() if strategy.is_global_zero else None
-
-    def gather(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: gather(inner) for key, inner in value.items()}
-        if isinstance(value, FlatShard):
-            return gather_tensor(_sum_on_rank_0(value, _device(strategy)))
-        return apply_to_tensors(value, gather_tensor)
-
-    gathered: dict[str, Any] = gather(state)
+    gathered: dict[str, Any] = _Gathering(strategy).gather(state)
     return gathered if strategy.is_global_zero else {}
 
 
-def _sum_on_rank_0(shard: FlatShard, device: torch.device) -> Tensor:
-    full = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
-    shard.taken_from(full).copy_(shard.local)
-    _reduce_bytes(full)
-    return full
-
-
-def _reduce_bytes(full: Tensor) -> None:
-    """Add tensors on rank 0, whose elements are non-zero on one rank only; collective."""
-    # As bytes: their sum is exact for every dtype, also for those that the backend cannot reduce.
-    dist.reduce(full.view(-1).view(torch.uint8), 0)
-
-
 def gather_entries(entries: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """Return the full entries of all ranks on rank 0, and an empty dict on the other ranks; collective.
+    """Return the full entries of all ranks on the CPU of rank 0, and an empty dict on the other ranks; collective.
 
     Args:
         entries: State of this rank by the names of parameters and buffers.  A rank may have some of the names only, as
             a stage of a pipeline has, or a rank that owns some parameters.
         strategy: Has the rank and the device.
     """
-    names = strategy.broadcast(list(entries))  # all ranks gather in one order
-    # A vote first: ranks have the same names mostly, and exchanging those of a large model from each rank takes time.
-    if not strategy.reduce_boolean_decision(set(names) != entries.keys(), all=False):
-        return gather_state({name: entries[name] for name in names}, strategy)
-    common = set(names).intersection(*(strategy.broadcast(list(entries), src=r) for r in range(strategy.world_size)))
-    gathered = gather_state({name: entries[name] for name in names if name in common}, strategy)
-    return gathered | _gather_boxes({name: entries[name] for name in entries if name not in common}, strategy)
-
-
-@torch.no_grad()
-def _gather_boxes(state: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """Return the full state of which ranks have different entries, on rank 0; collective."""
-    local = dict(_leaves(state))
-    outlines = [
-        strategy.broadcast({path: _outline_and_boxes(value) for path, value in local.items()}, src=rank)
-        for rank in range(strategy.world_size)
-    ]
-    gathered: dict[str, Any] = {}
-    for path in sorted(set().union(*outlines)):
-        versions = {rank: outline[path] for rank, outline in enumerate(outlines) if path in outline}
-        value: Any = next(iter(versions.values()))[0]
-        if isinstance(value, _TensorOutline):
-            full = torch.zeros(value.shape, dtype=value.dtype, device=_device(strategy))
-            for box in local_boxes(local[path]) if path in local else ():
-                # Of the ranks that have the same box, the first one sends it.
-                if next(r for r, (_, boxes) in versions.items() if _extent(box) in boxes) == strategy.global_rank:
-                    full[_slices(box)] = box.tensor
-            _reduce_bytes(full)
-            value = full.cpu()
-        *parents, key = path
-        entry = gathered
-        for parent in parents:
-            entry = entry.setdefault(parent, {})
-        entry[key] = value
+    gathered = dict(_Gathering(strategy).entries(entries))
     return gathered if strategy.is_global_zero else {}
+
+
+def stream_tensors(
+    entries: Mapping[str, Any], strategy: Strategy, *, everywhere: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of all ranks one after the other, on the device; collective until its end.
+
+    Args:
+        entries: Tensors of this rank by name, as in :func:`gather_entries`; other values are left out.
+        strategy: Has the rank and the device.
+        everywhere: Whether every rank gets the tensors, or rank 0 alone.
+    """
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor | FlatShard)}
+    for name, full in _Gathering(strategy, everywhere=everywhere, on_host=False).entries(tensors):
+        if full is not None:
+            yield name, full
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """Full tensors, gathered one by one.
+
+    Attributes:
+        strategy: Has the rank and the device.
+        everywhere: Whether every rank gets them, or rank 0.
+        on_host: Whether they are moved to the CPU.
+    """
+
+    strategy: Strategy
+    everywhere: bool = False
+    on_host: bool = True
+
+    def entries(self, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the entries of all ranks by name, in the same order on each; collective."""
+        strategy = self.strategy
+        names = strategy.broadcast(list(entries))
+        common = set(names)
+        # A vote first: ranks have the same names mostly, and exchanging those of a large model from each takes time.
+        differ = strategy.reduce_boolean_decision(common != entries.keys(), all=False)
+        if differ:
+            common.intersection_update(
+                *(strategy.broadcast(list(entries), src=rank) for rank in range(strategy.world_size))
+            )
+        for name in names:
+            if name in common:
+                yield name, self.gather(entries[name])
+        if differ:
+            yield from self._boxes({name: entries[name] for name in entries if name not in common})
+
+    def gather(self, value: Any) -> Any:
+        """Return a nested state with full tensors, which every rank has; None for each where it is not wanted."""
+        if isinstance(value, Mapping):
+            return {key: self.gather(inner) for key, inner in value.items()}
+        if isinstance(value, FlatShard):
+            full = torch.zeros(value.shape, dtype=value.dtype, device=_device(self.strategy))
+            value.taken_from(full).copy_(value.local)
+            return self._received(self._sum(full))
+        return apply_to_tensors(
+            value, lambda tensor: self._received(full_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+        )
+
+    @torch.no_grad()
+    def _boxes(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the full entries of which ranks have different ones; collective."""
+        local = dict(_leaves(state))
+        outlines = [
+            self.strategy.broadcast({path: _outline_and_boxes(value) for path, value in local.items()}, src=rank)
+            for rank in range(self.strategy.world_size)
+        ]
+        paths = sorted(set().union(*outlines))
+        for name, paths_of_name in itertools.groupby(paths, key=itemgetter(0)):
+            entry: dict[str, Any] = {}
+            for path in paths_of_name:
+                versions = {rank: outline[path] for rank, outline in enumerate(outlines) if path in outline}
+                value = next(iter(versions.values()))[0]
+                if isinstance(value, _TensorOutline):
+                    full = torch.zeros(value.shape, dtype=value.dtype, device=_device(self.strategy))
+                    for box in local_boxes(local[path]) if path in local else ():
+                        # Of the ranks that have the same box, the first one sends it.
+                        sender = next(rank for rank, (_, boxes) in versions.items() if _extent(box) in boxes)
+                        if sender == self.strategy.global_rank:
+                            full[_slices(box)] = box.tensor
+                    value = self._received(self._sum(full))
+                elif isinstance(value, Tensor):
+                    value = self._received(value)
+                *parents, key = path
+                inner = entry
+                for parent in parents:
+                    inner = inner.setdefault(parent, {})
+                inner[key] = value
+            yield name, entry[name]
+
+    def _sum(self, full: Tensor) -> Tensor:
+        """Add tensors whose elements are non-zero on one rank only; collective."""
+        # As bytes: their sum is exact for every dtype, also for those that the backend cannot reduce.
+        content = full.view(-1).view(torch.uint8)
+        if self.everywhere:
+            dist.all_reduce(content)
+        else:
+            dist.reduce(content, 0)
+        return full
+
+    def _received(self, full: Tensor) -> Tensor | None:
+        if not (self.everywhere or self.strategy.is_global_zero):
+            return None
+        return full.detach().cpu() if self.on_host else full.detach()
 
 
 def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -148,7 +198,10 @@ def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str
 def _outline_and_boxes(value: Any) -> tuple[Any, frozenset[Any]]:
     """Return the outline of a tensor and this rank's boxes; another value, and a scalar on the CPU, as it is."""
     if not isinstance(value, Tensor | FlatShard) or not value.shape:
-        return apply_to_tensors(value, Tensor.cpu), frozenset()
+        # Each rank has the whole of a scalar, also of a DTensor.
+        return apply_to_tensors(
+            value, lambda tensor: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
+        ), frozenset()
     outline = _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
     return outline, frozenset(map(_extent, local_boxes(value)))
 
@@ -326,6 +379,39 @@ def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
             box.tensor.copy_(full[_slices(box)])
     else:
         target.copy_(full)
+
+
+def shard_like(sharded: DTensor, full: Tensor) -> DTensor:
+    """Return a full tensor sharded like another, without communication.
+
+    Args:
+        sharded: The other tensor, which defines the shard and its device.
+        full: The full tensor of the same shape, on every rank.
+    """
+    shard: Any = with_local(sharded, torch.empty_like(sharded.to_local(), dtype=full.dtype))
+    copy_full(shard, full)
+    return shard  # type: ignore[no-any-return]  # a DTensor, as the other
+
+
+def shard_entries(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return an optimizer's state with this rank's shards instead of full tensors; not collective.
+
+    Args:
+        state: The state by the names of parameters, the same on every rank; sharded tensors stay as they are.
+        parameters: The parameters by name; full tensors of the shape of a DTensor are sharded like it.
+    """
+
+    def as_shard(parameter: Tensor | None, value: Any) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        # Others, such as the count of steps, have another shape.
+        return shard_like(parameter, value) if value.shape == parameter.shape else value
+
+    entries = {
+        name: {key: as_shard(parameters.get(name), value) for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
 
 
 def _device(strategy: Strategy) -> torch.device:

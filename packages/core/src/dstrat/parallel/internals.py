@@ -1,4 +1,4 @@
-"""Private names of torch that this folder uses, of torch 2.9 to 2.13, each with the reason."""
+"""Private names of torch that several modules use, of torch 2.9 to 2.13, each with the reason."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ _BUCKET = 250 * 2**20  # bytes of one broadcast, as in DistributedDataParallel
 
 # What SyncBatchNorm.convert_sync_batchnorm converts; the public classes are one for each number of dimensions.
 BatchNorm = _BatchNorm
+
+# The base of contexts that see each operation of tensors; torch documents it, in a module with a private name.
+DispatchMode = TorchDispatchMode
 
 
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -56,7 +59,7 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 
     They are those of torch's flight recorder; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # noqa: SLF001 - there is no public one
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # there is no public one
     if dump is None or not dist.is_initialized():
         return {}
     groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
@@ -69,14 +72,14 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 def count_collectives() -> int:
     """Return how many collectives this process has begun, in all groups whose backend counts them."""
     count = 0
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
+    for group in list(dist.distributed_c10d._world.pg_map):  # there is no public list of groups
         counting: Any = group  # the method is not in torch's stubs
         with contextlib.suppress(RuntimeError):  # the backend does not count
-            count += int(counting._get_sequence_number_for_group())  # noqa: SLF001 - there is no public number
+            count += int(counting._get_sequence_number_for_group())  # there is no public number
     return count
 
 
-class RefusedCollectives(TorchDispatchMode):
+class RefusedCollectives(DispatchMode):
     """A context in which a collective raises an error before it begins.
 
     Args:
@@ -112,7 +115,7 @@ _KINDS: dict[str, CollectiveKind] = {
 }
 
 
-class RecordedCollectives(TorchDispatchMode):
+class RecordedCollectives(DispatchMode):
     """Records the collectives that this thread begins.
 
     Attributes:
@@ -130,7 +133,7 @@ class RecordedCollectives(TorchDispatchMode):
             return NotImplemented  # operations of a DTensor call collectives themselves, which are recorded then
         output = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):
-            name = function._schema.name.partition("::")[2].strip("_")  # noqa: SLF001 - there is no public name
+            name = function._schema.name.partition("::")[2].strip("_")
             kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
             group = next(filter(None, map(_group_of, args)), None)
             if kind is not None and group is not None:
@@ -147,7 +150,7 @@ def _group_of(argument: Any) -> Any:
             return dist.ProcessGroup.unbox(argument)
     if isinstance(argument, str):
         with contextlib.suppress(RuntimeError):  # the name of an operation
-            return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]  # noqa: SLF001 - there is no public one
+            return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
     return None
 
 
@@ -161,5 +164,5 @@ def empty_host_cache() -> None:
     if empty is None or accelerator is None:
         return
     # A device that a package adds may have no such allocator, and torch 2.13 does not look: the process would crash.
-    if accelerator.type != torch._C._get_privateuse1_backend_name():  # noqa: SLF001 - there is no public name
+    if accelerator.type != torch._C._get_privateuse1_backend_name():  # there is no public name
         empty()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS
+from typing_extensions import override
 
 from dstrat.errors import RequestError
+from dstrat.interfaces.state_dict import has_standard_layout
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.collectives import (
@@ -31,7 +33,7 @@ from dstrat.parallel.process_group import (
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     import torch
@@ -206,7 +208,8 @@ class ParallelStrategy(Strategy):
         with keep_ties(self.module):
             self.module.to(self.root_device)
 
-    def wrap_model(self, trainer: TrainerLike) -> None:  # noqa: ARG002 - evaluation needs the same module in all processes too
+    @override
+    def wrap_model(self, trainer: TrainerLike) -> None:
         """Overwrite the parameters and buffers of all processes by those of global rank 0."""
         self.broadcast_tensors([*self.module.parameters(), *self.module.buffers()])
 
@@ -243,6 +246,15 @@ class ParallelStrategy(Strategy):
             return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    # State of an optimizer in shards
+
+    def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if not self.replicates_state and has_standard_layout(state):
+            from dstrat.parallel.full_state import shard_entries
+
+            state = shard_entries(state, dict(self.module.named_parameters()))
+        super().load_sharded_optimizer_state(optimizer, state)
+
     # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.
 
     def module_state_dict(self) -> dict[str, Any]:
@@ -251,6 +263,13 @@ class ParallelStrategy(Strategy):
         from dstrat.parallel.full_state import gather_entries
 
         return gather_entries(self.sharded_module_state(), self)
+
+    def stream_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if self.replicates_state:
+            return super().stream_weights(everywhere=everywhere)
+        from dstrat.parallel.full_state import stream_tensors
+
+        return stream_tensors(self.sharded_module_state(), self, everywhere=everywhere)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.replicates_state:
@@ -286,7 +305,8 @@ class ParallelStrategy(Strategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         return broadcast_object(obj, src=src)
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - torch's takes none
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         device = self.root_device
         # Else torch guesses the device, and warns.
         if device.index is not None and not uses_host_memory():

@@ -74,7 +74,17 @@ _FIELD_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "device_type": (_is_text_or_none, "a string or None"),
     "process_group_backend": (_is_text_or_none, f"a string ({NO_BACKEND!r} where there is none) or None"),
     **dict.fromkeys(
-        ("synonyms", "requires", "pip_options", "groups", "accelerators", "device_types", "precisions"), _TEXTS
+        (
+            "synonyms",
+            "requires",
+            "pip_options",
+            "groups",
+            "accelerators",
+            "device_types",
+            "precisions",
+            "evidence_variables",
+        ),
+        _TEXTS,
     ),
     **dict.fromkeys(
         (
@@ -129,6 +139,8 @@ class Component:
         notebook_safe: For a strategy, whether it starts from an interactive session.
         max_devices: For a strategy, the most devices that it uses on one machine; None is no limit.
         multi_node: For a strategy, whether it runs on more than one machine.
+        evidence_variables: For a cluster environment, the environment variables of which one is set wherever there is
+            evidence for it, so that its class is imported only there; empty imports it in each process.
     """
 
     kind: Kind
@@ -156,6 +168,7 @@ class Component:
     notebook_safe: bool | None = None
     max_devices: int | None = None
     multi_node: bool | None = None
+    evidence_variables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

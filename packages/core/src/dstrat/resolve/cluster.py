@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, DstratError
-from dstrat.resolve.selection import automatic_offers, load_offer, select_offer, select_requested
+from dstrat.resolve.selection import automatic_offers, load_offer, select, select_offer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,8 +37,11 @@ def choose_cluster(
         CatalogError: No usable cluster environment has that alias.
     """
     if requested is not None:
-        return select_requested("cluster_environment", requested, catalog, environ)
+        return select("cluster_environment", requested, catalog, environ)
     for offer in automatic_offers("cluster_environment", catalog):
+        variables = offer.component.evidence_variables
+        if variables and environ.keys().isdisjoint(variables):
+            continue
         try:
             cls = load_offer(offer, catalog)  # not constructed: only the one with evidence reads the environment
         except DstratError:  # nobody requested this one; `dstrat doctor` reports it

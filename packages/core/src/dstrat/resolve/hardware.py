@@ -9,7 +9,7 @@ from dstrat.errors import BrokenComponentError, ClusterError, ConflictError, Dev
 from dstrat.plugins.facts import contradiction
 from dstrat.resolve.compatibility import accelerator_problem, listed, max_devices
 from dstrat.resolve.plan import PlanRow
-from dstrat.resolve.selection import automatic_offers, select_offer, select_requested, usable
+from dstrat.resolve.selection import automatic_offers, select, select_offer, usable
 from dstrat.resolve.strategies import suggest_strategies
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def choose_accelerator(
     members = _members(requested.value, catalog)
     if members:
         return _best(requested.value, members, catalog, strategy)
-    selection = select_requested("accelerator", requested, catalog)
+    selection = select("accelerator", requested, catalog)
     _check_record(selection)
     absence = _absence(selection.instance)
     if absence is not None:
@@ -75,8 +75,8 @@ def _members(name: object, catalog: Catalog) -> list[Offer]:
 
 def _check_record(accelerator: Selection[Accelerator]) -> None:
     """Refuse an accelerator whose record contradicts it on its collectives."""
-    if not accelerator.from_catalog or accelerator.record is None:
-        return
+    if not accelerator.from_catalog or accelerator.record is None or accelerator.facts is accelerator.record:
+        return  # the facts of the instance are the record itself where they are the same
     difference = contradiction(accelerator.record, accelerator.instance)
     if difference is not None:
         raise BrokenComponentError(f"{accelerator.title} cannot be used: its record {difference}")
@@ -309,7 +309,7 @@ def _select_precision(requested: Requested | None, catalog: Catalog) -> Selectio
         )
     if isinstance(value, int):  # 16, 32 and 64 are synonyms of flags
         requested = replace(requested, value=str(value))
-    return select_requested("precision", requested, catalog)
+    return select("precision", requested, catalog)
 
 
 def _unsupported_dtype(precision: Precision, accelerator: Accelerator) -> torch.dtype | None:

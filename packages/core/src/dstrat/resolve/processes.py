@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,12 +199,12 @@ def is_interactive() -> bool:
 def test_runner() -> str | None:
     """Return the runner of the test that calls this function, ``"pytest"`` or ``"unittest"``; None outside of tests."""
     # By the stack, not by sys.modules: a script that a test has started, or one that only imports pytest, is a script.
-    frame = sys._getframe()  # noqa: SLF001 - traceback.walk_stack would resolve each frame's source
+    frame = inspect.currentframe()  # traceback.walk_stack would resolve each frame's source
     name = None
-    while frame.f_back is not None:
-        frame = frame.f_back
+    while frame is not None:
         module = frame.f_globals.get("__name__") or ""
         name = next((runner for prefix, runner in _RUNNERS.items() if module.startswith(prefix)), name)
+        frame = frame.f_back
     return name
 
 

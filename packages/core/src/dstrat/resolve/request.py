@@ -87,6 +87,11 @@ class Requested:
     in_strategy: bool = False
 
 
+def from_argument(argument: str, value: object) -> Requested:
+    """Return a component that the user requested by an argument, as in ``strategy="ddp"``."""
+    return Requested(value=value, source=f"{argument}={_shown(value)}")
+
+
 def requested_components(request: Request, catalog: Catalog) -> dict[Subject, Requested]:
     """Return the components that the user requested beside the strategy, by subject.
 
@@ -129,11 +134,11 @@ def _merged(
 
 def _from_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
     if not _is_auto(request.accelerator):
-        yield "accelerator", Requested(value=request.accelerator, source=written("accelerator", request.accelerator))
+        yield "accelerator", from_argument("accelerator", request.accelerator)
     if not _is_auto(request.devices):
-        yield "devices", Requested(value=request.devices, source=written("devices", request.devices))
+        yield "devices", from_argument("devices", request.devices)
     if request.precision is not None:
-        yield "precision", Requested(value=request.precision, source=written("precision", request.precision))
+        yield "precision", from_argument("precision", request.precision)
 
 
 def _from_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
@@ -204,12 +209,8 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def written(argument: str, value: object) -> str:
-    """Return how the user wrote an argument, the same in every process."""
-    return f"{argument}={_shown(value)}"
-
-
 def _shown(value: object) -> str:
+    """Return how the user wrote a value, the same in every process."""
     if isinstance(value, type):
         return value.__name__
     is_object = isinstance(value, tuple(INTERFACES.values()))

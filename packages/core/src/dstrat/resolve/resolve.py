@@ -16,7 +16,7 @@ from dstrat.resolve.hardware import choose_accelerator, choose_devices, choose_p
 from dstrat.resolve.plan import Plan, PlanRow
 from dstrat.resolve.processes import choose_launch, is_interactive, test_runner
 from dstrat.resolve.request import requested_components, with_components_of
-from dstrat.resolve.selection import automatic_offers, select_requested, usable
+from dstrat.resolve.selection import automatic_offers, select, usable
 from dstrat.resolve.strategies import choose_strategy, requested_strategy
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class _Hardware:
         devices: The devices of each machine.
         precision: The precision.
         num_nodes: Number of machines.
+        num_started: Number of processes that exist already.
     """
 
     strategy: Selection[Strategy] | None
@@ -99,6 +100,7 @@ class _Hardware:
     devices: DeviceSelection
     precision: Selection[Precision]
     num_nodes: int
+    num_started: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,13 +144,14 @@ def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, s
     wanted = None if wanted is None else wanted.with_arguments(requested)
     # Before the devices: in a job that a scheduler has started, the number of processes decides how many there are.
     cluster = choose_cluster(requested.get("cluster environment"), catalog, environ)
+    started = num_started(cluster)
     accelerator = choose_accelerator(requested.get("accelerator"), catalog, wanted)
     if wanted is not None and (strategy := wanted.on(accelerator, catalog)) is not wanted.selection:
         requested = with_components_of(strategy, beside_strategy)  # the accelerator's strategy may preset others
     devices = choose_devices(
         requested.get("devices"),
         accelerator.instance,
-        num_started=num_started(cluster),
+        num_started=started,
         num_nodes=request.num_nodes,
         strategy=strategy,
     )
@@ -160,12 +163,13 @@ def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, s
         devices=devices,
         precision=choose_precision(requested.get("precision"), accelerator, catalog),
         num_nodes=request.num_nodes,
+        num_started=started,
     )
 
 
 def _choose_software(request: Request, catalog: Catalog, hardware: _Hardware, *, interactive: bool | None) -> _Software:
     requested = hardware.requested
-    launcher = select_requested("launcher", requested["launcher"], catalog) if "launcher" in requested else None
+    launcher = select("launcher", requested["launcher"], catalog) if "launcher" in requested else None
     interactive = False if launcher is not None else interactive  # its processes need no script
     runner = test_runner() if interactive is None else None
     constraints = Constraints(
@@ -174,7 +178,7 @@ def _choose_software(request: Request, catalog: Catalog, hardware: _Hardware, *,
         num_devices=hardware.devices.count,
         num_nodes=hardware.num_nodes,
         cluster=hardware.cluster,
-        num_started=num_started(hardware.cluster),
+        num_started=hardware.num_started,
         interactive=is_interactive() and runner is None if interactive is None else interactive,
         test_runner=runner,
     )
@@ -193,7 +197,7 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
     flag = precision_flag(precision)
     selections = (strategy, accelerator, cluster, precision, software.checkpoint_io, launcher)
     return Plan(
-        choices=_rows(hardware, software),
+        choices=_rows(hardware, software, flag),
         strategy=strategy.name,
         strategy_alias=strategy.alias,
         accelerator=accelerator.name,
@@ -213,8 +217,8 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
     )
 
 
-def _rows(hardware: _Hardware, software: _Software) -> tuple[PlanRow, ...]:
-    num_nodes, precision, flag = hardware.num_nodes, hardware.precision, precision_flag(hardware.precision)
+def _rows(hardware: _Hardware, software: _Software, flag: str) -> tuple[PlanRow, ...]:
+    num_nodes, precision = hardware.num_nodes, hardware.precision
     return (
         software.strategy.row("strategy"),
         hardware.accelerator.row("accelerator"),
@@ -245,11 +249,10 @@ def _compose(plan: Plan, hardware: _Hardware, software: _Software, environ: Mapp
         launcher.receive(processes_per_node=plan.processes_per_node, num_nodes=plan.num_nodes)
     precision_plugin: Precision | None = None
     if precision.from_catalog:  # a flag, for which a strategy or an accelerator may have an implementation
-        flag = precision_flag(precision)
-        precision_plugin = strategy.precision_for(flag) or accelerator.instance.precision_for(flag)
+        precision_plugin = strategy.precision_for(plan.precision) or accelerator.instance.precision_for(plan.precision)
         if precision_plugin is not None and precision.options:
             raise ConflictError(
-                f"{precision.title}: {plan.strategy} on {plan.accelerator} computes {flag!r} with its own "
+                f"{precision.title}: {plan.strategy} on {plan.accelerator} computes {plan.precision!r} with its own "
                 f"{type(precision_plugin).__name__}, which these options do not reach: leave them out, or construct "
                 "the precision that is to be used, and give the instance"
             )
@@ -274,7 +277,7 @@ def _compose(plan: Plan, hardware: _Hardware, software: _Software, environ: Mapp
 
 def _choose_checkpoint_io(requested: Requested | None, catalog: Catalog) -> Selection[CheckpointIO]:
     if requested is not None:
-        return select_requested("checkpoint_io", requested, catalog)
+        return select("checkpoint_io", requested, catalog)
     for selection in usable(automatic_offers("checkpoint_io", catalog), catalog):
         # torch.load of other programs needs files.
         return selection.because("the default, folders" if selection.instance.is_collective else "the default")

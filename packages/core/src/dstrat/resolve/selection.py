@@ -103,45 +103,39 @@ class Selection(Generic[T]):
 # Selection by alias, class or instance
 
 
-def select(kind: Kind, value: object, catalog: Catalog, *arguments: Any, source: str) -> Selection[Any]:
-    """Select a component by an alias, a class or an instance.
+def select(kind: Kind, requested: Requested, catalog: Catalog, *arguments: Any) -> Selection[Any]:
+    """Select a component that the user requested by an alias, a class or an instance.
 
     Args:
         kind: The kind of component.
-        value: The argument.
+        requested: The alias, class or instance.
         catalog: Where aliases are looked up.
         *arguments: For the constructor, unless the user constructed it.
-        source: Where the user wrote it, for error messages, as in ``"strategy='ddp'"``.
 
     Raises:
         RequestError: It is of another type.
         CatalogError: No usable component has that alias.
         MisuseError: The class cannot be constructed.
     """
-    interface = INTERFACES[kind]
+    interface, value = INTERFACES[kind], requested.value
+    reason = f"given to {requested.source}" if requested.in_strategy else "asked for"
     if isinstance(value, str):
-        return select_offer(catalog.find(kind, value), catalog, *arguments)
+        return select_offer(catalog.find(kind, value), catalog, *arguments, reason=reason)
     if isinstance(value, interface):
-        return _unlisted(kind, value, catalog)
+        return _unlisted(kind, value, catalog, reason)
     if isinstance(value, type) and issubclass(value, interface):
         try:
             instance = value(*arguments)
         except TypeError as error:
             raise _construction_error(f"{kind_label(kind)} {value.__name__}", error) from error
-        return _unlisted(kind, instance, catalog)
+        return _unlisted(kind, instance, catalog, reason)
     raise RequestError(
-        f"{source} is of the type {type(value).__name__}: "
+        f"{requested.source} is of the type {type(value).__name__}: "
         f"give an alias, a subclass of {interface.__name__} or an instance of one"
     )
 
 
-def select_requested(kind: Kind, requested: Requested, catalog: Catalog, *arguments: Any) -> Selection[Any]:
-    """Select the component that the user requested; arguments and errors are those of :func:`select`."""
-    selection = select(kind, requested.value, catalog, *arguments, source=requested.source)
-    return selection.because(f"given to {requested.source}" if requested.in_strategy else "asked for")
-
-
-def _unlisted(kind: Kind, instance: Any, catalog: Catalog) -> Selection[Any]:
+def _unlisted(kind: Kind, instance: Any, catalog: Catalog, reason: str) -> Selection[Any]:
     cls = type(instance)
     # The start method tells apart the aliases of one strategy class.
     settings = {"start_method": getattr(instance, "start_method", None)} if kind == "strategy" else {}
@@ -149,9 +143,8 @@ def _unlisted(kind: Kind, instance: Any, catalog: Catalog) -> Selection[Any]:
     if record is not None:
         record = replace(record, options={**record.options, **settings})
         record = with_class_facts(facts_of_subclass(record, cls), cls)
-    return Selection(
-        kind=kind, name=cls.__name__, instance=instance, facts=_facts(kind, record, instance), record=record
-    )
+    facts = _facts(kind, record, instance)
+    return Selection(kind=kind, name=cls.__name__, instance=instance, facts=facts, record=record, reason=reason)
 
 
 def _facts(kind: Kind, record: Component | None, instance: Any) -> Component:

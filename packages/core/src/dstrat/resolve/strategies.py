@@ -15,7 +15,7 @@ from dstrat.resolve.compatibility import (
     incompatibility,
     max_devices,
 )
-from dstrat.resolve.request import written
+from dstrat.resolve.request import from_argument
 from dstrat.resolve.selection import automatic_offers, select, select_offer, usable
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ class RequestedStrategy:
             _check_not_substituted(self.selection, accelerator)
             return self.selection
         try:
-            text = f"{alias}{self.options_text}"
-            served = select("strategy", text, catalog, source=written("strategy", text))
+            served = select("strategy", from_argument("strategy", f"{alias}{self.options_text}"), catalog)
         except CatalogError as error:
             raise type(error)(f"{accelerator.title} lets {alias!r} serve {self.names[0]!r}, and {error}") from error
         return served.because(f"serves {self.names[0]!r} on accelerator {accelerator.name!r}")
@@ -114,10 +113,12 @@ def requested_strategy(value: object, catalog: Catalog) -> RequestedStrategy | N
     """
     if isinstance(value, str) and value == "auto":
         return None
-    names = _all_names(value, catalog)
-    options = options_text(parse_alias(value).options) if isinstance(value, str) else ""
+    text = parse_alias(value) if isinstance(value, str) else None
+    # An owner is insisted on, and a class or an instance is no alias.
+    names = () if text is None or text.owner is not None else _all_names(text.alias, catalog)
+    options = "" if text is None else options_text(text.options)
     try:
-        selection = select("strategy", value, catalog, source=written("strategy", value)).because("asked for")
+        selection = select("strategy", from_argument("strategy", value), catalog)
     except CatalogError as error:
         records = [offer.component for offer in catalog.offers("accelerator")]
         if not any(name in record.strategies for record in records for name in names):
@@ -126,12 +127,9 @@ def requested_strategy(value: object, catalog: Catalog) -> RequestedStrategy | N
     return RequestedStrategy(names=names, selection=selection, options_text=options)
 
 
-def _all_names(value: object, catalog: Catalog) -> tuple[str, ...]:
-    """Return the alias that a user wrote, then its synonyms; nothing where an owner is named, which insists on it."""
-    text = parse_alias(value) if isinstance(value, str) else None
-    if text is None or text.owner is not None:
-        return ()
-    alias, records = text.alias, [offer.component for offer in catalog.offers("strategy")]
+def _all_names(alias: str, catalog: Catalog) -> tuple[str, ...]:
+    """Return the alias that a user wrote, then its synonyms."""
+    records = [offer.component for offer in catalog.offers("strategy")]
     synonyms = {
         name
         for record in records

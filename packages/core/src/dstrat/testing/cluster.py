@@ -52,6 +52,12 @@ class ClusterEnvironmentSuite(Suite):
                 f"evidence() returned {evidence!r} in a rank's environment",
                 expected='a few words that say why, such as "SLURM_STEP_ID is set".',
             )
+        variables = self.offer.component.evidence_variables
+        if variables and self._environ(0).keys().isdisjoint(variables):
+            fail(
+                f"a rank's environment has no variable of the record's evidence_variables={variables!r}",
+                fix="declare a variable that each rank has.",
+            )
 
     @standard("optional", "ranks")
     def test_it_knows_every_rank(self) -> None:

@@ -170,7 +170,7 @@ class _FitLocation:
         self._run = run
         self._validation_batch = ""
 
-    def note_validation_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:  # noqa: ARG002 - a hook
+    def note_validation_batch(self, _batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
         of_loader = "" if dataloader_idx is None else f" of loader {dataloader_idx}"
         self._validation_batch = f"batch {batch_idx}{of_loader}"
 

@@ -1,14 +1,14 @@
-"""Results of a validation or test, and their table on a terminal, in a notebook and in a file."""
+"""Tables of logged values and of the results of an evaluation: on a terminal, in a notebook, in a file."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.training.callbacks.progress import format_value
 from dstrat.training.metrics.values import DATALOADER_SUFFIX
-from dstrat.training.notebook import MetricValues, Output, cell_number, has_notebook, html_table
+from dstrat.training.notebook import Output, cell_number, has_notebook, html_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,6 +18,14 @@ _DIGITS = 6
 _BETWEEN = "  "
 
 Rows = list[list[str]]
+
+
+class MetricValues(dict[str, Any]):
+    """Logged values by name; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [(name, format_value(float(value), digits=_DIGITS)) for name, value in self.items()]
+        return html_table(("name", "value"), rows, text_columns=("name",))
 
 
 class EvaluationResults(list[dict[str, float]]):

@@ -16,14 +16,16 @@ from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
-from dstrat.training.checkpoint.recovery import continued_checkpoint, join_attempt, rewind_loggers
+from dstrat.training.checkpoint.recovery import continued_checkpoint, count_steps, join_attempt, rewind_loggers
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
-from dstrat.training.checkpoint.save import FinalState
+from dstrat.training.checkpoint.save import final_state_of
 from dstrat.training.contexts import numerics
 from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
-from dstrat.training.loggers.defaults import agree_on_folders
+from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
 from dstrat.training.loops.stopping import Interrupted, Terminated, end_by, is_by_signal
+from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.metrics.publisher import Publisher
 from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import logged_hyperparameters
 from dstrat.training.module.train_module import TrainModule
@@ -131,7 +133,7 @@ def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
     outcome = RunResult.of(run, result)
     if run.is_fitting and not run.ran_elsewhere:
         run.final_optimization = _final_optimization(run.strategy)
-    final_state = FinalState.of(run)  # before the cleanup, in which the strategy frees it
+    final_state = final_state_of(run)  # before the cleanup, in which the strategy frees it
     _finish(run)
     if run.is_fitting:  # an evaluation keeps the final state of the fit before it
         run.final_state = final_state
@@ -158,6 +160,7 @@ def _begin(run: Run) -> None:
     trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
     _set_logging_module(run.callbacks, module)
     run.hooks = HookRunner(trainer, module, run.called_callbacks, run.profiled)
+    run.logged, run.publisher = LoggedValues(training=True), Publisher(run)
     if run.is_global_zero:
         for callback in run.called_callbacks:
             warn_of_misspelled_hooks(callback, Callback)
@@ -189,6 +192,7 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     join_attempt(run)
     run.log_dir = agree_on_folders(run.loggers, strategy)
     rewind_loggers(run)
+    count_steps(run)
     begin_record(run)
     if run.profiler is not None:
         run.profiler.start(run.stage, run.output_dir, strategy.global_rank)
@@ -203,14 +207,15 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     run.ckpt_path = None if path is None else str(path)
     # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
     restoration = None if path is None else CheckpointRestore(run, path)
-    run.publisher.log_graph(module)
+    call_loggers(run.loggers, "log_graph", module)  # before the strategy wraps the module
     strategy.setup(run.trainer)
     if run.is_fitting:
         strategy.check_set_up()
-    run.publisher.start_run()
+    call_loggers(run.loggers, "start_run")
     owners: list[HyperparametersMixin] = [module] if run.datamodule is None else [module, run.datamodule]
     warns = run.is_fitting and bool(run.checkpoint_callbacks) and run.is_global_zero
-    run.publisher.log_hyperparams(logged_hyperparameters(owners, warns=warns))
+    if hyperparameters := logged_hyperparameters(owners, warns=warns):
+        call_loggers(run.loggers, "log_hyperparams", hyperparameters)
     if restoration is not None:
         restoration.finish()
     if run.is_fitting:  # after the checkpoint, whose state that of a running job replaces
@@ -355,7 +360,7 @@ def _finish(run: Run) -> None:
 
 def _cleanup_steps(run: Run, status: str) -> list[Callable[[], None]]:
     return [
-        partial(run.publisher.finalize, status),
+        partial(call_loggers, run.loggers, "finalize", status),
         *(partial(hook, run.stage) for hook in _ordered_hooks(run, "teardown")),
         run.strategy.teardown,
         *([run.profiler.finish] if run.profiler else []),

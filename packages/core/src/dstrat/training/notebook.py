@@ -1,4 +1,4 @@
-"""Output of notebook cells: detection, HTML tables, and values that show themselves as tables."""
+"""Output of notebook cells: detection and HTML tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import html
 import os
 import sys
 from typing import TYPE_CHECKING, Any
-
-from dstrat.training.callbacks.progress import format_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,14 +62,6 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text_colum
 
     body = "".join(line("td", row) for row in rows)
     return f"<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
-
-
-class MetricValues(dict[str, Any]):
-    """Logged values by name; a notebook shows them as a table."""
-
-    def _repr_html_(self) -> str:
-        rows = [(name, format_value(float(value), digits=6)) for name, value in self.items()]
-        return html_table(("name", "value"), rows, text_columns=("name",))
 
 
 def _shell_of_kernel() -> Any:

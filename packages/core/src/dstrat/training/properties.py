@@ -11,7 +11,7 @@ from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from dstrat.training.notebook import MetricValues
+from dstrat.training.evaluation_results import MetricValues
 from dstrat.training.run import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from dstrat.training.settings import setting
 

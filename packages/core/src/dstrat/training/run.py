@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dstrat.checkpoint.paths import home_path, local_folder
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.loops.stopping import Interruption
-from dstrat.training.metrics.logged import LoggedValues
-from dstrat.training.metrics.publisher import Metrics, Publisher
+from dstrat.training.metrics.publisher import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import LocalPath
     from dstrat.launch.recovery import Attempt, SavePoint
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.checkpoint.save import FinalState
     from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
     from dstrat.training.loops.fit_loop import FitLoop
     from dstrat.training.loops.sources import DataSources
+    from dstrat.training.metrics.logged import LoggedValues
+    from dstrat.training.metrics.publisher import Publisher
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
@@ -113,6 +113,40 @@ class TrainerState:
         return self.status.stopped
 
 
+# State of the end of a fit, on the CPU, for a checkpoint after the fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinalState:
+    """The state that the strategy frees at the end of a fit; module, counters and callbacks stay in the Trainer.
+
+    Tensors are on the CPU.  On other devices they are copied to it, which takes as much host memory as the optimizers'
+    state takes on the device (8 bytes per parameter for Adam in float32).  The Trainer's optimizers, which users may
+    read after a fit, share these tensors.
+
+    Attributes:
+        optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
+        rank_state: The state of this rank.
+        error: The error that prevents a checkpoint of the state; None without one.
+        weights_of: The checkpoint whose weights an evaluation has since loaded into the module; None without one.
+        loaded_by: The stage of that evaluation.
+    """
+
+    optimization: dict[str, Any]
+    rank_state: dict[str, Any]
+    error: Exception | None = None
+    weights_of: str | Path | None = None
+    loaded_by: str = ""
+
+    def with_weights_of(self, path: str | Path, stage: str) -> FinalState:
+        """Return the final state after a stage has loaded the weights of a checkpoint into the module."""
+        rank_state = {**self.rank_state, "buffers": {}}  # the module has the checkpoint's buffers now
+        return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
+
+
+# A run
+
+
 class Run:
     """A run: everything that changes during a fit, validation, test or prediction in a process.
 
@@ -137,7 +171,7 @@ class Run:
         interrupted: Whether a signal ended the run.
         interruption: Defers signals that arrive while batches are read; of all runs of a Trainer, as it restores the
             handlers from before an interrupted one.
-        hooks: The hooks of callbacks and module; set when the run begins.
+        hooks: The hooks of callbacks and module.
         beat: Notes progress of the run for hang detection; None where it is not watched.
         evaluation_loop: The loop that validates, tests or predicts.
         metrics: The logged values.
@@ -156,9 +190,12 @@ class Run:
         plan: The components of the run.
     """
 
-    module: TrainModule  # None before the first call, when there are no hooks, loops and steps
+    module: TrainModule  # None before the first call, when there are no loops and steps
     sources: DataSources  # likewise
+    # Set in the process of the run, when it begins.
     hooks: HookRunner
+    logged: LoggedValues
+    publisher: Publisher
 
     # Of the Trainer.  Users change these within a run too; attrgetter is no Python call in a step.
     settings: TrainerSettings = property(attrgetter("trainer.settings"))  # type: ignore[assignment]
@@ -188,8 +225,6 @@ class Run:
         self.evaluation_loop: EvaluationLoop | None = None
         self.beat: Callable[[], None] | None = None
         self.metrics = Metrics(trainer.strategy)
-        self.logged = LoggedValues(training=True)
-        self.publisher = Publisher(self)
         self.ckpt_path: str | None = None
         self.attempt: Attempt | None = None
         self.save_point: SavePoint | None = None

@@ -160,18 +160,20 @@ class TrainerSettings:
         return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
 
     def limited(self) -> TrainerSettings:
-        """Return the settings with the limits that ``fast_dev_run`` and ``overfit_batches`` imply."""
+        """Return the settings with what ``fast_dev_run``, ``overfit_batches`` and ``gradient_clip_val=0`` imply."""
+        steps = replace(self.steps, gradient_clip_val=self.steps.gradient_clip_val or None)
         batches = self.limits.fast_dev_run
         if batches:
             return replace(
                 self,
+                steps=steps,
                 limits=self.limits.for_trial(),
                 data=self.data.for_trial(batches),
                 evaluation=self.evaluation.for_trial(),
             )
         if self.data.overfit_batches:
-            return replace(self, data=self.data.overfitting(self.data.overfit_batches))
-        return self
+            return replace(self, steps=steps, data=self.data.overfitting(self.data.overfit_batches))
+        return replace(self, steps=steps)
 
 
 def setting(group: str, name: str) -> Any:

@@ -242,7 +242,6 @@ class Trainer(TrainerProperties):
         )
         check_arguments(self.settings)
         self.settings = self.settings.limited()
-        self.gradient_clip_val = gradient_clip_val or None  # after the check, which refuses False
 
         self.request = Request(
             strategy=strategy,
@@ -259,7 +258,7 @@ class Trainer(TrainerProperties):
         self.loggers = complete_loggers(
             features.logger,
             local_folder(self.default_root_dir),
-            writes=self.strategy.is_global_zero,
+            self.strategy,
             is_tried=self.fast_dev_run > 0,
         )
         self.callbacks = complete_callbacks(
@@ -269,13 +268,12 @@ class Trainer(TrainerProperties):
             checkpointing=features.checkpointing,
             barebones=barebones,
             max_time=max_time,
-            counts_steps=max_restarts > 0,
         )
         self.run = Run(self)
         check_preemption(
             preemption_deadline,
             self.strategy.components.cluster_environment,
-            saves_checkpoints=bool(self.checkpoint_callbacks),
+            saves_checkpoints=any(callback.saves_checkpoints for callback in self.callbacks),
         )
 
     # Methods for users

@@ -6,7 +6,8 @@ import re
 
 from dstrat.training.callbacks.progress import Progress
 from dstrat.training.callbacks.progress_notebook import FinishedLoop, history_table, running_bars
-from dstrat.training.notebook import MetricValues, has_notebook
+from dstrat.training.evaluation_results import MetricValues
+from dstrat.training.notebook import has_notebook
 
 
 def finished(number, **values):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dstrat import Callback, ModelCheckpoint
+from dstrat import Callback, EarlyStopping, ModelCheckpoint
 
 
 class Noting(Callback):
@@ -90,6 +90,20 @@ def test_a_first_epoch_without_a_batch_needs_no_monitored_value(quiet_trainer, m
 
     best = ModelCheckpoint(tmp_path, monitor="loss_epoch")
     quiet_trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True).fit(make_line(SkipsTheFirst), loader(4))
+    assert "epoch=1" in best.best_model_path
+
+
+def test_an_epoch_that_ends_before_its_validation_needs_no_monitored_value(quiet_trainer, make_line, loader, tmp_path):
+    class EndsTheFirst(type(make_line())):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 and batch_idx == 2 else None
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", 1.0)
+
+    best, stops = ModelCheckpoint(tmp_path, monitor="val"), EarlyStopping("val")
+    trainer = quiet_trainer(max_epochs=2, callbacks=[best, stops], enable_checkpointing=True)
+    trainer.fit(make_line(EndsTheFirst), loader(4), loader(4))
     assert "epoch=1" in best.best_model_path
 
 

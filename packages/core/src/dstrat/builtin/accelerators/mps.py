@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from dstrat.builtin.accelerators.torch_accelerator import TorchAccelerator
 
@@ -30,17 +31,20 @@ class MPSAccelerator(TorchAccelerator):
     def setup(self, device: torch.device | None = None) -> None:
         """Do nothing: there is one device, which is always the current one."""
 
-    def get_device_stats(self, device: torch.device) -> dict[str, float]:  # noqa: ARG002 - there is only one
+    @override
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:
         """Return bytes of memory: in use, and held by the driver."""
         return {
             "memory_allocated": float(torch.mps.current_allocated_memory()),
             "driver_memory_allocated": float(torch.mps.driver_allocated_memory()),
         }
 
-    def get_random_state(self, device: torch.device) -> Tensor | None:  # noqa: ARG002 - there is only one
+    @override
+    def get_random_state(self, device: torch.device) -> Tensor | None:
         return torch.mps.get_rng_state()
 
-    def set_random_state(self, device: torch.device, state: Tensor) -> None:  # noqa: ARG002 - there is only one
+    @override
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
         torch.mps.set_rng_state(state)
 
     def teardown(self) -> None:

@@ -162,22 +162,16 @@ class PortableCheckpointIO(CheckpointIO):
             self._ranks = None
 
     def _current_ranks(self) -> Ranks:
-        """Return the ranks of the current job."""
-        if self._ranks is not None and not self._ranks.is_current:
-            self._ranks = None  # another fit has opened another process group or channel
-        if self._ranks is None:
-            self._ranks = self._open_ranks()
+        """Return the ranks of the current job; another fit opens another process group or channel."""
+        if self._ranks is None or not self._ranks.is_current:
+            (rank, size), job = rank_and_size(), current_job()
+            if size == 1:
+                self._ranks = Ranks()
+            elif job is not None and job.open_channel is not None:
+                self._ranks = ChannelRanks(job, job.open_channel(), rank, size)
+            else:  # a process group of the user's may be open without a job
+                self._ranks = GroupRanks(self.timeout or (DEFAULT_TIMEOUT if job is None else job.timeout))
         return self._ranks
-
-    def _open_ranks(self) -> Ranks:
-        rank, size = rank_and_size()
-        if size == 1:
-            return Ranks()
-        job = current_job()
-        if job is not None and job.open_channel is not None:
-            return ChannelRanks(job, job.open_channel(), rank, size)
-        # A process group of the user's may be open without a job.
-        return GroupRanks(self.timeout or (DEFAULT_TIMEOUT if job is None else job.timeout))
 
 
 # Host memory for the copy of a background save, reused from save to save

@@ -63,7 +63,10 @@ def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEnt
         ValueError: The index contradicts itself or the files.  It is raised before memory is allocated for tensors.
     """
     try:
-        files = [_known_file(name, sizes) for name in value["files"]]
+        files = list(value["files"])
+        unknown = next((name for name in files if name not in sizes), None)
+        if unknown is not None:
+            raise ValueError(f"it names a file {unknown[:80]!r} that the manifest does not list")
         entries = {name: _from_json(name, entry, files) for name, entry in value["tensors"].items()}
     except (KeyError, TypeError, AttributeError, IndexError) as error:  # a list for a dict, the number of no file ...
         raise ValueError(f"its structure is wrong ({error!r:.80})") from error
@@ -72,12 +75,6 @@ def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEnt
             _check_alias(name, entry, entry.same_as, entries)
     _check_bytes(entries, sizes)
     return entries
-
-
-def _known_file(name: str, sizes: Mapping[str, int]) -> str:
-    if name not in sizes:
-        raise ValueError(f"it names a file {name[:80]!r} that the manifest does not list")
-    return name
 
 
 def _from_json(name: str, entry: Any, files: Sequence[str]) -> TensorEntry:

@@ -243,13 +243,9 @@ def _assigned_boxes(
         writer = queue[0][1]
         loads[writer] += num_bytes
         if writer == ranks.rank:
-            yield name, _box(tensors[name].detach(), first, count)
-
-
-def _box(tensor: Tensor, first: int, count: int) -> LocalBox:
-    if tensor.dim() == 0:
-        return LocalBox(tensor=tensor, starts=())
-    return LocalBox(tensor=tensor.narrow(0, first, count), starts=(first,) + (0,) * (tensor.dim() - 1))
+            tensor = tensors[name].detach()
+            rows = tensor.narrow(0, first, count) if tensor.dim() else tensor
+            yield name, LocalBox(tensor=rows, starts=(first, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ())
 
 
 def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrat.cli.estimate.work import CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
+from dstrat.parallel.internals import DispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,19 +168,17 @@ def measure_training(
 
 def replace_by_fake(module: nn.Module) -> None:
     """Replace the parameters and buffers of a module by fake tensors on the CPU; shared ones stay shared."""
-    # In the dicts of the layers, since named_parameters leaves out shared parameters.
     replaced: dict[int, Any] = {}
     for layer in module.modules():
-        for name, parameter in layer._parameters.items():  # noqa: SLF001 - see above
-            if parameter is not None:
-                fake = replaced.get(id(parameter))
-                if fake is None:
-                    fake = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-                    replaced[id(parameter)] = fake
-                layer._parameters[name] = fake  # noqa: SLF001 - likewise
-        for name, buffer in layer._buffers.items():  # noqa: SLF001 - likewise
-            if buffer is not None:
-                layer._buffers[name] = replaced.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))  # noqa: SLF001 - likewise
+        for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in replaced:
+                fake = torch.empty_like(parameter, device="cpu")
+                replaced[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+            setattr(layer, name, replaced[id(parameter)])
+        for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) not in replaced:
+                replaced[id(buffer)] = torch.empty_like(buffer, device="cpu")
+            setattr(layer, name, replaced[id(buffer)])
 
 
 def _run(
@@ -295,7 +293,7 @@ def _explained() -> Iterator[None]:
 # Live memory of a step
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(DispatchMode):
     """Counts the storages that live after each operation.
 
     Args:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
+from typing_extensions import override
 
 from dstrat.cli.estimate.command import load_factory
 from dstrat.cli.estimate.fake_step import read_training
@@ -257,7 +258,8 @@ class Recorder(Callback):
 
         return note
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._values["samples"] = max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=0)
 
@@ -272,7 +274,8 @@ class Recorder(Callback):
         pair = strategy.reduce(pair.to(strategy.root_device), reduce_op="mean").cpu()
         self._values["losses"].append(float(pair[0] / pair[1]))
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._values["after"] = _on_cpu(trainer.strategy.module_state_dict())
         torch.save(self._values, self._folder / f"{trainer.global_rank}.pt")
 

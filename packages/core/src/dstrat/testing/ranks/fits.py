@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from typing_extensions import override
 
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
@@ -210,13 +211,15 @@ class _FinalState(Callback):
         self.validated: list[dict[str, float]] = []
         self.drawn = 0.0
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         path = self.work.save_to
         # The step's number stays for the batches that are accumulated after it.
         if path is not None and trainer.global_step == self.work.save_at and not Path(path).exists():
             trainer.save_checkpoint(Path(path))
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.validated.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
@@ -428,7 +431,8 @@ class _SaveLast(Callback):
         self.path = path
         self.state: dict[str, Any] = {}
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.is_last_batch:
             self.state = full_state(trainer.strategy)
             trainer.save_checkpoint(self.path)
@@ -440,7 +444,8 @@ class _LoadedState(Callback):
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self.state = full_state(trainer.strategy)
         trainer.should_stop = True
 

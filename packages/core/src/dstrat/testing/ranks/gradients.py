@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 RIGHT = "right"
 
 
-def first_values(rank_context: RankContext, net: str) -> dict[str, list[float]]:  # noqa: ARG001 - every job's function takes it
+def first_values(_rank_context: RankContext, net: str) -> dict[str, list[float]]:
     """Return the initial parameters of a module."""
     return {name: numbers(value) for name, value in NETS[net](Fit(), None).named_parameters()}
 
 
-def possible_steps(rank_context: RankContext, work: Fit, readers: int) -> dict[str, list[float]]:  # noqa: ARG001 - as above
+def possible_steps(_rank_context: RankContext, work: Fit, readers: int) -> dict[str, list[float]]:
     """Return the change of the parameters in one step of SGD, as it should be and as typical mistakes make it.
 
     Args:
-        rank_context: A rank.
         work: A fit of the module ``"linear"`` whose data is one group of ``accumulate`` batches.
         readers: Ranks that share each batch.
 
@@ -76,7 +75,7 @@ def _summed_again(per_rank: list[list[Tensor]]) -> Tensor:
     return accumulated / len(per_rank) / len(per_rank[0])
 
 
-def uneven_groups(rank_context: RankContext, work: Fit) -> dict[str, list[float]]:  # noqa: ARG001 - as above
+def uneven_groups(_rank_context: RankContext, work: Fit) -> dict[str, list[float]]:
     """Return the parameters after an epoch whose last group of batches is smaller, as they should be and as not.
 
     The data is two batches of which the first is a group of ``accumulate`` batches, and the second is one batch.
@@ -143,14 +142,13 @@ def _mean(gradients: list[Tensor]) -> Tensor:
 
 
 def with_local_statistics(
-    rank_context: RankContext,  # noqa: ARG001 - every job's function takes it
+    _rank_context: RankContext,
     work: Fit,
     readers: int,
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Return the mean loss of each batch, and the statistics that the first rank has gathered, by name.
 
     Args:
-        rank_context: A rank.
         work: A fit of one epoch.
         readers: Ranks that share each batch.
     """
@@ -196,14 +194,13 @@ def divided_fits(rank_context: RankContext, subject: Subject, works: Mapping[str
 
 
 def right_states(
-    rank_context: RankContext,  # noqa: ARG001 - every job's function takes it
+    _rank_context: RankContext,
     works: Mapping[str, Fit],
     seen: Mapping[str, Sequence[Sequence[Sequence[int]]]],
 ) -> dict[str, RightState]:
     """Return the right parameters after several trainings.
 
     Args:
-        rank_context: A rank.
         works: The trainings, with SGD and a learning rate of 1.
         seen: The samples of each batch of each rank, none in a batch without a loss, by the training's name.
     """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.errors import DstratError, RankFailedError
 from dstrat.testing.ranks.fits import Fit, make_trainer
@@ -82,10 +83,12 @@ class _SocketRecorder(Callback):
     def __init__(self) -> None:
         self.addresses: list[str] = []
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self.addresses += public_addresses()
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_end(self, trainer: Any, module: Any) -> None:
         self.addresses += public_addresses()
 
 
@@ -99,7 +102,8 @@ class LeavesTrace(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_end(self, trainer: Any, module: Any) -> None:
         (self.folder / f"trained-{trainer.global_rank}").touch()
 
 

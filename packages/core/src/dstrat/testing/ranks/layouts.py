@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from dstrat.interfaces.pipeline import Pipeline
 from dstrat.parallel.shards import local_tensor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 GLOBAL_BATCH, BATCHES = 8, 6  # of an epoch
 STEPS, SAVED_AT = 5, 2  # of two batches each: the checkpoint is in the middle of the first epoch
 _LENGTH, _TOKENS, _WIDTH, _HEADS, _KEY_HEADS = 16, 11, 16, 4, 2
+_EXPERTS, _HIDDEN = 4, 2
 _IGNORED = -100
 _CLIP = 0.1  # below the norms of all steps, which are from 0.2 on
 _SEED = 100
@@ -64,10 +66,43 @@ class Attention(nn.Module):
         return added
 
 
+class Experts(nn.Module):
+    """Experts that are called with tokens, each token's experts, and the factors of their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(_EXPERTS, _WIDTH, _HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, _WIDTH) / 4)
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        output = torch.zeros_like(tokens)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            rows, choices = torch.where(index == expert)
+            computed = torch.tanh(tokens[rows] @ up) @ down
+            output = output.index_add(0, rows, computed * weights[rows, choices, None])
+        return output
+
+
+class Mixture(nn.Module):
+    """Two experts for each token, as a router chooses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(_WIDTH, _EXPERTS)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        mixed: Tensor = x + self.experts(tokens, index, weights).view_as(x)
+        return mixed
+
+
 class LayoutNet(TrainModule):
     """A small language model; its loss is a mean over labels, of which each sequence has another number.
 
-    Its layers are ``net``, an ``nn.Sequential`` with layers of attention (``query``, ``key``, ``value``, ``out``).
+    Its layers are ``net``, an ``nn.Sequential`` with layers of attention (``query``, ``key``, ``value``, ``out``), and
+    experts between them.
 
     Args:
         configure: What it does in its ``configure_model``.
@@ -79,7 +114,7 @@ class LayoutNet(TrainModule):
         torch.manual_seed(seed)
         self._configure = configure
         self.net = nn.Sequential(
-            Embedding(), Attention(), nn.Tanh(), Attention(), nn.Tanh(), nn.Linear(_WIDTH, _TOKENS)
+            Embedding(), Attention(), Mixture(), Attention(), nn.Tanh(), nn.Linear(_WIDTH, _TOKENS)
         )
         self.losses: list[float] = []
         self.validated: list[float] = []
@@ -91,13 +126,21 @@ class LayoutNet(TrainModule):
     def configure_pipeline(self) -> Pipeline:
         return Pipeline(model=self.net, inputs=_inputs, loss=_loss, weight=_count)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002 - the hook's
+    @override
+    def configure_experts(self) -> list[nn.Module]:
+        mixture: Any = self.net[2]
+        return [mixture.experts]
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": _loss(self.net(_inputs(batch)), batch), "weight": _count(batch)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", _loss(self.net(_inputs(batch)), batch), batch_size=float(_count(batch)))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         reduce, weight = self.trainer.strategy.reduce, outputs["weight"].float()
         # The loss is that of a batch before it is divided by the number of accumulated ones, or after it.
         self.losses.append(float(reduce(outputs["loss"].detach() * weight) / reduce(weight)))
@@ -160,10 +203,12 @@ class LayoutRecord(Callback):
     numel: int = 0
     drawn: float = 0.0
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(_SEED + trainer.global_rank)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - likewise
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.drawn = float(torch.rand(()))
         if self.save_to is not None and trainer.global_step == SAVED_AT and batch_idx % 2:
             trainer.save_checkpoint(self.save_to)

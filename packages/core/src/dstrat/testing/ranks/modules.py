@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from typing_extensions import override
 
 from dstrat.training.module.train_module import TrainModule
 
@@ -55,18 +56,21 @@ class Net(TrainModule):
         if self.configure is not None:
             self.configure(self)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - modules derived from it use it
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets, numbers = batch
         loss = nn.functional.mse_loss(self(inputs), targets)
         if not self.is_traced:
             self.note_losses(loss, numbers)
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.is_traced:
             self.note_losses(outputs["loss"] * self.trainer.accumulate_grad_batches, batch[2])
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - as above
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets, numbers = batch
         if not self.is_traced:
             self.seen.append(numbers.tolist())
@@ -76,7 +80,8 @@ class Net(TrainModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002 - as above
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, _, numbers = batch
         if not self.is_traced:
             self.seen.append(numbers.tolist())
@@ -84,12 +89,13 @@ class Net(TrainModule):
         predicted: Tensor = numbers
         return predicted
 
+    @override
     def on_validation_batch_end(
         self,
-        outputs: Any,  # noqa: ARG002 - the hook's
+        outputs: Any,
         batch: Any,
-        batch_idx: int,  # noqa: ARG002 - as above
-        dataloader_idx: int = 0,  # noqa: ARG002 - as above
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self.is_traced:
             self.seen.append(batch[2].tolist())
@@ -199,7 +205,8 @@ class Scheduled(Net):
             self.note_rates()
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.is_traced:
             self.note_rates()
 
@@ -253,7 +260,8 @@ class ActingNet(Net):
             self.interrupt()
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.runs_of_step <= self.at_batch < batch_idx:
             self.interrupt()
 

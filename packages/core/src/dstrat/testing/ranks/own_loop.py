@@ -31,7 +31,7 @@ class Regression(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002 - as a module's step is called
+    def training_step(self, batch: Any, _batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
         return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
 
@@ -196,7 +196,7 @@ def _weights(strategy: Strategy) -> list[float]:
     return [number for value in strategy.module_state_dict().values() for number in numbers(value)]
 
 
-def reference_losses(rank_context: RankContext, steps: int) -> list[float]:  # noqa: ARG001 - every job's function takes it
+def reference_losses(_rank_context: RankContext, steps: int) -> list[float]:
     """Return the losses of plain torch."""
     module = Regression()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

@@ -19,6 +19,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.launch.failures import FailureKind, kind_of
 from dstrat.launch.processes import hidden_main
@@ -339,7 +341,8 @@ class LoopbackCluster(ClusterEnvironment):
         self._rank, self._world_size, self._port, self._listener = rank, world_size, port, listener
 
     @classmethod
-    def evidence(cls, environ: Mapping[str, str]) -> str | None:  # noqa: ARG003 - it is never found, but given
+    @override
+    def evidence(cls, environ: Mapping[str, str]) -> str | None:
         return None
 
     @property

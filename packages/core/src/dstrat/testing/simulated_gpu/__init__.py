@@ -67,7 +67,7 @@ def load() -> Any:
     return native
 
 
-def _process_group(backend: Any, options: Any) -> Any:  # noqa: ARG001 - torch's signature
+def _process_group(backend: Any, _options: Any) -> Any:
     import torch.distributed as dist
 
     store = dist.PrefixStore("gloo", backend.store)

@@ -283,7 +283,7 @@ class Devices(StrategyTests):
         return is_meant and has_type and can_communicate and not is_served
 
 
-def count_devices(rank_context: RankContext, names: Sequence[str]) -> dict[str, int]:  # noqa: ARG001 - every job's function takes it
+def count_devices(_rank_context: RankContext, names: Sequence[str]) -> dict[str, int]:
     """Return the number of devices of each available accelerator."""
     catalog = get_catalog()
     counts = {}

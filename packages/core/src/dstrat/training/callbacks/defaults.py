@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
 from dstrat.errors import ConflictError, RequestError
 from dstrat.training.arguments import adapt_all, install_hint, read_duration
 from dstrat.training.callbacks.callback import Callback
@@ -21,10 +19,8 @@ from dstrat.training.hooks import check_no_removed_hooks, overrides
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dstrat.launch.recovery import StepRecord
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.settings import Duration
-    from dstrat.training.trainer import Trainer
 
 _DEFAULTS: dict[str, type[Callback]] = {
     "progress_bar": ProgressBar,
@@ -42,7 +38,6 @@ def complete_callbacks(
     checkpointing: bool,
     barebones: bool = False,
     max_time: Duration | None = None,
-    counts_steps: bool = False,
 ) -> list[Callback]:
     """Return the user's callbacks and the missing default ones.
 
@@ -55,7 +50,6 @@ def complete_callbacks(
         checkpointing: Whether it saves checkpoints.
         barebones: Whether ``barebones`` has switched these features off.
         max_time: Time limit of the training; None is no limit.
-        counts_steps: Whether a supervisor reads the step of each rank, with ``max_restarts``.
 
     Raises:
         RequestError: A value is not a callback, or two callbacks have the same ``state_key``.
@@ -80,8 +74,7 @@ def complete_callbacks(
     for name, enabled in enabled_features.items():
         if enabled and not any(isinstance(callback, _DEFAULTS[name]) for callback in callbacks):
             callbacks.append(_DEFAULTS[name]())
-    # The counter is first, so that a batch counts even if another callback fails after it.
-    return [*([StepCounter()] if counts_steps else []), *_in_order(callbacks)]
+    return _in_order(callbacks)
 
 
 def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
@@ -159,27 +152,3 @@ def _check_keys(callbacks: Sequence[Callback]) -> None:
             raise RequestError(
                 f"two callbacks have the state_key {key!r}, so a checkpoint could not tell them apart: {way}"
             )
-
-
-class StepCounter(Callback):
-    """Record the step of each rank for the supervisor, which reads it also after the rank was killed."""
-
-    def __init__(self) -> None:
-        self._record: StepRecord | None = None
-
-    @override
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        from dstrat.launch.recovery import StepRecord  # only jobs with max_restarts need it
-
-        self._record = None if trainer.run.attempt is None else StepRecord(trainer.global_step)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._record is not None:
-            self._record.count_batch(trainer.global_step)
-
-    @override
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._record = None

@@ -309,10 +309,10 @@ def _recorders(
     """Return the hooks before and after a layer's forward pass."""
     totals: list[int] = []  # at the begin of its calls, which may be nested
 
-    def before(layer: nn.Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
+    def before(_layer: nn.Module, _args: Any) -> None:
         totals.append(counter.get_total_flops())
 
-    def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001 - as above
+    def after(_layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         flops = counter.get_total_flops() - totals.pop()
         if name not in shapes:  # a layer may be called several times
             shapes[name] = _shapes(args, kwargs, output, flops)

@@ -27,9 +27,8 @@ def is_new(monitor: str, run: Run) -> bool:
 def is_overdue(run: Run) -> bool:
     """Return whether all values must be logged by the end of this epoch: it was completed, with a validation."""
     every = run.settings.evaluation.check_val_every_n_epoch  # None: validation is independent of epochs
-    # Without any batch where on_train_batch_start has ended the first epochs.
-    has_trained = was_completed(run) and run.fit_loop.batches_seen > 0
-    return has_trained and every is not None and (run.fit_loop.epoch + 1) % every == 0
+    has_ended = was_completed(run) and not run.fit_loop.ended_by_hook
+    return has_ended and every is not None and (run.fit_loop.epoch + 1) % every == 0
 
 
 def was_completed(run: Run) -> bool:

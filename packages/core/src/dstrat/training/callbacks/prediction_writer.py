@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from typing_extensions import override
 
 from dstrat.checkpoint.paths import home_path
 from dstrat.errors import MisuseError, RequestError
@@ -108,7 +109,8 @@ class PredictionWriter(Callback):
             batch_indices: Indices of the samples of each batch, or None; for several loaders a list of such lists.
         """
 
-    def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: ARG002 - a hook
+    @override
+    def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._predictions = [[] for _ in trainer.num_predict_batches]
         self._indices = [[] for _ in trainer.num_predict_batches]
 
@@ -154,7 +156,8 @@ class TorchPredictionWriter(PredictionWriter):
         super().__init__(write_interval)
         self.folder = home_path(folder)
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:  # noqa: ARG002 - a hook
+    @override
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Make the folder, and check that it has no predictions of another run."""
         if stage != "predict":
             return
@@ -166,23 +169,25 @@ class TorchPredictionWriter(PredictionWriter):
                     "remove them, or choose another folder"
                 )
 
+    @override
     def write_on_batch_end(
         self,
         trainer: Trainer,
-        module: TrainModule,  # noqa: ARG002 - a hook
+        module: TrainModule,
         prediction: Any,
         batch_indices: list[Any] | None,
-        batch: Any,  # noqa: ARG002 - a hook
+        batch: Any,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
         name = f"rank{trainer.global_rank}_loader{dataloader_idx}_batch{batch_idx}.pt"
         self._write(name, [move_to_device(prediction, torch.device("cpu"))], [batch_indices])
 
+    @override
     def write_on_epoch_end(
         self,
         trainer: Trainer,
-        module: TrainModule,  # noqa: ARG002 - a hook
+        module: TrainModule,
         predictions: list[Any],
         batch_indices: list[Any],
     ) -> None:

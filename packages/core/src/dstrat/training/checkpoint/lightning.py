@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dstrat.checkpoint.portable.decode import split_name
 from dstrat.checkpoint.torch_file import StandInCheckpointIO, without_stand_ins
@@ -46,7 +47,8 @@ class LightningFileIO(CheckpointIO):
     Objects of other classes than tensors and Python's own are omitted, as by ``dstrat checkpoint convert``.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:  # noqa: ARG002 - the interface's
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         raise CheckpointError(
             f"{str(path)!r} is not written: files that Lightning loads are written with Trainer(plugins='lightning'), "
             f"which needs dstrat-lightning: {pip_command('dstrat-lightning')}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.checkpoint.paths import as_path
 from dstrat.launch.external import history
-from dstrat.launch.recovery import SavePoint, record_save_point, this_attempt
+from dstrat.launch.recovery import SavePoint, StepRecord, record_save_point, this_attempt
 
 if TYPE_CHECKING:
     from dstrat.training.run import Run
@@ -36,6 +36,19 @@ def rewind_loggers(run: Run) -> None:
         for logger, bookmark in zip(run.loggers, run.save_point.bookmarks, strict=True):
             if bookmark is not None:
                 logger.rewind(bookmark)
+
+
+def count_steps(run: Run) -> None:
+    """Record the step of this rank after each batch, for the supervisor, which reads it also after SIGKILL."""
+    if run.attempt is None or not run.is_fitting:
+        return
+
+    def start() -> None:
+        record, loop = StepRecord(run.fit_loop.global_step), run.fit_loop
+        # Before the hooks of callbacks: a batch counts even if one of them fails.
+        run.hooks.insert("on_train_batch_end", lambda *_: record.count_batch(loop.global_step))
+
+    run.hooks.insert("on_train_start", start)
 
 
 def continued_checkpoint(run: Run) -> str | None:

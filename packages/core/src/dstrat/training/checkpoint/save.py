@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.training.checkpoint.recovery import record_checkpoint
 from dstrat.training.contexts import warn_if_slow
 from dstrat.training.module.hyperparameters import DATAMODULE_KEYS, MODULE_KEYS, checkpoint_entries
-from dstrat.training.run import TrainerStatus
+from dstrat.training.run import FinalState, TrainerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +59,7 @@ def save_checkpoint(run: Run, path: str | Path, *, weights_only: bool) -> None:
             run.recorder.note_checkpoint(run, str(target))
         refuse_used(path, target)
     elif run.final_state is not None:
-        run.final_state.save(run, path, weights_only=weights_only)
+        _save_final_state(run.final_state, run, path, weights_only=weights_only)
     else:
         raise _nothing_to_save_error(run)
 
@@ -163,77 +162,50 @@ def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers
 _IN_A_RUN = "call it in on_train_end of the module or a callback, or use ModelCheckpoint(save_last=True)"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinalState:
-    """The state that the strategy frees at the end of a fit; module, counters and callbacks stay in the Trainer.
+def final_state_of(run: Run) -> FinalState | None:
+    """Return the final state of a fit, before the strategy's teardown; None if it cannot be saved afterwards."""
+    if not run.is_fitting or run.ran_elsewhere or _is_sharded(run):
+        return None
+    try:
+        entries, rank_state = optimization_entries(run.strategy), collect_rank_state(run)
+        if not run.is_global_zero and not run.strategy.checkpoint_io.is_collective:
+            entries = {}  # only global rank 0 writes them
+        to_host = run.strategy.to_host
+        return FinalState(
+            optimization=apply_to_tensors(entries, to_host), rank_state=apply_to_tensors(rank_state, to_host)
+        )
+    except Exception as error:  # noqa: BLE001 - the fit itself has succeeded; save raises the error if it is called
+        return FinalState(optimization={}, rank_state={}, error=error)
 
-    Tensors are on the CPU.  On other devices they are copied to it, which takes as much host memory as the optimizers'
-    state takes on the device (8 bytes per parameter for Adam in float32).  The Trainer's optimizers, which users may
-    read after a fit, share these tensors.
 
-    Attributes:
-        optimization: The state of optimizers, schedulers and precision; empty in processes that do not write it.
-        rank_state: The state of this rank.
-        error: The error that prevents a checkpoint of the state; None without one.
-        weights_of: The checkpoint whose weights an evaluation has since loaded into the module; None without one.
-        loaded_by: The stage of that evaluation.
-    """
-
-    optimization: dict[str, Any]
-    rank_state: dict[str, Any]
-    error: Exception | None = None
-    weights_of: str | Path | None = None
-    loaded_by: str = ""
-
-    @classmethod
-    def of(cls, run: Run) -> FinalState | None:
-        """Return the final state of a fit, before the strategy's teardown; None if it cannot be saved afterwards."""
-        if not run.is_fitting or run.ran_elsewhere or _is_sharded(run):
-            return None
-        try:
-            entries, rank_state = optimization_entries(run.strategy), collect_rank_state(run)
-            if not run.is_global_zero and not run.strategy.checkpoint_io.is_collective:
-                entries = {}  # only global rank 0 writes them
-            to_host = run.strategy.to_host
-            return cls(
-                optimization=apply_to_tensors(entries, to_host), rank_state=apply_to_tensors(rank_state, to_host)
-            )
-        except Exception as error:  # noqa: BLE001 - the fit itself has succeeded; save raises the error if it is called
-            return cls(optimization={}, rank_state={}, error=error)
-
-    def with_weights_of(self, path: str | Path, stage: str) -> FinalState:
-        """Return the final state after a stage has loaded the weights of a checkpoint into the module."""
-        rank_state = {**self.rank_state, "buffers": {}}  # the module has the checkpoint's buffers now
-        return replace(self, rank_state=rank_state, weights_of=path, loaded_by=stage)
-
-    def save(self, run: Run, path: str | Path, *, weights_only: bool) -> None:
-        """Write a checkpoint; collective, with a process group that is open for the save only."""
-        if self.error is not None and not weights_only:
-            raise self.error
-        if self.weights_of is not None and run.is_global_zero:
-            _log.warning(
-                "%s gets the weights of %s, which %s has loaded into the module%s",
-                path,
-                self.weights_of,
-                self.loaded_by,
-                "" if weights_only else ", and the optimizers of the end of the fit",
-            )
-        strategy = run.strategy
-        # Again, as another Trainer may have run them since, and on_save_checkpoint reads their trainer.
-        for attachable in (run.module, run.datamodule):
-            if attachable is not None:
-                attachable.attach(run.trainer)
-        try:
-            with warn_if_slow(run, "save_checkpoint"):
-                strategy.setup_environment()
-            target = unused_path(strategy, path)
-            strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only, ended=self), target)
-            refuse_used(path, target)
-        except BaseException as error:
-            strategy.on_exception(error)  # closes communication, in which other ranks wait
-            raise
-        finally:
-            strategy.teardown()
+def _save_final_state(final: FinalState, run: Run, path: str | Path, *, weights_only: bool) -> None:
+    """Write a checkpoint; collective, with a process group that is open for the save only."""
+    if final.error is not None and not weights_only:
+        raise final.error
+    if final.weights_of is not None and run.is_global_zero:
+        _log.warning(
+            "%s gets the weights of %s, which %s has loaded into the module%s",
+            path,
+            final.weights_of,
+            final.loaded_by,
+            "" if weights_only else ", and the optimizers of the end of the fit",
+        )
+    strategy = run.strategy
+    # Again, as another Trainer may have run them since, and on_save_checkpoint reads their trainer.
+    for attachable in (run.module, run.datamodule):
+        if attachable is not None:
+            attachable.attach(run.trainer)
+    try:
+        with warn_if_slow(run, "save_checkpoint"):
+            strategy.setup_environment()
+        target = unused_path(strategy, path)
+        strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only, ended=final), target)
+        refuse_used(path, target)
+    except BaseException as error:
+        strategy.on_exception(error)  # closes communication, in which other ranks wait
+        raise
+    finally:
+        strategy.teardown()
 
 
 def _nothing_to_save_error(run: Run) -> MisuseError:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def complete_loggers(
-    requested: Logger | Iterable[Logger] | bool | None, root_dir: Path, *, writes: bool = True, is_tried: bool = False
+    requested: Logger | Iterable[Logger] | bool | None, root_dir: Path, strategy: Strategy, *, is_tried: bool = False
 ) -> list[Logger]:
     """Return the loggers of a Trainer, each with its folder.
 
     Args:
         requested: One logger, a collection of several, True or None for the CSV logger, False for none.
         root_dir: Folder of loggers without one.
-        writes: Whether this process writes.
+        strategy: Has the rank of this process; global rank 0 writes.
         is_tried: Whether the run is a trial, in which silent loggers replace all others.
 
     Raises:
@@ -49,7 +49,7 @@ def complete_loggers(
         loggers = [SilentLogger() for _ in loggers]
     for logger in loggers:
         logger.root_dir = logger.root_dir or root_dir
-        logger.writes = writes
+        logger.writes = strategy.is_global_zero
     return loggers
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from dstrat.checkpoint.paths import CheckpointPath
-    from dstrat.training.callbacks.callback import Callback
+
+
+class SavedCheckpoints(Protocol):
+    """The checkpoints of a callback: the attributes of a ModelCheckpoint that loggers read."""
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint; empty before the first one."""
+
+    @property
+    def saved_paths(self) -> list[str]:
+        """Paths of the last save."""
 
 
 class Logger(NamedArguments, ABC):
@@ -121,7 +132,7 @@ class Logger(NamedArguments, ABC):
             input_array: Input of its ``forward``; by default the module's ``example_input_array``.
         """
 
-    def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: SavedCheckpoints) -> None:
         """Called after a ModelCheckpoint has saved its ``saved_paths``."""
 
     def save(self) -> None:
@@ -262,10 +273,10 @@ class Uploads:
 
     def __init__(self, mode: bool | Literal["all"], upload: Callable[[Path, list[str]], None]) -> None:
         self._mode, self._upload = mode, upload
-        self._callbacks: list[Any] = []
+        self._callbacks: list[SavedCheckpoints] = []
         self._sent: set[str] = set()
 
-    def take(self, checkpoint_callback: Any) -> None:
+    def take(self, checkpoint_callback: SavedCheckpoints) -> None:
         """Register a callback after a save, which may have overwritten a checkpoint that was uploaded."""
         # At the end, so that "latest" belongs to the callback that has saved last.
         self._callbacks = [other for other in self._callbacks if other is not checkpoint_callback]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from mlflow.tracking import MlflowClient  # type: ignore[import-not-found,unused-ignore]  # an extra
 
-    from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.loggers.logger import SavedCheckpoints
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MAX_PARAMETERS = 100  # MLflow's limit of one request
@@ -151,7 +151,7 @@ class MLFlowLogger(Logger):
         self._open().log_text(self._run_id, text, f"{key}.txt" if step is None else f"{key}/{step}.txt")
 
     @writer_only
-    def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: SavedCheckpoints) -> None:
         self._uploads.take(checkpoint_callback)
 
     @writer_only

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from wandb import Run  # type: ignore[import-not-found,unused-ignore]  # an extra
 
-    from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.loggers.logger import SavedCheckpoints
 
 STEP = "trainer/global_step"
 
@@ -197,7 +197,7 @@ class WandbLogger(Logger):
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @writer_only
-    def after_save_checkpoint(self, checkpoint_callback: Callback) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: SavedCheckpoints) -> None:
         self._uploads.take(checkpoint_callback)
 
     @writer_only

@@ -49,9 +49,11 @@ class FitLoop(Position):
         data: The training data of this process.
         logged: The values that the module logs in training.
         loss_weights: The weights of the losses since the last optimizer step, in a run.
+        ended_by_hook: Whether ``on_train_batch_start`` has ended the current epoch, before its validation.
     """
 
     loss_weights: LossWeights
+    ended_by_hook = False
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -89,6 +91,21 @@ class FitLoop(Position):
     def manual_optimization(self) -> ManualOptimization | None:
         """The manual optimization; None in automatic optimization."""
         return self._optimization if isinstance(self._optimization, ManualOptimization) else None
+
+    def require_manual(self, caller: str) -> ManualOptimization:
+        """Return the manual optimization, for a method of the module that needs it.
+
+        Raises:
+            MisuseError: The module is optimized automatically.
+        """
+        manual = self.manual_optimization
+        if manual is None:
+            raise MisuseError(
+                f"{caller} is for manual optimization, and {type(self._run.module).__name__} is optimized "
+                "automatically: set self.automatic_optimization = False in its __init__, or return the loss from "
+                "training_step"
+            )
+        return manual
 
     @property
     def validation_loaders(self) -> list[Any]:
@@ -175,6 +192,7 @@ class FitLoop(Position):
             continuation.restore()  # saved between epochs, before a reload and the hook, which may draw random numbers
         if not goes_on and not (continuation is not None and continuation.has_begun):
             self._reload_when_due()
+        self.ended_by_hook = False
         self.logged.start_epoch()
         hooks.call("on_train_epoch_start")
         if continuation is not None and goes_on:
@@ -223,6 +241,7 @@ class FitLoop(Position):
             if batch_start or must_agree:
                 is_over = batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_start]
                 if self._agree_on_end(is_over) if must_agree else is_over:
+                    self.ended_by_hook = True
                     break
             self._train_batch(batch, batch_idx, is_last=is_last)
             self._follow_up()

@@ -221,12 +221,12 @@ class ManualOptimizer(OptimizerProxy):
         Args:
             sync_grad: Whether gradients are synchronized between ranks in the block.
         """
-        self._module.toggle_optimizer(self)
+        self._module.toggle_optimizer(self.optimizer)
         try:
             with self._module.no_backward_sync(enabled=not sync_grad):
                 yield
         finally:
-            self._module.untoggle_optimizer(self)
+            self._module.untoggle_optimizer()
 
 
 def _warn_of_intervals(configs: Iterable[SchedulerConfig], module: TrainModule) -> None:

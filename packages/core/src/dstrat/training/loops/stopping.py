@@ -90,7 +90,7 @@ class Interruption:
         if self.requested and value is None:
             _act_on(self.requested)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signal module's signature
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.requested, self._requested_at = number, time.monotonic()
         self._restore()  # a second signal acts at once
         if number == signal.SIGUSR1:  # schedulers may repeat it while the checkpoint is saved, and its default kills
@@ -121,7 +121,7 @@ def _outlive_late_preemption() -> None:
         atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _log_late_preemption(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal module's signature
+def _log_late_preemption(_number: int, _frame: FrameType | None) -> None:
     _log.warning("SIGUSR1 came after the end of the run: there is nothing to save, and the program continues")
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.logged import LoggedValues
-    from dstrat.training.module.train_module import TrainModule
     from dstrat.training.run import Run
 
 
@@ -39,19 +38,6 @@ class Publisher:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._last_save = monotonic()
-
-    def start_run(self) -> None:
-        """Start the loggers."""
-        call_loggers(self._run.loggers, "start_run")
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the hyperparameters."""
-        if params:
-            call_loggers(self._run.loggers, "log_hyperparams", params)
-
-    def log_graph(self, module: TrainModule) -> None:
-        """Write the graph of the module to loggers that support it; called before the strategy wraps the module."""
-        call_loggers(self._run.loggers, "log_graph", module)
 
     def publish_step(self, logged: LoggedValues) -> None:
         """Write step values to the loggers; collective."""
@@ -94,10 +80,6 @@ class Publisher:
             return name.endswith(suffix) if DATALOADER_SUFFIX in name else suffix in loaders_of.get(name, suffixes)
 
         return [{name: value for name, value in values.items() if is_of(name, suffix)} for suffix in suffixes]
-
-    def finalize(self, status: str) -> None:
-        """Close the loggers with a status: success, failed or interrupted."""
-        call_loggers(self._run.loggers, "finalize", status)
 
     def _write(self, values: dict[str, float], *, step: int | None = None) -> None:
         if values:
@@ -150,8 +132,13 @@ class Metrics:
     @property
     def written_values(self) -> dict[str, Tensor]:
         """The values that loggers write, by name."""
-        names = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
-        return {name: value for name, value in self.callback_values.items() if name in names or name in self._written}
+        written = self._written_names
+        return {name: value for name, value in self.callback_values.items() if name in written}
+
+    @property
+    def _written_names(self) -> set[str]:
+        of_steps = {e.step_name for stage in self._stages for e in stage.entries if e.on_step and e.is_written}
+        return self._written | of_steps
 
     @property
     def shown_values(self) -> dict[str, float]:
@@ -211,8 +198,9 @@ class Metrics:
         # Those of steps alone too: a resumed run may log them again only much later, as those of a validation.
         entries = [entry for stage in self._stages for entry in stage.entries if entry.on_step and not entry.on_epoch]
         shown = self._shown | {entry.name for entry in entries if entry.options.prog_bar}
-        names = {"shown": sorted(shown), "written": sorted(self.written_values)}
-        return {"values": self.as_numbers(self.callback_values), **names}
+        values = self.callback_values
+        names = {"shown": sorted(shown), "written": sorted(self._written_names & values.keys())}
+        return {"values": self.as_numbers(values), **names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""

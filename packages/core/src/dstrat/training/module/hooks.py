@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from dstrat.interfaces.pipeline import Pipeline
@@ -78,6 +81,27 @@ class ModuleHooks:
         raise MisuseError(
             f"{type(self).__name__} has no configure_pipeline, which a pipeline (pp) needs: define it to return "
             "dstrat.Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))"
+        )
+
+    def configure_experts(self) -> Sequence[Module]:
+        """Return the layers of experts, for a strategy that divides them over ranks.
+
+        They are called as the ``...Experts`` of transformers are, ``experts(tokens, index, weights)``, and return the
+        weighted sum of the chosen experts' outputs for each token:
+
+        - ``tokens``: ``(tokens, width)``
+        - ``index``: the numbers of each token's experts, ``(tokens, choices)``, integers
+        - ``weights``: the factors of their outputs, ``(tokens, choices)``
+
+        The first dimension of each parameter is the experts.  A rank calls the layer with those that it has, which are
+        numbered from 0 on; an attribute ``num_experts`` of the layer is their number then.
+
+        Raises:
+            MisuseError: The module does not define it.
+        """
+        raise MisuseError(
+            f"{type(self).__name__} has no configure_experts, which experts (ep) need: define it to return the layers "
+            "that are called as experts(tokens, index, weights), such as [block.experts for block in self.blocks]"
         )
 
     def on_fit_start(self) -> None:

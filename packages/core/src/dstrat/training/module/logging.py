@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
+from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from dstrat.training.trainer import Trainer
 
 _NO_OPTIONS = ("self", "name", "value")  # arguments of log that are not options
 
@@ -32,10 +32,9 @@ class LogCall:
     options: dict[str, Any]
 
 
-class LoggingMethods:
+class LoggingMethods(TrainerAccess):
     """``log`` and ``log_dict`` of a :class:`~dstrat.training.module.train_module.TrainModule`."""
 
-    _trainer: Trainer | None
     _captured_logs: list[LogCall] | None = None
 
     @contextmanager

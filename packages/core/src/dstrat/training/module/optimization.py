@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import MisuseError, RequestError
+from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import ClipAlgorithm
-    from dstrat.training.loops.manual_optimization import ManualOptimization, ManualOptimizer
-    from dstrat.training.trainer import Trainer
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
@@ -60,7 +59,7 @@ def _full_tensor(norm: Tensor) -> Tensor:
     return full
 
 
-class OptimizationMethods:
+class OptimizationMethods(TrainerAccess):
     """Optimizer methods of a :class:`~dstrat.training.module.train_module.TrainModule`.
 
     Attributes:
@@ -76,11 +75,6 @@ class OptimizationMethods:
 
     automatic_optimization: bool = True
     _was_trainable: dict[Parameter, bool] | None = None
-
-    if TYPE_CHECKING:
-
-        @property
-        def trainer(self) -> Trainer: ...
 
     def configure_optimizers(self) -> Any:
         """Return one or several optimizers, with or without schedulers.
@@ -142,14 +136,14 @@ class OptimizationMethods:
 
     def clip_gradients(
         self,
-        optimizer: Optimizer | ManualOptimizer,
+        optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
         """Clip the gradients of an optimizer to a norm or a value.
 
         Args:
-            optimizer: Has the parameters.
+            optimizer: Has the parameters; an optimizer, or its proxy in manual optimization.
             gradient_clip_val: Maximal norm or value; by default the Trainer's, without which nothing is clipped.  0
                 does not clip.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``; by default the Trainer's.
@@ -175,7 +169,7 @@ class OptimizationMethods:
                 for each loss of each rank or for none.
             **kwargs: Arguments of ``loss.backward``.
         """
-        self._manual("manual_backward").backward(loss, *args, weight=weight, **kwargs)
+        self.trainer.fit_loop.require_manual("manual_backward").backward(loss, *args, weight=weight, **kwargs)
 
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which ranks accumulate gradients without synchronizing them.
@@ -183,10 +177,10 @@ class OptimizationMethods:
         Args:
             enabled: False makes the context do nothing.
         """
-        self._manual("no_backward_sync")  # in automatic optimization the loop decides it
+        self.trainer.fit_loop.require_manual("no_backward_sync")  # in automatic optimization the loop decides it
         return self.trainer.strategy.no_backward_sync() if enabled else nullcontext()
 
-    def toggle_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> None:
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Restrict gradients to the parameters of an optimizer, until :meth:`untoggle_optimizer`.
 
         It saves the computation of other gradients if several optimizers share a graph, as in a GAN.
@@ -200,29 +194,20 @@ class OptimizationMethods:
         for parameter in remaining:
             parameter.requires_grad_(False)
 
-    def untoggle_optimizer(self, optimizer: Optimizer | ManualOptimizer | None = None) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo :meth:`toggle_optimizer`."""
         for parameter, required in (self._was_trainable or {}).items():
             parameter.requires_grad_(required)
         self._was_trainable = None
 
     @contextmanager
-    def toggled_optimizer(self, optimizer: Optimizer | ManualOptimizer) -> Iterator[None]:
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
         """Restrict gradients to the parameters of an optimizer in a ``with`` block."""
         self.toggle_optimizer(optimizer)
         try:
             yield
         finally:
             self.untoggle_optimizer(optimizer)
-
-    def _manual(self, name: str) -> ManualOptimization:
-        manual = self.trainer.fit_loop.manual_optimization
-        if manual is None:
-            raise MisuseError(
-                f"{name} is for manual optimization, and {type(self).__name__} is optimized automatically: "
-                "set self.automatic_optimization = False in its __init__, or return the loss from training_step"
-            )
-        return manual
 
 
 def _unwrap(optimizer: Any) -> Optimizer:

@@ -1,0 +1,290 @@
+"""Scalar parameters, which torch cannot shard, train, save and move as all others."""
+
+from functools import partial
+
+import pytest
+import torch
+from tests.hand_loop import BlockNet, Run, parts, single_device_losses, start, train
+from tests.ranks import each, in_ranks
+from tests.trainer_runs import Saves, loader, quiet_trainer, same_when_resumed
+from tests.ways_of_training import WAYS, losses_of_one_device
+from torch import nn
+
+from dstrat import TrainModule
+from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.errors import MisuseError
+from dstrat.parallel.shards import local_tensor
+from dstrat_fsdp import FSDPStrategy
+
+SHORT = {"steps": 6}
+
+
+class Gated(nn.Module):
+    """A layer with a scalar of its own, and one that several layers share."""
+
+    def __init__(self, gate, width=10):
+        super().__init__()
+        self.gate, self.bias = gate, nn.Parameter(torch.tensor(0.1))
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.gate * torch.tanh(self.layer(x) + self.bias)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.gate.fill_(0.5)
+            self.bias.fill_(0.1)
+
+
+class ScaledNet(BlockNet):
+    """Has scalars in its blocks, one of its own that a step uses, and one that nothing uses."""
+
+    def make_layers(self):
+        gate = nn.Parameter(torch.tensor(0.5))
+        self.first = nn.Linear(6, 10)
+        self.blocks = nn.ModuleList(Gated(gate) for _ in range(3))
+        for block in self.blocks:
+            block.gate = self.blocks[0].gate  # a context may have made it on the meta device
+        self.last = nn.Linear(10, 3)
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+        self.unused = nn.Parameter(torch.tensor(2.0))
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.log_scale.exp() * self.layers(inputs), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.log_scale.fill_(0.3)
+            self.unused.fill_(2.0)
+
+
+class Foreach(ScaledNet):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
+
+
+class Fused(ScaledNet):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+
+
+def losses_and_scalars(cluster, options=None, training=None, module="ScaledNet", precision="32-true"):
+    strategy = FSDPStrategy(**(options or {}))
+    start(strategy, globals()[module](), parts(cluster, precision))
+    losses = train(strategy, **(SHORT if training is None else training))
+    strategy.teardown()
+    found = strategy.module
+    return losses, [local_tensor(p.detach()).item() for p in (found.log_scale, found.unused)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses of one device for each way of training."""
+    return losses_of_one_device(ScaledNet)
+
+
+def test_losses_with_scalars_are_those_of_one_device(expected):
+    cases = {way: {"training": training} for way, training in WAYS.items()}
+    for found in in_ranks(each, function=losses_and_scalars, cases=cases):
+        assert {way: losses for way, (losses, _) in found.items()} == expected
+        assert {unused for _, (_, unused) in found.values()} == {2.0}  # no gradient, so no weight decay
+
+
+OPTIONS = {
+    "replicas": {"options": {"device_mesh": (2, 1)}},
+    "offloading": {"options": {"cpu_offload": True}},
+    "gathered at the end": {"options": {"state_dict_type": "full"}},
+    "blocks that are kept": {"options": {"reshard_after_forward": False}},
+    "small blocks": {"options": {"auto_wrap_policy": 1}},
+    "activations computed again": {"options": {"activation_checkpointing": Gated}},
+    "foreach": {"module": "Foreach"},
+    "fused": {"module": "Fused"},
+}
+
+
+@pytest.mark.slow
+def test_options_leave_the_losses_with_scalars_as_they_are():
+    training = {**SHORT, "accumulate": 2, "clip": 0.05}
+    expected = pytest.approx(single_device_losses(ScaledNet(), **training), rel=1e-6, abs=0)
+    cases = {name: {**case, "training": training} for name, case in OPTIONS.items()}
+    for found in in_ranks(each, function=losses_and_scalars, cases=cases):
+        assert {name: losses for name, (losses, _) in found.items()} == dict.fromkeys(OPTIONS, expected)
+
+
+class Clamped(ScaledNet):
+    """Limits a scalar in the step, as CLIP does."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.log_scale.clamp_(max=0.2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_scalar_may_be_changed_in_a_step():
+    expected = single_device_losses(Clamped(), **SHORT)
+    for losses, _ in in_ranks(losses_and_scalars, module="Clamped"):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def trained_from_meta(cluster):
+    strategy = FSDPStrategy()
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    with strategy.model_sharded_context():
+        module = ScaledNet()
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    losses = train(strategy, **SHORT)
+    strategy.teardown()
+    return losses
+
+
+def test_scalars_may_be_made_without_memory():
+    expected = single_device_losses(ScaledNet(), **SHORT)
+    assert in_ranks(trained_from_meta) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def two_runs(cluster, state_dict_type):
+    module = ScaledNet()
+    losses = []
+    for _ in range(2):
+        strategy = FSDPStrategy(state_dict_type=state_dict_type)
+        start(strategy, module, parts(cluster))
+        losses += train(strategy, **SHORT)
+        strategy.teardown()
+    return losses
+
+
+def test_another_run_continues_with_the_scalars_of_the_first():
+    alone, expected = ScaledNet(), []
+    for _ in range(2):
+        strategy = SingleDeviceStrategy()
+        start(strategy, alone, parts())
+        expected += train(strategy, **SHORT)
+    cases = {kind: {"state_dict_type": kind} for kind in ("sharded", "full")}
+    for found in in_ranks(each, function=two_runs, cases=cases):
+        assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6))
+
+
+def passed_by(cluster):
+    strategy = FSDPStrategy()
+    start(strategy, ScaledNet(), parts(cluster))
+    try:
+        for index in range(2):
+            strategy.training_step((torch.ones(1, 6), torch.ones(1, 3)), index).backward()
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_backward_pass_that_leaves_scalars_as_those_of_one_rank_is_refused():
+    for message in in_ranks(passed_by):
+        assert message.startswith("a backward pass left the gradients of scalar parameters as those of one rank: call")
+
+
+# Trainer and checkpoints
+
+
+class Scaled(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = ScaledNet()
+
+    def training_step(self, batch, batch_idx):
+        return self.net.training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return self.net.configure_optimizers()
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return self.log_scale.exp() * x
+
+
+class ScaledByHand(TrainModule):
+    """Uses scalars before and after an optimizer's step; some gradients are reduced, others not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        gate = nn.Parameter(torch.tensor(0.5))
+        self.net = nn.Sequential(nn.Linear(6, 10), Gated(gate), Gated(gate), nn.Linear(10, 3), Scale())
+
+    def training_step(self, batch, batch_idx):
+        for begins_step in (True, False):
+            if begins_step:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            if begins_step:
+                self.manual_backward(loss)
+            else:
+                with self.trainer.strategy.no_backward_sync():
+                    self.manual_backward(loss)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+SAMPLES, BATCH = 48, 8
+
+
+def fit(cluster, strategy, module, *, io=PortableCheckpointIO, ckpt_path=None, **options):
+    trainer = quiet_trainer(strategy, cluster, plugins=[io()], **options)
+    trainer.fit(module, loader(SAMPLES, BATCH // trainer.world_size), ckpt_path=ckpt_path)
+    return {name: local_tensor(value.detach()).clone() for name, value in module.named_parameters()}
+
+
+GROUPS = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
+CASES = {
+    "portable": {"module": "Scaled", "io": PortableCheckpointIO, **GROUPS},
+    "one file": {"module": "Scaled", "io": TorchCheckpointIO, **GROUPS},
+    "by hand": {"module": "ScaledByHand", "io": PortableCheckpointIO},
+}
+MOVED = {name: case for name, case in CASES.items() if name != "by hand"}  # whose gradients are pending all the time
+
+
+def resumed(cluster, folder, module, **options):
+    def fit_anew(**more):
+        strategy = FSDPStrategy(state_dict_type="full")
+        return fit(cluster, strategy, globals()[module](), default_root_dir=folder, **options, **more)
+
+    same = same_when_resumed(fit_anew, folder, (2, 4))
+    moved = folder / "alone" / "4"
+    return same, {name: value.tolist() for name, value in fit_anew(ckpt_path=moved if moved.exists() else None).items()}
+
+
+@pytest.mark.slow
+def test_scalars_resume_exactly_and_move_from_and_to_one_device(tmp_path):
+    alone = {
+        name: partial(fit, None, "auto", **{**case, "module": globals()[case["module"]]()})
+        for name, case in CASES.items()
+    }
+    expected = {
+        name: fit_alone(callbacks=[Saves(tmp_path / name / "alone", (4,))] if name in MOVED else None)
+        for name, fit_alone in alone.items()
+    }
+    cases = {name: {"folder": tmp_path / name, **case} for name, case in CASES.items()}
+    for found in in_ranks(each, function=resumed, cases=cases):
+        for name, (same, weights) in found.items():
+            assert same == {2: True, 4: True}
+            for key, value in weights.items():
+                torch.testing.assert_close(torch.tensor(value), expected[name][key], rtol=1e-5, atol=1e-7)
+    for name in MOVED:
+        for key, value in alone[name](module=Scaled(), ckpt_path=tmp_path / name / "4").items():
+            torch.testing.assert_close(value, expected[name][key], rtol=1e-5, atol=1e-7)

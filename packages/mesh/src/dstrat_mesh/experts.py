@@ -1,0 +1,309 @@
+"""Experts that ranks divide: tokens go to the ranks of their experts, and outputs come back."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
+
+from dstrat.errors import MisuseError, RequestError
+from dstrat_fsdp import internals
+from dstrat_fsdp.mesh import open_mesh
+from dstrat_mesh.axes import EXPERT, REPLICATE, SHARD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from dstrat_mesh.axes import Axes
+
+_CONTRACT = "configure_experts"
+_COUNT = "num_experts"  # attribute of layers with the number of their experts
+
+
+class ExpertParallelism:
+    """Layers of experts in a run, of which each rank of ``ep`` computes a share.
+
+    Args:
+        module: The user's module, whose ``configure_experts`` returns the layers; not divided yet.
+        axes: The sizes of the mesh.
+        tensor_group: The ranks that share a batch, of which each sends a part of the tokens; None if there are none.
+        device_type: Type of the processes' devices.
+        timeout: How long a rank waits for another one.
+
+    Attributes:
+        layers: The layers.
+
+    Raises:
+        MisuseError: The module names no such layers, or one has parameters that cannot be divided.
+        RequestError: The ranks do not divide the experts.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        axes: Axes,
+        tensor_group: ProcessGroup | None,
+        device_type: str,
+        timeout: timedelta,
+    ) -> None:
+        self.layers = _layers_of(module)
+        names = {layer: name for name, layer in module.named_modules()}
+        counts = [_number_of_experts(module, layer, names[layer], axes.ep) for layer in self.layers]
+        sizes = axes.mesh_of_experts
+        self._mesh = open_mesh(device_type, tuple(sizes.values()), tuple(sizes), timeout)
+        self._replicates = axes.dp_replicate > 1
+        self._replaced = {
+            layer: {name: vars(layer)[name] for name in ("forward", _COUNT) if name in vars(layer)}
+            for layer in self.layers
+        }
+        group, batches = self._mesh.get_group(EXPERT), axes.ep // axes.tp
+        for layer, count in zip(self.layers, counts, strict=True):
+            experts = RoutedExperts(layer, names[layer], count, group, tensor_group, batches=batches)
+            layer.forward = experts.compute
+            if hasattr(layer, _COUNT):
+                setattr(layer, _COUNT, count // axes.ep)
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The ranks with the same experts, over which their parameters are sharded."""
+        return self._mesh[(REPLICATE, SHARD) if self._replicates else (SHARD,)]
+
+    def as_blocks(self, module: Module, blocks: Sequence[Module]) -> list[Module]:
+        """Return the layers of experts in a module, and the blocks that are not within them."""
+        within = {inner for layer in self.layers for inner in layer.modules()}
+        present = set(module.modules())
+        return [*(layer for layer in self.layers if layer in present), *(b for b in blocks if b not in within)]
+
+    @torch.no_grad()
+    def divide(self, module: Module) -> None:
+        """Keep this rank's share of the experts in the layers of a module, which all ranks have with equal values."""
+        mesh = self._mesh[EXPERT]
+        inside = set(module.modules())
+        for layer in self.layers:
+            for owner in layer.modules() if layer in inside else ():
+                for name, parameter in list(owner.named_parameters(recurse=False)):
+                    share = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+                    divided = DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
+                    setattr(owner, name, nn.Parameter(divided, parameter.requires_grad))
+
+    def end(self) -> None:
+        """Restore the ``forward`` of the layers, and drop the groups."""
+        for layer, replaced in self._replaced.items():
+            vars(layer).pop("forward", None)
+            vars(layer).update(replaced)
+        internals.release_mesh(self._mesh)
+
+
+def _layers_of(module: Module) -> list[Module]:
+    name = type(module).__name__
+    if not hasattr(module, _CONTRACT):
+        raise MisuseError(
+            f"{name} has no {_CONTRACT}, which experts (ep) need: define it to return the layers that are called as "
+            "experts(tokens, index, weights), such as [block.experts for block in self.blocks]"
+        )
+    layers = list(module.configure_experts())  # type: ignore[operator]  # a method
+    known = set(module.modules())
+    if not layers or not all(layer in known for layer in layers):
+        received = ", ".join(type(layer).__name__ for layer in layers) or "no layer"
+        raise MisuseError(f"{_CONTRACT} of {name} returned {received}: return layers of the module, or leave ep out")
+    return layers
+
+
+def _number_of_experts(module: Module, layer: Module, prefix: str, ranks: int) -> int:
+    """Return the number of experts in a layer: the first dimension of each of its parameters."""
+    inside = set(layer.modules())
+    outside = {p for other in module.modules() if other not in inside for p in other.parameters(recurse=False)}
+    shapes = {f"{prefix}.{name}": tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+    counts = {shape[:1] for shape in shapes.values()}
+    if len(counts) != 1 or counts == {()} or any(p in outside for p in layer.parameters()):
+        shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no parameters"
+        raise MisuseError(
+            f"the experts {prefix!r} ({type(layer).__name__}) have {shown}: each needs the experts as its first "
+            "dimension, and no other layer may have it; put shared parameters into a layer of their own"
+        )
+    (count,) = counts.pop()
+    if count % ranks:
+        fitting = [str(size) for size in range(1, count + 1) if count % size == 0]
+        raise RequestError(
+            f"the {ranks} ranks of ep do not divide the {count} experts of {prefix!r}: choose ep among "
+            f"{', '.join(fitting)}"
+        )
+    return int(count)
+
+
+class RoutedExperts:
+    """A layer of experts whose tokens go to the ranks of their experts.
+
+    Two all-to-alls, of tokens and of outputs, without a capacity, so that no token is dropped (as in MegaBlocks, Gale
+    et al. 2022, https://arxiv.org/abs/2211.15841).
+
+    Args:
+        layer: The layer, whose parameters are this rank's experts; its ``forward`` is that of one device.
+        name: Its name in the module.
+        count: Number of experts of all ranks.
+        group: The ranks, in the order of their experts.
+        tensor_group: The ranks that have the same tokens; None if there are none.
+        batches: Number of ranks of the group whose tokens are of different batches, or other parts of one.
+    """
+
+    def __init__(
+        self,
+        layer: Module,
+        name: str,
+        count: int,
+        group: ProcessGroup,
+        tensor_group: ProcessGroup | None,
+        *,
+        batches: int,
+    ) -> None:
+        self._layer, self._name, self._forward = layer, name, layer.forward
+        self._count, self._group, self._tensor_group, self._batches = count, group, tensor_group, batches
+
+    def compute(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token; collective.
+
+        Args:
+            tokens: This rank's tokens, ``(tokens, width)``.
+            index: The experts of each token, ``(tokens, choices)``, integers.
+            weights: The factors of their outputs, likewise.
+
+        Raises:
+            MisuseError: The tensors have other shapes, or are sharded.
+        """
+        if isinstance(tokens, DTensor) or tokens.dim() != 2 or index.shape != weights.shape or index.dim() != 2:
+            raise MisuseError(
+                f"{self._name} was called with a {type(tokens).__name__} of shape {tuple(tokens.shape)}, an index of "
+                f"{tuple(index.shape)} and weights of {tuple(weights.shape)}: experts are called with plain tensors, "
+                "experts(tokens, index, weights) of (tokens, width) and twice (tokens, choices)"
+            )
+        if self._tensor_group is not None:
+            length = tokens.shape[0]
+            tokens, index, weights = (_share(tensor, self._tensor_group) for tensor in (tokens, index, weights))
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=self._count).reshape(self._group.size(), -1)
+        arriving = torch.empty_like(counts)  # by the rank that they come from, and the expert of this one
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        # Buffers are allocated by the host, which therefore waits for the counts.
+        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        rows = _exchange(tokens[order // index.shape[1]], sent, received, self._group)
+        numbers = torch.arange(arriving.shape[1], device=index.device).repeat(arriving.shape[0])
+        with self._local_experts():
+            outputs = self._compute_rows(rows, numbers.repeat_interleave(arriving.flatten()))
+        outputs = _exchange(outputs, received, sent, self._group)
+        selected = outputs[order.argsort()].unflatten(0, index.shape)
+        combined = (selected * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+        return combined if self._tensor_group is None else _joined(combined, length, self._tensor_group)
+
+    @contextmanager
+    def _local_experts(self) -> Iterator[None]:
+        """In this context the parameters of the layer are plain tensors of this rank's experts."""
+        shadowed = []
+        for owner in self._layer.modules():
+            parameters: list[tuple[str, Any]] = list(owner.named_parameters(recurse=False))
+            for name, parameter in parameters:
+                local = parameter.to_local()
+                if local.requires_grad and self._batches > 1:
+                    # It has the sum over the batches of the group, and a data-parallel gradient is their mean.
+                    local.register_hook(lambda gradient: gradient / self._batches)
+                vars(owner)[name] = local  # found before the parameter, which torch still has
+                shadowed.append((owner, name))
+        try:
+            yield
+        finally:
+            for owner, name in shadowed:
+                del vars(owner)[name]
+
+    def _compute_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Return the output of one expert for each row."""
+        is_empty = not len(rows)
+        if is_empty:
+            # A row without effect: other ranks wait for the gradients of this one's parameters and tokens.
+            rows, numbers = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), numbers.new_zeros(1)
+        outputs: Tensor = self._forward(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
+        return outputs[:0] if is_empty else outputs
+
+
+class _RowExchange(torch.autograd.Function):
+    """All-to-all of rows, of which each rank sends another number to each other one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.inverse = received, sent, group
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _exchange(gradient, *ctx.inverse), None, None, None
+
+
+def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    exchanged: Tensor = _RowExchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it so
+    return exchanged
+
+
+# Ranks of tensor parallelism, which have the same tokens: each sends a part of them
+
+
+class _Share(torch.autograd.Function):
+    """This rank's part of rows that all ranks have; the gradient is that of all rows again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.length, ctx.group = rows.shape[0], group
+        return _slice_rows(rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gather(gradient, ctx.length, ctx.group), None
+
+
+class _Joined(torch.autograd.Function):
+    """The rows of all ranks; each has the whole gradient of them already."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, length: int, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(rows, length, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _slice_rows(gradient, ctx.group), None, None
+
+
+def _share(rows: Tensor, group: ProcessGroup) -> Tensor:
+    share: Tensor = _Share.apply(rows, group)  # type: ignore[no-untyped-call]  # likewise
+    return share
+
+
+def _joined(rows: Tensor, length: int, group: ProcessGroup) -> Tensor:
+    joined: Tensor = _Joined.apply(rows, length, group)  # type: ignore[no-untyped-call]  # likewise
+    return joined
+
+
+def _slice_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    size = -(-rows.shape[0] // group.size())
+    return rows[group.rank() * size : (group.rank() + 1) * size].clone()
+
+
+def _gather(rows: Tensor, length: int, group: ProcessGroup) -> Tensor:
+    size = -(-length // group.size())
+    padded = torch.cat([rows, rows.new_zeros(size - rows.shape[0], *rows.shape[1:])])
+    gathered = rows.new_empty(size * group.size(), *rows.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return gathered[:length]

@@ -1,0 +1,256 @@
+"""Passes of the stages on a rank, and the tensors between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from dstrat_mesh.schedule import Schedule
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Communication of a rank with its neighbours in a pipeline.
+
+    Stage ``s`` is on the rank at position ``s % len(ranks)``, so that the last rank sends to the first one where each
+    has several stages.
+
+    Attributes:
+        position: Position of this rank.
+        ranks: The ranks in order.
+        groups: Groups of these ranks: of activations and of gradients; and of both again between the last and the
+            first rank, if each has several stages.  With NCCL, one group would wait for messages in the wrong order.
+        device: The device of this rank.
+    """
+
+    position: int
+    ranks: Sequence[int]
+    groups: Sequence[ProcessGroup]
+    device: torch.device
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.position == len(self.ranks) - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of a stage."""
+        return self.ranks[stage % len(self.ranks)]
+
+    def group(self, origin: int, target: int) -> ProcessGroup:
+        """Return the group of messages from a stage to the next or the previous one."""
+        goes_around = min(origin, target) % len(self.ranks) == len(self.ranks) - 1
+        return self.groups[2 * goes_around + (target < origin)]
+
+    def from_last(self, tensor: Tensor) -> Tensor:
+        """Return the last stage's tensor of the same shape and dtype; collective over the ranks."""
+        return self.from_position(tensor, len(self.ranks) - 1)
+
+    def from_position(self, tensor: Tensor, position: int) -> Tensor:
+        """Return a tensor, overwritten by that of the rank at a position; collective over the ranks."""
+        dist.broadcast(tensor, self.ranks[position], group=self.groups[0])
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """Shape, dtype and whether gradients are wanted, of the tensor between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Any, stage: int) -> _Outline:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+            raise MisuseError(
+                f"stage {stage} of the pipeline returned a {type(tensor).__name__}, and stages send one plain tensor: "
+                "let the last layer of a stage return one"
+            )
+        if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMENSIONS:
+            raise MisuseError(f"stage {stage} of the pipeline returned {tensor.dtype} of shape {tuple(tensor.shape)}")
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def header(self, device: torch.device) -> Tensor:
+        facts = [_DTYPES.index(self.dtype), int(self.requires_grad), len(self.shape), *self.shape]
+        return torch.tensor([*facts, *[0] * (3 + _MOST_DIMENSIONS - len(facts))], device=device)
+
+    @classmethod
+    def from_header(cls, header: Tensor) -> _Outline:
+        dtype, requires_grad, dimensions, *shape = header.tolist()
+        return cls(tuple(shape[:dimensions]), _DTYPES[dtype], bool(requires_grad))
+
+
+class StageRunner:
+    """Passes of the stages of a rank over the microbatches of a batch, in the order of a schedule.
+
+    Args:
+        links: The neighbours.
+        schedule: The schedule.
+        forward: Computes the layers of a stage of the rank for an input and a microbatch; in training the last stage
+            returns the loss.
+    """
+
+    def __init__(self, links: Links, schedule: Schedule, forward: Callable[[int, Any, Any], Any]) -> None:
+        self._links, self._schedule, self._forward = links, schedule, forward
+        # By the stage and the shapes of a microbatch, which all ranks know: so they agree on when headers are sent.
+        self._received: dict[Any, _Outline] = {}
+        self._sent: dict[Any, _Outline] = {}
+        self._evaluated: dict[Any, _Outline] = {}
+        self._sends: list[tuple[Any, Tensor]] = []
+
+    def train(
+        self,
+        inputs: Sequence[Any],
+        microbatches: Sequence[Any],
+        factors: Sequence[float | Tensor],
+        scale: Callable[[Tensor], Tensor],
+        before_backward: Callable[[bool], None],
+    ) -> Tensor:
+        """Run forward and backward passes of all microbatches; return the loss of the batch on every rank.
+
+        Args:
+            inputs: Input of the first stage for each microbatch.
+            microbatches: The microbatches.
+            factors: Factor of each microbatch's loss in that of the batch.
+            scale: Scales the loss for the precision.
+            before_backward: Called before each backward pass, with whether it is the last.
+        """
+        links, count = self._links, len(microbatches) * self._schedule.stages_per_rank
+        total = torch.zeros((), device=links.device)
+        pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
+        for step in self._schedule.passes(links.position):
+            stage, index = self._stage(step.chunk), step.microbatch
+            if step.is_backward:
+                count -= 1
+                before_backward(count == 0)
+                self._run_backward(stage, *pending.pop((stage, index)))
+                continue
+            received = self._receive(stage, microbatches[index]) if stage else inputs[index]
+            output = self._forward(step.chunk, received, microbatches[index])
+            if self._is_last(stage):
+                loss, factor = _checked_loss(output), factors[index]
+                if isinstance(factor, Tensor):  # 0 for a microbatch without labels, whose mean loss may be nan
+                    loss = torch.where(factor > 0, loss, 0.0)
+                loss = loss * factor
+                total += loss.detach()
+                output = scale(loss)
+            else:
+                self._send(stage, output, microbatches[index])
+            pending[stage, index] = received if stage else None, output
+        self.finish()
+        return links.from_last(total)
+
+    def finish(self) -> None:
+        """Wait until the neighbours have received everything."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends = []
+
+    def evaluate(self, value: Any, batch: Any) -> Tensor:
+        """Return the output of all stages for an input, on every rank; collective over the ranks.
+
+        Args:
+            value: Input of the first stage.
+            batch: The batch, whose shapes determine those of the output.
+        """
+        links, key = self._links, _shapes(batch)
+        output: Any = None
+        for chunk in range(self._schedule.stages_per_rank):
+            stage = self._stage(chunk)
+            output = self._forward(chunk, self._receive(stage, batch) if stage else value, batch)
+            if not self._is_last(stage):
+                self._send(stage, output, batch)
+        self.finish()
+        last = self._schedule.num_stages - 1
+        if key not in self._evaluated:
+            # Of the other ranks, each offers the output of its own last stage, which is overwritten.
+            header = _Outline.of(output, last).header(links.device)
+            self._evaluated[key] = _Outline.from_header(links.from_last(header))
+        outline = self._evaluated[key]
+        if not links.is_last:
+            output = torch.empty(outline.shape, dtype=outline.dtype, device=links.device)
+        else:
+            self._check_same(outline, _Outline.of(output, last), "the pipeline")
+        return links.from_last(output.contiguous())
+
+    def _stage(self, chunk: int) -> int:
+        return chunk * len(self._links.ranks) + self._links.position
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._schedule.num_stages - 1
+
+    # Tensors between stages
+
+    def _receive(self, stage: int, microbatch: Any) -> Tensor:
+        links, key = self._links, (stage, _shapes(microbatch))
+        source, group = links.rank_of(stage - 1), links.group(stage - 1, stage)
+        if key not in self._received:
+            header = torch.empty(3 + _MOST_DIMENSIONS, dtype=torch.int64, device=links.device)
+            dist.recv(header, source, group=group)
+            self._received[key] = _Outline.from_header(header)
+        outline = self._received[key]
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=links.device)
+        dist.recv(tensor, source, group=group)
+        return tensor.requires_grad_(outline.requires_grad)
+
+    def _send(self, stage: int, output: Any, microbatch: Any) -> None:
+        outline, key = _Outline.of(output, stage), (stage, _shapes(microbatch))
+        if key not in self._sent:
+            self._sent[key] = outline
+            self._isend(outline.header(self._links.device), stage, stage + 1)
+        self._check_same(self._sent[key], outline, f"stage {stage} of the pipeline")
+        self._isend(output.detach(), stage, stage + 1)
+
+    def _check_same(self, earlier: _Outline, outline: _Outline, subject: str) -> None:
+        if earlier != outline:
+            raise MisuseError(
+                f"{subject} returned {outline.dtype} of shape {outline.shape}, and {earlier.dtype} of shape "
+                f"{earlier.shape} for an earlier microbatch of the same shapes: other stages must know shapes before "
+                "they receive, so they may depend on the shapes of a batch only"
+            )
+
+    def _isend(self, tensor: Tensor, origin: int, target: int) -> None:
+        tensor = tensor.contiguous()
+        links = self._links
+        # The tensor must stay in memory until it is sent.
+        self._sends.append((dist.isend(tensor, links.rank_of(target), group=links.group(origin, target)), tensor))
+
+    def _run_backward(self, stage: int, received: Tensor | None, output: Tensor) -> None:
+        links = self._links
+        if self._is_last(stage):
+            output.backward()
+        elif output.requires_grad:
+            gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
+            dist.recv(gradient, links.rank_of(stage + 1), group=links.group(stage + 1, stage))
+            output.backward(gradient)
+        if received is not None and received.requires_grad:
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            self._isend(gradient, stage, stage - 1)
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise MisuseError(f"the loss of the pipeline returned {shown}: return a scalar tensor, such as a mean")
+
+
+def _shapes(value: Any) -> tuple[Any, ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))

@@ -1,0 +1,227 @@
+"""Experts over ranks: ways of training, ranks without tokens, and what does not fit.
+
+Losses, resume and moves of each layout are in test_layout_conformance.py.
+"""
+
+import pytest
+import torch
+from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.ranks import each, in_ranks
+from tests.ways_of_training import SHORT
+from torch import nn
+
+from dstrat import Pipeline
+from dstrat.errors import DstratError, RequestError
+from dstrat_mesh import MeshStrategy
+
+WIDTH, EXPERTS = 10, 6
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.weight = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.empty(EXPERTS, WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, tokens, index, weights):
+        assert self.num_experts == len(self.weight) > int(index.max())
+        computed = torch.einsum("tw,tkwo->tko", tokens, self.weight[index]) + self.bias[index]
+        return (torch.tanh(computed) * weights.unsqueeze(-1)).sum(1)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts()
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, index, weights)
+
+
+class MixtureNet(BlockNet):
+    def make_layers(self):
+        super().make_layers()
+        self.mixtures = nn.ModuleList(Mixture() for _ in range(2))
+
+    def layers(self, x):
+        x = self.first(x)
+        for layer in (*self.blocks, *self.mixtures):
+            x = layer(x)
+        return self.last(x)
+
+    def configure_experts(self):
+        return [mixture.experts for mixture in self.mixtures]
+
+    def configure_pipeline(self):
+        layers = [self.first, *self.blocks, *self.mixtures, self.last]
+        return Pipeline(model=self, layers=layers, loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]))
+
+
+class OneExpertNet(MixtureNet):
+    """All tokens go to the same two experts, those of the first rank."""
+
+    def make_layers(self):
+        super().make_layers()
+        for mixture in self.mixtures:
+            mixture.router.bias.requires_grad_(False).copy_(torch.tensor([50.0, 49.0, 0, 0, 0, 0]))
+
+
+def started(cluster, module_class="MixtureNet", meta=False, **options):
+    strategy = MeshStrategy(**options)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    if meta:
+        with strategy.model_sharded_context():
+            module = globals()[module_class]()
+    else:
+        module = globals()[module_class]()
+    strategy.connect(module)
+    strategy.setup(Run(module))
+    return strategy
+
+
+def losses(cluster, training=SHORT, **options):
+    strategy = started(cluster, **options)
+    found = train(strategy, **training)
+    module = strategy.module
+    strategy.teardown()
+    layer = module.mixtures[0].experts
+    return found, layer.num_experts, "forward" in vars(layer)
+
+
+WAYS = {
+    "accumulation, clipping, experts that compute again": {
+        "training": {"accumulate": 2, "clip": 0.05, **SHORT},
+        "activation_checkpointing": Experts,
+    },
+    "experts as blocks that are made without memory, in layers that compute again": {
+        "activation_checkpointing": Mixture,
+        "auto_wrap_policy": Experts,
+        "meta": True,
+    },
+    "ranks without tokens": {"module_class": "OneExpertNet", "reshard_after_forward": False},
+}
+
+
+def one_device(training=SHORT, module_class="MixtureNet", **_):
+    return pytest.approx(single_device_losses(globals()[module_class](), **training), rel=1e-6, abs=0), EXPERTS, False
+
+
+def test_losses_are_those_of_one_device():
+    expected = {way: one_device(**options) for way, options in WAYS.items()}
+    for found in in_ranks(each, 2, function=losses, cases={way: {"ep": 2, **options} for way, options in WAYS.items()}):
+        assert found == expected
+
+
+LAYOUTS = [{"ep": 2, "dp_replicate": 2}, {"ep": 2, "dp_shard": 4}, {"ep": 2, "pp": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_go_together_with_other_axes(way):
+    cases = {str(layout): {**layout, **WAYS[way]} for layout in LAYOUTS}
+    for found in in_ranks(each, 4, function=losses, cases=cases):
+        assert found == dict.fromkeys(cases, one_device(**WAYS[way]))
+
+
+# What does not fit is refused
+
+
+class NamesNone(MixtureNet):
+    def configure_experts(self):
+        return []
+
+
+class OneBias(MixtureNet):
+    def make_layers(self):
+        super().make_layers()
+        self.mixtures[0].experts.scale = nn.Parameter(torch.ones(3))
+
+
+class Unrouted(MixtureNet):
+    def layers(self, x):
+        self.mixtures[0].experts(x.unsqueeze(1), torch.zeros(len(x), 1), torch.ones(len(x), 1))
+
+
+def refusal(cluster, module_class, **options):
+    strategy = MeshStrategy(**options)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    strategy.connect(globals()[module_class]())
+    try:
+        strategy.setup(Run(strategy.module))
+        strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)
+    except DstratError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+
+
+def test_what_experts_cannot_do_is_refused():
+    cases = {
+        "BlockNet has no configure_experts, which experts (ep) need": {"module_class": "BlockNet", "ep": 2},
+        "configure_experts of NamesNone returned no layer": {"module_class": "NamesNone", "ep": 2},
+        "the experts 'mixtures.0.experts' (Experts) have mixtures.0.experts.weight (6, 10, 10), "
+        "mixtures.0.experts.bias (6, 10), mixtures.0.experts.scale (3,): each needs": {
+            "module_class": "OneBias",
+            "ep": 2,
+        },
+        "mixtures.0.experts was called with a Tensor of shape (4, 1, 6), an index of (4, 1)": {
+            "module_class": "Unrouted",
+            "ep": 2,
+        },
+        "the 4 ranks of ep do not divide the 6 experts of 'mixtures.0.experts': choose ep among 1, 2, 3, 6": {
+            "module_class": "MixtureNet",
+            "ep": 4,
+        },
+    }
+    for found in in_ranks(each, 4, function=refusal, cases=cases):
+        for expected, message in found.items():
+            assert message.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        (4, {"ep": 3}, "ep=3 is a part of the 4 ranks of dp_shard * cp * tp (a replica, or its stage): it divides"),
+        (8, {"ep": 2, "tp": 4}, "their number, and is a multiple of tp=4: choose ep=4 or 8"),
+        (4, {"ep": 4, "pp": 2}, "choose ep=2"),
+        (2, {"ep": 2, "dp_replicate": 2}, "leave ep out"),
+        (2, {"ep": 0}, "ep=0 is not a positive number"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(ranks, sizes, message):
+    with pytest.raises(RequestError) as error:
+        MeshStrategy(**sizes).describe_layout(ranks, ranks)
+    assert message in str(error.value)
+
+
+def test_the_plan_shows_the_groups_of_experts():
+    rows = {subject.strip(): value for subject, value, _ in MeshStrategy(ep=4, tp=2, pp=2).describe_layout(16, 16)}
+    assert rows["mesh"] == "pp 2 x dp_shard 4 x tp 2"
+    assert rows["ep"] == "[0, 1, 2, 3] [4, 5, 6, 7] [8, 9, 10, 11] [12, 13, 14, 15]"
+
+
+def held(cluster, **options):
+    strategy = started(cluster, **options)
+    counts = {
+        name: parameter.to_local().numel()
+        for name, parameter in strategy.module.named_parameters()
+        if "experts" in name
+    }
+    strategy.teardown()
+    return counts
+
+
+def test_a_rank_has_its_share_of_the_experts_only():
+    whole = {name: parameter.numel() for name, parameter in MixtureNet().named_parameters() if "experts" in name}
+    for counts in in_ranks(held, 2, ep=2):
+        assert counts == {name: numel // 2 for name, numel in whole.items()}

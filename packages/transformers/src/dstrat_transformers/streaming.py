@@ -1,0 +1,72 @@
+"""Weights under the names of ``from_pretrained``, one layer after the other, while a model is trained."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING, Any
+
+from dstrat.errors import MisuseError
+from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, stored_tensors, unsaved_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from dstrat.interfaces.strategy import Strategy
+
+_BLOCK = re.compile(r".*?\.\d+\.")  # "model.layers.3." of "model.layers.3.mlp.up_proj.weight"
+
+
+def stream_pretrained(module: Module, strategy: Strategy, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model under the names of its files, for an engine that runs it; collective until its end.
+
+    The tensors are those of ``save_pretrained``, full ones of any layout, also where the files have others than the
+    module, such as those of each expert.  A process holds at most those of one block beside its own shards.
+
+    Args:
+        module: The model of transformers, or the HFModule with it.
+        strategy: The strategy in whose run the model is.
+        everywhere: Whether each process gets the tensors; otherwise global rank 0 does, and the others, which take
+            part too, get none.
+
+    Yields:
+        The name of a tensor, and the tensor on the device, which is valid until the next one.
+
+    Raises:
+        MisuseError: The model is not a plain model of transformers.
+    """
+    is_model = is_pretrained_model(module)
+    model: Any = module if is_model else getattr(module, "model", module)
+    _check(model)
+    prefix = "" if is_model else "model."
+    unsaved = unsaved_names(model)
+    weights = ((name.removeprefix(prefix), tensor) for name, tensor in strategy.stream_weights(everywhere=everywhere))
+    saved = ((name, tensor) for name, tensor in weights if name not in unsaved)
+    # By block: several tensors of the module may become one of the files.
+    for _, tensors in itertools.groupby(saved, key=lambda item: _block_of(item[0])):
+        yield from stored_tensors(model, dict(tensors)).items()
+
+
+def _block_of(name: str) -> str:
+    match = _BLOCK.match(name)
+    return match[0] if match else name
+
+
+def _check(model: Any) -> None:
+    if is_peft(model):
+        problem = "has adapters of peft"
+    elif not is_pretrained_model(model):
+        problem = "is not a model of transformers"
+    elif getattr(model, "hf_quantizer", None) is not None:
+        problem = "is quantized"
+    elif is_remote_code(model):
+        problem = "is a class of your own"
+    else:
+        return
+    raise MisuseError(
+        f"stream_pretrained yields the weights of a plain model of transformers, and {type(model).__name__} {problem}: "
+        "use strategy.stream_weights(), which yields those of any module under its own names"
+    )
