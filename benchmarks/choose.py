@@ -57,25 +57,30 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 def compare(model: str, machine: Machine) -> None:
     """Print the rows of a model."""
     predicted = predict(model, machine)
-    rounds: dict[str, list[float]] = {alias: [] for alias in STRATEGIES}
+    rounds: dict[str, list[tuple[float, float]]] = {alias: [] for alias in STRATEGIES}
     for _ in range(ROUNDS):
         for alias in STRATEGIES:
-            rounds[alias].append(max(run_in_team(run, RANKS, alias=alias, model=model)))
-    measured = {alias: statistics.median(times) for alias, times in rounds.items()}
-    print(f"\n{model:<24}{'predicted, ms':>14}{'measured, ms':>14}{'error':>8}   rounds, ms")
-    errors = []
+            ranks = run_in_team(run, RANKS, alias=alias, model=model)
+            rounds[alias].append((max(wall for wall, _ in ranks), max(processor for _, processor in ranks)))
+    columns = [
+        {alias: statistics.median(times[column] for times in rounds[alias]) for alias in STRATEGIES}
+        for column in (0, 1)
+    ]
+    print(f"\n{model + ', ms':<24}{'predicted':>12}{'wall':>12}{'error':>8}{'processor':>12}{'error':>8}")
     for alias in STRATEGIES:
-        errors.append(predicted[alias] / measured[alias] - 1)
-        spread = " ".join(f"{1000 * one:.0f}" for one in rounds[alias])
-        print(
-            f"{alias:<24}{1000 * predicted[alias]:>14.1f}{1000 * measured[alias]:>14.1f}{errors[-1]:>+8.0%}   {spread}"
-        )
-    best = min(STRATEGIES, key=predicted.__getitem__)
-    print(
-        f"rank correlation {rank_correlation([*predicted.values()], [*measured.values()]):.2f}, median error "
-        f"{statistics.median(map(abs, errors)):.0%}; predicted best {best} takes "
-        f"{measured[best] / min(measured.values()):.2f} times the measured best"
-    )
+        cells = [f"{1000 * one[alias]:>12.1f}{predicted[alias] / one[alias] - 1:>+8.0%}" for one in columns]
+        print(f"{alias:<24}{1000 * predicted[alias]:>12.1f}{''.join(cells)}")
+    for name, measured in zip(("wall", "processor"), columns, strict=True):
+        print(f"{name} time: {summary(predicted, measured)}")
+
+
+def summary(predicted: dict[str, float], measured: dict[str, float]) -> str:
+    """Return how good the order and the values of predictions are."""
+    best = min(predicted, key=predicted.__getitem__)
+    correlation = rank_correlation([*predicted.values()], [*measured.values()])
+    error = statistics.median(abs(predicted[alias] / measured[alias] - 1) for alias in measured)
+    loss = measured[best] / min(measured.values())
+    return f"rank correlation {correlation:.2f}, median error {error:.0%}, predicted best / measured best {loss:.2f}"
 
 
 def main() -> None:

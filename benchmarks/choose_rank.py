@@ -77,20 +77,21 @@ def measure_machine(context: RankContext) -> Machine:
     return machine
 
 
-def run(context: RankContext, alias: str, model: str) -> float:
-    """Return the measured time of a step, in a rank."""
-    seconds: float = launch(context, alias, train, model)
+def run(context: RankContext, alias: str, model: str) -> tuple[float, float]:
+    """Return the measured times of a step, in a rank."""
+    seconds: tuple[float, float] = launch(context, alias, train, model)
     return seconds
 
 
-def train(loop: OwnLoop, model: str) -> float:
-    """Return the median time of a step in seconds."""
+def train(loop: OwnLoop, model: str) -> tuple[float, float]:
+    """Return the median wall time and processor time of a step in seconds."""
     module, batch = MODELS[model]()
     loop.setup(module, lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4))
     times = []
     for _ in range(WARM_UP + STEPS):
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         loop.backward(loop.compute(module, batch))
         loop.step()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[WARM_UP:])
+        times.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+    wall, processor = zip(*times[WARM_UP:], strict=True)
+    return statistics.median(wall), statistics.median(processor)

@@ -15,7 +15,7 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import sharded_collectives, split_collectives
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
@@ -376,6 +376,7 @@ class MeshStrategy(SharedBatchStrategy):
         return CommunicationLayout(
             collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
+            copied=copied_bytes(sharded) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )
