@@ -140,7 +140,8 @@ class BaguaStrategy(ParallelStrategy):
         if training.module_buffers:  # those of global rank 0
             buffers = Collective(kind="broadcast", bytes=training.module_buffers, messages=1, ranks=training.world_size)
             collectives = (*collectives, buffers)
-        return CommunicationLayout(collectives=collectives)
+        copies = 2 if self._flatten else 6  # scaled in the bucket, and copied into it and back unless they are views
+        return CommunicationLayout(collectives=collectives, copied=copies * training.trainable_parameters)
 
     # The life cycle
 

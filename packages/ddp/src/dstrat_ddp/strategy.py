@@ -156,7 +156,12 @@ class DDPStrategy(ParallelStrategy):
             messages=1,
             ranks=training.world_size,
         )
-        return CommunicationLayout(collectives=(gradients, buffers) if buffers.bytes else (gradients,))
+        # Gradients are scaled as they are copied into buckets, and copied back unless they are views of these.
+        is_view = self._ddp_kwargs.get("gradient_as_bucket_view")
+        return CommunicationLayout(
+            collectives=(gradients, buffers) if buffers.bytes else (gradients,),
+            copied=(2 if is_view else 4) * training.trainable_parameters,
+        )
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:

@@ -30,6 +30,7 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
     size, batches = training.trainable_parameters, training.accumulate_grad_batches
     overlaps = bool(zero.get("overlap_comm"))
     buckets = math.ceil(training.trainable_numel / int(zero.get("reduce_bucket_size", _BUCKET)))
+    # Gradients are copied into a bucket and scaled there, and a shard of them is copied out.
     if zero["stage"] < 3:
         times = batches if zero["stage"] == 2 else 1  # stage 2 keeps no whole gradients until the last batch
         gradients = Collective(
@@ -37,7 +38,9 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
         )
         gathered = math.ceil(training.trainable_numel / int(zero.get("allgather_bucket_size", _BUCKET)))
         parameters = Collective(kind="all_gather", bytes=size, messages=gathered, ranks=ranks)
-        return CommunicationLayout(collectives=(gradients, parameters) if zero["stage"] else (gradients,))
+        if not zero["stage"]:
+            return CommunicationLayout(collectives=(gradients,), copied=4 * size)
+        return CommunicationLayout(collectives=(gradients, parameters), copied=times * 4 * size + 4 * size // ranks)
     threshold = int(zero.get("stage3_param_persistence_threshold", _PERSISTENT))
     persistent = [one for one in training.module.parameters() if one.numel() <= threshold]
     sharded = [one for one in training.module.parameters() if one.numel() > threshold]
@@ -55,4 +58,6 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
         ranks=ranks,
         overlaps=True,
     )
-    return CommunicationLayout(collectives=(gradients, parameters))
+    # Besides gradients, shards are copied into the outputs of gathers, and after the step into parameters.
+    copied = batches * 4 * size + (4 + 2 * passes) * size // ranks
+    return CommunicationLayout(collectives=(gradients, parameters), copied=copied)

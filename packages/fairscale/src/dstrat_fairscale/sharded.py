@@ -133,7 +133,7 @@ class DDPShardedStrategy(ParallelStrategy):
             collectives.append(
                 Collective(kind="broadcast", bytes=training.module_buffers, messages=1, ranks=training.world_size)
             )
-        return CommunicationLayout(collectives=tuple(collectives))
+        return CommunicationLayout(collectives=tuple(collectives), copied=2 * size)  # gradients are scaled
 
     def local_weights(self) -> dict[str, Any]:
         return named_weights(self.module)  # of the optimizer's state only are there shards

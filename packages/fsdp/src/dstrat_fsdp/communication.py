@@ -78,6 +78,16 @@ def sharded_collectives(
     return tuple(one for one in (gather, scatter, reduction) if one.ranks > 1)
 
 
+def copied_bytes(collectives: Iterable[Collective]) -> int:
+    """Return the bytes that torch reads and writes for the collectives of shards.
+
+    Shards are copied into the input of a gather, and its output into parameters; gradients into the input of a
+    reduction, whose output is scaled.
+    """
+    packed = (one for one in collectives if one.kind in ("all_gather", "reduce_scatter"))
+    return sum(2 * one.bytes + 2 * one.bytes // one.ranks for one in packed)
+
+
 def _full_bytes(unit: Iterable[Tensor], num_shards: int, num_splits: int, dtype: torch.dtype | None) -> int:
     """Return the bytes of gathered parameters, whose shards are padded to equal sizes; None is their own dtype."""
     return sum(

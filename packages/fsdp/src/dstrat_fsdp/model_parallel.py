@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import sharded_collectives, split_collectives
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
@@ -144,6 +144,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         return CommunicationLayout(
             collectives=(*sharded, *split_collectives(training, blocks, tensor)),
             ranks_per_batch=tensor,
+            copied=copied_bytes(sharded),
             assumption="" if tensor == 1 else MATRICES_SPLIT.format(tensor),
         )
 

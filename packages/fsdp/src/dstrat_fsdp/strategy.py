@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import sharded_collectives
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives
 from dstrat_fsdp.memory import sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
@@ -167,7 +167,7 @@ class FSDPStrategy(ShardedStrategy):
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward is not False,
         )
-        return CommunicationLayout(collectives=collectives)
+        return CommunicationLayout(collectives=collectives, copied=copied_bytes(collectives))
 
     def _mesh_shape(self, world_size: int, per_machine: int) -> tuple[int, ...]:
         return sharding_mesh_shape(

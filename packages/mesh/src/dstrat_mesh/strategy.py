@@ -15,7 +15,7 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import sharded_collectives, split_collectives
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
@@ -306,10 +306,9 @@ class MeshStrategy(SharedBatchStrategy):
         name = type(training.module).__name__
         if self._pp > 1:
             check_module(training.module, training.precision)
-            if training.batch_size % self._schedule.microbatches:
-                raise RequestError(
-                    f"{self._schedule.microbatches} microbatches do not divide a batch of {training.batch_size} samples"
-                )
+            count, size = self._schedule.microbatches, training.batch_size
+            if size % count:
+                raise RequestError(f"{count} microbatches do not divide a batch of {size} samples")
         if self._tp > 1 and not hasattr(training.module, "configure_model"):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
         if self._cp > 1:
@@ -377,6 +376,7 @@ class MeshStrategy(SharedBatchStrategy):
         return CommunicationLayout(
             collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
+            copied=copied_bytes(sharded) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )

@@ -52,11 +52,13 @@ class CommunicationLayout:
     Attributes:
         collectives: The collectives.
         ranks_per_batch: Number of ranks that share a batch, and divide its computation.
+        copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
         idle: Share of the time in which a rank waits for others besides, such as the bubble of a pipeline.
         assumption: A clause that holds only in some trainings; shown to users.
     """
 
     collectives: tuple[Collective, ...] = ()
     ranks_per_batch: int = 1
+    copied: int = 0
     idle: float = 0.0
     assumption: str = ""

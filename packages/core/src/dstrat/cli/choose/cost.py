@@ -86,8 +86,8 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
 def _exposed(
     machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute_of_batch: float
 ) -> float:
-    """Return the time of collectives that is not hidden by a backward pass."""
-    exposed = hidden = 0.0
+    """Return the time of collectives that is not hidden by a backward pass, and of copies for them."""
+    exposed, hidden = communication.copied / (machine.efficiency * machine.memory_bandwidth), 0.0
     for collective in communication.collectives:
         seconds = collective_seconds(machine, collective, training.ranks_per_machine)
         if collective.overlaps:
