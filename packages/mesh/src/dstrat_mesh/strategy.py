@@ -456,7 +456,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         sequences = self._sequences
-        if sequences is None:
+        if sequences is None or not args:  # without a batch, as where each rank generates the same text
             return self._run_stages(name, step, *args, **kwargs)
         if self.step_methods is None:
             args = (sequences.cut_batch(args[0]), *args[1:])

@@ -57,7 +57,8 @@ class GenerationCallback(Callback):
         self.texts = []
         for prompt in self.prompts:
             # A step returns tensors, as the hooks of DeepSpeed expect of a module.
-            tokens = trainer.strategy.run_step("validation_step", partial(self._generate, module, prompt))
+            step = partial(self._generate, module, prompt, has_stages=trainer.strategy.compiled_steps() is not None)
+            tokens = trainer.strategy.run_step("validation_step", step)
             self.texts.append(str(self.tokenizer.decode(tokens[0], skip_special_tokens=True)))
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
@@ -68,12 +69,25 @@ class GenerationCallback(Callback):
                 if hasattr(logger, "log_text"):
                     logger.log_text(key, text, step=trainer.global_step)
 
-    def _generate(self, module: Any, prompt: str) -> Tensor:
+    def _generate(self, module: Any, prompt: str, *, has_stages: bool) -> Tensor:
         model = getattr(module, "model", module)
+        # Stages compute all tokens again for each new one, as none has a cache of the others' layers.
+        options = {**self.generate_kwargs, "use_cache": False} if has_stages else self.generate_kwargs
+        output_of_stages = model.register_forward_hook(_as_output)
         inputs = self.tokenizer(prompt, return_tensors="pt").to(module.device)
         device = module.device
         devices = [] if device.type == "cpu" else [device]
         with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=device.type):
             torch.manual_seed(self.seed)
-            tokens: Tensor = model.generate(**inputs, **self.generate_kwargs)
+            try:
+                tokens: Tensor = model.generate(**inputs, **options)
+            finally:
+                output_of_stages.remove()
         return tokens
+
+
+def _as_output(_model: Any, _inputs: Any, output: Any) -> Any:
+    """Return the logits of a pipeline as an output of a model."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(logits=output) if isinstance(output, torch.Tensor) else output

@@ -1,0 +1,50 @@
+"""Pipelines: steps per second over the same layout by hand, and the parameters of a rank over its ideal share."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from figure import Figure, medians_of, ratio_of
+from job import run_job, torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from settings import Settings
+
+LAYOUTS = {2: "stages", 4: "stages and shards"}
+"""Names of the layouts, by the number of ranks: two stages, each of which the other ranks shard."""
+
+
+def measure(settings: Settings) -> Iterator[Figure]:
+    """Measure both layouts, and the parameters with stages and split layers."""
+    for ranks, layout in LAYOUTS.items():
+        speeds = _run(ranks, "speeds", repeats=5 if settings.quick else 15)
+        yield Figure(
+            name=f"{layout} on {ranks} ranks, steps/s over by hand",
+            value=ratio_of(speeds, "dstrat", over="by hand"),
+            goal=0.97,
+            better="larger",
+            medians=medians_of(speeds),
+            arm_unit="steps/s",
+            samples=speeds,
+            note=f"a second arm by hand has {ratio_of(speeds, 'by hand again', over='by hand'):.3f}",
+        )
+    held = _run(4, "parameters", repeats=1)
+    yield Figure(
+        name="pp=2, tp=2: parameters of a rank over a quarter of all",
+        value=held["largest"] / held["ideal"],
+        goal=1.02,
+        note="the largest of the four ranks; biases after split layers are on each rank",
+    )
+
+
+def _run(ranks: int, subject: str, *, repeats: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        arguments = [f"--subject={subject}", f"--repeats={repeats}", f"--out={out}"]
+        run_job(torchrun(ranks, "mesh_rank.py", *arguments), patience=900)
+        return json.loads(out.read_text())

@@ -1,0 +1,55 @@
+"""The program examples/transformers/train.py with each axis of a mesh: one loss for all that read the same batches."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
+
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama")]
+
+PROGRAM = Path(__file__).parents[3] / "examples" / "transformers" / "train.py"
+CASES = {
+    "one reader": ["mesh(dp_shard=1)", "mesh(tp=2)", "mesh(pp=2, microbatches=4)", "mesh(cp=2)"],
+    "two readers": ["mesh(dp_shard=2)", "mesh(dp_replicate=2)", "mesh(ep=2)"],
+}
+
+
+def validation_loss(folder, strategy, *options):
+    devices = "1" if strategy == "mesh(dp_shard=1)" else "2"
+    arguments = [
+        "--strategy",
+        strategy,
+        "--devices",
+        devices,
+        "--small",
+        "--steps",
+        "4",
+        "--out",
+        str(folder),
+        *options,
+    ]
+    command = [sys.executable, str(PROGRAM), "--accelerator", "cpu", *arguments]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+    return re.search(r"validation loss (\S+) nats", ended.stdout)[1]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("readers", CASES)
+def test_each_axis_has_the_same_loss(tmp_path, readers):
+    options = ["--experts", "4"] if readers == "two readers" else []
+    losses = {}
+    for number, strategy in enumerate(CASES[readers]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        losses[strategy] = validation_loss(folder, strategy, *options)
+    assert len(set(losses.values())) == 1, losses
