@@ -232,14 +232,18 @@ def test_the_program_of_the_command_lines_guide_trains_by_its_file_and_prints_it
 def test_the_programs_of_a_guide_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None
 ) -> None:
-    if page == "logging.md":
+    if page in ("gallery.md", "logging.md"):
         pytest.importorskip("torchmetrics")
     if page == "hydra.md":
         pytest.importorskip("hydra", reason="the session neighbours runs it")
+    if page == "gallery.md":
+        pytest.importorskip("tensorboard")
+        pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "guide", **given(page)}
     for number, program in enumerate(programs(page)):
-        exec(compile(program, f"{page}, program {number}", "exec"), names)
+        shorter = re.sub(r"loader\((2048|512)", "loader(64", program)  # of gallery.md, which trains dozens of times
+        exec(compile(shorter, f"{page}, program {number}", "exec"), names)
 
 
 def given(page: str) -> dict[str, Any]:
@@ -405,6 +409,23 @@ def test_the_diagrams_are_those_that_their_script_draws() -> None:
     for name, draw in script["DIAGRAMS"].items():
         for theme in ("light", "dark"):
             assert (DOCS / "images" / f"{name}-{theme}.svg").read_text() == draw(script[theme.upper()])
+
+
+def test_each_row_of_the_table_of_what_is_known_leads_to_a_picture() -> None:
+    rows = re.findall(r"^\| \[.*?\]\(gallery\.md#([\w-]+)\)", (DOCS / "coming-from.md").read_text(), re.MULTILINE)
+    sections = (DOCS / "gallery.md").read_text().split("\n### ")[1:]
+    shown = {}
+    for section in sections:
+        pictures = re.findall(r"^!\[.+\]\((.+?)(?:#\S+)?\)$", section, re.MULTILINE)
+        shown[section.partition("\n")[0].lower().replace(" ", "-")] = pictures
+    assert sorted(rows) == sorted(shown)
+    assert [section for section, pictures in shown.items() if not pictures] == []
+    drawn = sorted((DOCS / "images" / "gallery").iterdir())
+    assert {path.name for path in drawn} <= {Path(picture).name for pictures in shown.values() for picture in pictures}
+    for picture in drawn:
+        text = re.sub("<[^>]*>", "", picture.read_text())
+        assert picture.stat().st_size < 30_000, picture
+        assert re.findall(r"/(?:home|root|tmp|work|usr)\b|site-packages", text) == [], picture
 
 
 def test_tables_of_packages_have_every_package() -> None:

@@ -6,12 +6,21 @@ For example::
     python examples/transformers/train.py --strategy ddp --devices 2
     python examples/transformers/train.py --strategy fsdp --devices 2
     python examples/transformers/train.py --strategy deepspeed_stage_3 --devices 2
-    python examples/transformers/train.py --strategy model_parallel --devices 2
     python examples/transformers/train.py --strategy fsdp --devices 2 --own-loop
 
+Or, with ``./packages/mesh`` too, with each axis of parallelism: replicas, shards, split layers, stages, divided
+sequences and divided experts, and any of them together::
+
+    python examples/transformers/train.py --strategy "mesh(dp_replicate=2)" --devices 2
+    python examples/transformers/train.py --strategy "mesh(tp=2)" --devices 2
+    python examples/transformers/train.py --strategy "mesh(pp=2, microbatches=4)" --devices 2
+    python examples/transformers/train.py --strategy "mesh(cp=2)" --devices 2
+    python examples/transformers/train.py --strategy "mesh(ep=2)" --experts 4 --devices 2
+    python examples/transformers/train.py --strategy "mesh(pp=2, tp=2)" --devices 4
+
 The model has 20 million parameters, or 100,000 with ``--small``, which trains in seconds on a laptop.  With every
-strategy, the result in ``<out>/model`` can be loaded by ``AutoModelForCausalLM.from_pretrained``.  On two processes all
-strategies have the same losses; one device shuffles the data in another order, so its losses differ.
+strategy, the result in ``<out>/model`` can be loaded by ``AutoModelForCausalLM.from_pretrained``.  Strategies have the
+same losses where as many processes read different data, as a sampler shuffles it for their number.
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ from typing import Any
 
 from data import Windows, texts, train_tokenizer
 from torch.utils.data import DataLoader, Subset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import dstrat
 from dstrat_transformers import GenerationCallback, HFModule, PretrainedCheckpoint, save_pretrained
@@ -67,15 +76,32 @@ def main() -> None:
         ],
         default_root_dir=options.out,
     )
-    # With tensor parallelism all processes read the same batch.
-    batch_size = divided(options.batch_size, 1 if options.strategy == "model_parallel" else trainer.plan.world_size)
-    trainer.fit(
-        make_module(options, len(tokenizer)),
-        DataLoader(training, batch_size=batch_size, shuffle=True),
-        DataLoader(held_out, batch_size=batch_size),
-    )
+    trainer.fit(make_module(options, len(tokenizer)), Loaders(training, held_out, options.batch_size))
     if trainer.is_global_zero:
         print(f"validation loss {float(trainer.callback_metrics['val_loss']):.4f} nats per token")
+
+
+class Loaders(dstrat.DataModule):
+    """Loaders whose batches have a process's part of the windows of a step.
+
+    Args:
+        training: Windows for training.
+        held_out: Windows for validation.
+        batch_size: Windows of a step, over all processes.
+    """
+
+    def __init__(self, training: Any, held_out: Any, batch_size: int) -> None:
+        super().__init__()
+        self._training, self._held_out, self._batch_size = training, held_out, batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self._training, batch_size=self._share(), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self._held_out, batch_size=self._share())
+
+    def _share(self) -> int:
+        return divided(self._batch_size, self.trainer.strategy)
 
 
 def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespace, vocabulary: int) -> None:
@@ -84,7 +110,7 @@ def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespa
     with loop.strategy.model_sharded_context():
         module.prepare(loop.strategy)
     loop.setup(module, HFModule.configure_optimizers, gradient_clip_val=1.0)
-    batch_size = divided(options.batch_size, loop.strategy.distributed_sampler_kwargs.get("num_replicas", 1))
+    batch_size = divided(options.batch_size, loop.strategy)
     loader = loop.training_loader(DataLoader(training, batch_size=batch_size, shuffle=True))
     while loop.steps_done < options.steps:
         for batch in loader:
@@ -101,7 +127,7 @@ def train_by_hand(loop: dstrat.OwnLoop, training: Any, options: argparse.Namespa
 
 def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
     """Return the module; each process creates its model, sharded if the strategy supports it."""
-    config = LlamaConfig(
+    sizes = dict(
         vocab_size=vocabulary,
         max_position_embeddings=options.length,
         tie_word_embeddings=True,
@@ -110,8 +136,11 @@ def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
         eos_token_id=0,
         **SIZES[options.small],
     )
+    model: Any = partial(LlamaForCausalLM, LlamaConfig(**sizes))
+    if options.experts:
+        model = partial(MixtralForCausalLM, MixtralConfig(**sizes, num_local_experts=options.experts))
     return HFModule(
-        partial(LlamaForCausalLM, config),
+        model,
         scheduler="cosine",
         learning_rate=options.learning_rate,
         weight_decay=0.1,
@@ -121,8 +150,9 @@ def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
     )
 
 
-def divided(batch_size: int, readers: int) -> int:
-    """Return the batch size per process, for the number of processes that read different data."""
+def divided(batch_size: int, strategy: Any) -> int:
+    """Return the batch size per process: those that split layers, stages or sequences read the same batch."""
+    readers: int = strategy.distributed_sampler_kwargs.get("num_replicas", 1)
     if batch_size % readers:
         raise SystemExit(f"--batch-size {batch_size} cannot be divided between {readers} processes")
     return batch_size // readers
@@ -141,6 +171,7 @@ def read_options(*parents: argparse.ArgumentParser) -> argparse.Namespace:
     add("--devices", default="auto", help="number or indices of the devices: 2, or 0,1, or auto")
     add("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed ...")
     add("--small", action="store_true", help="100,000 parameters instead of 20 million")
+    add("--experts", type=int, default=0, help="experts of each layer, as in Mixtral; 0 for a Llama")
     add("--own-loop", action="store_true", help="use a custom training loop instead of the Trainer")
     add("--steps", type=int, default=400, help="optimizer steps")
     add("--batch-size", type=int, default=8, help="text windows per step, over all processes")

@@ -97,7 +97,7 @@ def _steps_of_validation(spec: Spec, theirs: Record, ours: Record) -> None:
         for rows in (rows for name, rows in record["rows"].items() if _base(name) in of_steps):
             for row in rows:
                 row["epoch"] = None
-                if spec["trainer"].get("reload_dataloaders_every_n_epochs"):
+                if spec["trainer"].get("reload_dataloaders_every_n_epochs") or spec.get("resume"):
                     row["step"] = None
         for table in (*(entry["values"] for entry in record["metrics"]), record["callback_metrics"]):
             _drop(table, lambda name: _base(name) in of_steps and not name.split("/")[0].endswith("_epoch"))
@@ -240,6 +240,14 @@ def _ranking(spec: Spec, theirs: Record, ours: Record) -> None:
             saved["next"] = our_saved["next"]
         if "monitor" not in options:
             saved["scores"] = our_saved["scores"]
+
+
+@documented("a `ModelCheckpoint` that resumes in another folder keeps the best path with its score")
+def _best_before_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("resume"):
+        for saved, our_saved in zip(theirs["checkpoints"], ours["checkpoints"], strict=True):
+            if our_saved["best"] not in our_saved["files"]:
+                saved |= {name: our_saved[name] for name in ("best", "score")}
 
 
 @documented("a save never overwrites a checkpoint: with a fixed name")

@@ -108,6 +108,8 @@ def _draw_optimization(spec: Spec, draw: Draw) -> None:
             spec["none"] = [[draw.between(0, 1), draw.between(0, 3)]]
             if options.get("gradient_clip_algorithm") == "value":  # torch has no minimum of no gradients
                 options["gradient_clip_algorithm"] = "norm"
+            if spec["bn"]:  # gradients before it are rounding errors, which Adam scales up, and a mean scales otherwise
+                options.pop("accumulate_grad_batches", None)
 
 
 def _draw_trainer(spec: Spec, draw: Draw) -> None:
@@ -296,10 +298,16 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
         options.pop("min_epochs", None)
     if draw.happens(0.05) and spec.get("sched", {}).get("interval") != "step" and not accumulates:
         spec["skip"] = [[draw.between(0, 1), draw.between(1, 3)]]
+        if spec.get("es"):  # which checks no old values
+            del spec["skip"]
+        else:  # Lightning drops what a batch logs that the same hook skips
+            spec["logs"] = [entry for entry in spec["logs"] if not entry["where"].endswith("on_train_batch_start")]
     spec["loggers"] = draw.one_of(1, 1, 1, 2)
     if draw.happens(0.1) and _can_resume(spec):
         spec["resume"] = {"epochs": draw.between(1, options["max_epochs"] - 1)}
         options["num_sanity_val_steps"] = 0  # which a resumed fit leaves out
+        if options.get("min_epochs", 0) > spec["resume"]["epochs"]:
+            del options["min_epochs"]
 
 
 def _can_resume(spec: Spec) -> bool:

@@ -136,6 +136,22 @@ def test_a_save_waits_for_a_step_in_another_stream(stages, tmp_path):
     assert io.load_checkpoint(tmp_path / "saved")["state_dict"]["weight"].unique().tolist() == [3]
 
 
+def test_a_background_save_of_one_file_waits_once_for_all_copies(tmp_path):
+    layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(4)))
+    layers[3].weight = layers[0].weight
+    with torch.no_grad():
+        layers[0].weight.fill_(3)
+    io = AsyncCheckpointIO(TorchCheckpointIO())
+    with simulated_gpu.synchronizations() as waits:
+        io.save_checkpoint({"state_dict": layers.state_dict()}, tmp_path / "saved")
+        with torch.no_grad():
+            layers[0].weight.fill_(4)
+    io.teardown()
+    assert [wait.cause for wait in waits] == ["synchronize"]
+    loaded = io.load_checkpoint(tmp_path / "saved")["state_dict"]
+    assert loaded["0.weight"].unique().tolist() == loaded["3.weight"].unique().tolist() == [3]
+
+
 # Several devices
 
 

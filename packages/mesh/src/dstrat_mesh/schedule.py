@@ -90,13 +90,11 @@ class Schedule:
         return (self.ranks - 1) / (self.microbatches * self.stages_per_rank + self.ranks - 1)
 
     @property
-    def activation_share(self) -> float:
-        """The largest share of a batch's activations on the first rank, which holds those of most microbatches."""
-        largest = held = 0
-        for one in self.passes(0):
-            held += -1 if one.is_backward else 1
-            largest = max(largest, held)
-        return largest / (self.microbatches * self.num_stages)
+    def share_kept(self) -> float:
+        """The share of a batch's activations, of all stages, that the first rank keeps at once for backward passes."""
+        total = self.microbatches * self.stages_per_rank
+        kept = total if self.name in _ALL_FORWARD_FIRST else min(total, self._num_ahead(0) + 1)
+        return kept / (self.microbatches * self.num_stages)
 
     def passes(self, rank: int) -> Iterator[Pass]:
         """Yield the passes of a rank in their order.

@@ -306,9 +306,10 @@ class MeshStrategy(SharedBatchStrategy):
         name = type(training.module).__name__
         if self._pp > 1:
             check_module(training.module, training.precision)
-            count, size = self._schedule.microbatches, training.batch_size
-            if size % count:
-                raise RequestError(f"{count} microbatches do not divide a batch of {size} samples")
+            if training.batch_size % self._schedule.microbatches:
+                raise RequestError(
+                    f"{self._schedule.microbatches} microbatches do not divide a batch of {training.batch_size} samples"
+                )
         if self._tp > 1 and not hasattr(training.module, "configure_model"):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
         if self._cp > 1:
@@ -349,7 +350,7 @@ class MeshStrategy(SharedBatchStrategy):
             optimizer_state=layout.optimizer_state // axes.pp,
             optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
             host=layout.host // axes.pp,
-            activation_share=self._schedule.activation_share / axes.cp,
+            activation_share=self._schedule.share_kept / axes.cp,
             assumption=_assumption(axes),
         )
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from typing_extensions import override
 
-from dstrat.checkpoint.portable.payload import memory_key
+from dstrat.checkpoint.portable.payload import host_memory_like, memory_key, wait_for_devices
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
+from dstrat.parallel.internals import empty_host_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +88,8 @@ class AsyncCheckpointIO(CheckpointIO):
         if isinstance(io, StagesCheckpoints):
             self._write = _Write(io.write, io.stage(checkpoint), path, io.remove_checkpoint)
         else:
-            self._write = _Write(io.save_checkpoint, _copied(checkpoint, {}), path, io.remove_checkpoint)
+            copied = _Copies().copy(checkpoint)
+            self._write = _Write(io.save_checkpoint, copied, path, io.remove_checkpoint)
         self._write.start()
 
     def check(self) -> None:
@@ -145,6 +147,7 @@ class AsyncCheckpointIO(CheckpointIO):
             self.wait()
         finally:
             self.checkpoint_io.teardown()
+            empty_host_cache()  # of copies of device tensors, which torch would keep locked for itself
 
 
 _LONGEST_WAIT = 300.0
@@ -230,25 +233,40 @@ class _Write(threading.Thread):
             ) from self._failure
 
 
-def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
-    """Return a deep copy of nested values, with all tensors on the CPU.
+class _Copies:
+    """Copies of the tensors of a checkpoint on the CPU, pinned for those of a device."""
 
-    Args:
-        value: The nested values.
-        copies: The copies made so far, by the memory that they were made of.
-    """
-    if isinstance(value, torch.Tensor):
-        # One copy of tied weights, as torch.save writes shared memory once.
-        is_dense = type(value) is torch.Tensor and value.layout is torch.strided
-        memory = memory_key(value) if is_dense else id(value)
-        if memory not in copies:
-            copies[memory] = value.detach().to("cpu", copy=True)
-        return copies[memory]
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # keeps the class and its attributes: a module's state dict has _metadata
-        for key, item in value.items():
-            copied[key] = _copied(item, copies)
+    def __init__(self) -> None:
+        self._by_memory: dict[Any, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy(self, checkpoint: dict[str, Any]) -> Any:
+        """Return a deep copy of a checkpoint, with all tensors on the CPU."""
+        copied = self._copy(checkpoint)
+        wait_for_devices(self._devices)  # once, for all copies that are in flight
         return copied
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item, copies) for item in value)
-    return copy.deepcopy(value)
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value)
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # keeps the class and its attributes: a module's state dict has _metadata
+            for key, item in value.items():
+                copied[key] = self._copy(item)
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(map(self._copy, value))
+        return copy.deepcopy(value)
+
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        # One copy of tied weights, as torch.save writes shared memory once.
+        is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        memory = memory_key(tensor) if is_dense else id(tensor)
+        if memory not in self._by_memory:
+            if is_dense and not tensor.is_cpu:
+                target = host_memory_like(tensor)
+                self._by_memory[memory] = target.copy_(tensor.detach(), non_blocking=target.is_pinned())
+                self._devices.add(tensor.device)
+            else:
+                self._by_memory[memory] = tensor.detach().to("cpu", copy=True)
+        return self._by_memory[memory]

@@ -250,6 +250,14 @@ def home_path(path: str | os.PathLike[str]) -> LocalPath:
     return LocalPath(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser fails where there is no such user
 
 
+def shown_path(path: str | os.PathLike[str] | RemotePath) -> str:
+    """Return a path as messages show it: relative to the working directory where it is below that."""
+    try:
+        return str(Path(str(path)).relative_to(Path.cwd()))
+    except (OSError, ValueError):  # the working directory may have been removed
+        return str(path)
+
+
 def local_folder(path: CheckpointPath) -> Path:
     """Return a local path unchanged and the working directory for a URL, for writers that need a file system."""
     return path if isinstance(path, Path) else LocalPath.cwd()

@@ -48,7 +48,7 @@ class CheckpointIO(ABC):
         return self
 
     @classmethod
-    def recognizes(cls, path: str | Path) -> bool:  # noqa: ARG003 - most read only what they have written
+    def recognizes(cls, path: str | Path) -> bool:
         """Return whether a path has a checkpoint of another program, which :meth:`load_checkpoint` converts."""
         return False
 

@@ -43,12 +43,13 @@ class NamedArguments:
         make: Callable[..., Self] = super().__new__
         if make is not object.__new__ and cls.__init__ is object.__init__:
             return make(cls, *args, **kwargs)  # the arguments are for the __new__ of a further base class
-        # A decorator with functools.wraps may take more than what it wraps.
-        parameters = _parameters(cls, follow_wrapped=False)
-        check_keywords(parameters, kwargs, cls.__name__, cls.retired_arguments)
-        if args and not parameters:
-            # object.__init__ ignores arguments where a class has a __new__.
-            raise MisuseError(f"{cls.__name__} takes no arguments, and got {', '.join(map(repr, args))}")
+        if args or kwargs:
+            # A decorator with functools.wraps may take more than what it wraps.
+            parameters = _parameters(cls, follow_wrapped=False)
+            check_keywords(parameters, kwargs, cls.__name__, cls.retired_arguments)
+            if args and not parameters:
+                # object.__init__ ignores arguments where a class has a __new__.
+                raise MisuseError(f"{cls.__name__} takes no arguments, and got {', '.join(map(repr, args))}")
         return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 

@@ -366,7 +366,7 @@ class Strategy(ABC):
         return None
 
     @classmethod
-    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - most strategies have one layout
+    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
         """Return options of the constructor for each layout that is worth comparing, for ``dstrat choose``.
 
         Args:

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.paths import shown_path
 from dstrat.checkpoint.portable.format import SAVED_WITH
 from dstrat.checkpoint.strategy_state import (
     check_same_number,
@@ -143,7 +144,7 @@ def _restore_ranks(
         _log.warning(
             "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
             "numbers start anew, and the data resumes at the same part of the epoch",
-            path,
+            shown_path(path),
             checkpoint["world_size"],
             strategy.world_size,
         )

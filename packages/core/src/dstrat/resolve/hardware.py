@@ -294,11 +294,6 @@ def choose_precision(
     return selection
 
 
-def precision_flag(precision: Selection[Precision]) -> str:
-    """Return the precision's flag, or the name of the user's class where that has none."""
-    return getattr(precision.instance, "flag", precision.name)
-
-
 def _select_precision(requested: Requested | None, catalog: Catalog) -> Selection[Precision]:
     if requested is None:
         return select_offer(catalog.find_default("precision", DEFAULT_PRECISION), catalog, reason="the default")

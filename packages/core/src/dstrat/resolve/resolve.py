@@ -12,7 +12,7 @@ from dstrat.interfaces.strategy import Components
 from dstrat.plugins.catalog import get_catalog
 from dstrat.resolve.cluster import choose_cluster, num_started
 from dstrat.resolve.compatibility import Constraints
-from dstrat.resolve.hardware import choose_accelerator, choose_devices, choose_precision, precision_flag
+from dstrat.resolve.hardware import choose_accelerator, choose_devices, choose_precision
 from dstrat.resolve.plan import Plan, PlanRow
 from dstrat.resolve.processes import choose_launch, is_interactive, test_runner
 from dstrat.resolve.request import requested_components, with_components_of
@@ -194,7 +194,7 @@ def _choose_software(request: Request, catalog: Catalog, hardware: _Hardware, *,
 def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan:
     strategy, launch, launcher = software.strategy, software.launch, software.launcher
     accelerator, cluster, precision = hardware.accelerator, hardware.cluster, hardware.precision
-    flag = precision_flag(precision)
+    flag = getattr(precision.instance, "flag", precision.name)  # a user's class may have none
     selections = (strategy, accelerator, cluster, precision, software.checkpoint_io, launcher)
     return Plan(
         choices=_rows(hardware, software, flag),

@@ -145,7 +145,7 @@ def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_
     _check_statement(barebones, "barebones")
     for name in _ENABLED:
         if requested[name] is not None:
-            _check_statement(requested[name], _argument(name))
+            _check_statement(requested[name], f"enable_{name}")
     defaults = _BARE if barebones else _USUAL
     # None is the default, and not False: barebones conflicts with what the user has requested only.
     values = {
@@ -164,15 +164,11 @@ def _check_bare(requested: Mapping[str, Any]) -> None:
     off = {name: getattr(_BARE, name, False) for name in requested}
     for name, value in requested.items():
         if value is not None and value != off[name]:
+            argument = f"enable_{name}" if name in _ENABLED else name
             raise ConflictError(
-                f"barebones=True switches off everything beside training, and {_argument(name)}={value!r} was asked "
-                "for: pass one or the other"
+                f"barebones=True switches off everything beside training, and {argument}={value!r} was asked for: pass "
+                "one or the other"
             )
-
-
-def _argument(name: str) -> str:
-    """Return the Trainer's argument for an attribute of :class:`FeatureDefaults`."""
-    return f"enable_{name}" if name in _ENABLED else name
 
 
 def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     # In two steps: on_load_checkpoint may change the module before optimizers exist; states are loaded after the setup.
     restoration = None if path is None else CheckpointRestore(run, path)
     call_loggers(run.loggers, "log_graph", module)  # before the strategy wraps the module
-    strategy.setup(run.trainer)
+    run.profiled("setup", strategy.setup)(run.trainer)
     if run.is_fitting:
         strategy.check_set_up()
     call_loggers(run.loggers, "start_run")

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.optimizers import Optimization
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy
-    from dstrat.resolve import Plan
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loggers.logger import Logger
@@ -253,7 +252,11 @@ class Trainer(TrainerProperties):
             max_restarts=max_restarts,
             preemption_deadline=preemption_deadline,
         )
-        self.plan, self.strategy = _resolve(self.request)
+        try:
+            self.plan, self.strategy = resolve_request(self.request)  # imports the components
+        except (KeyboardInterrupt, DstratError) as error:
+            fold_frames(error)
+            raise
         self.profiler = make_profiler(profiler)
         self.loggers = complete_loggers(
             features.logger,
@@ -492,12 +495,3 @@ class Trainer(TrainerProperties):
             raise
         self.run.status = TrainerStatus.FINISHED
         return result
-
-
-def _resolve(request: Request) -> tuple[Plan, Strategy]:
-    """Return the plan and the strategy, with a short traceback of what stops it."""
-    try:
-        return resolve_request(request)  # imports the components
-    except (KeyboardInterrupt, DstratError) as error:
-        fold_frames(error)
-        raise

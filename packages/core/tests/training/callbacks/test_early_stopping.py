@@ -48,15 +48,15 @@ def test_training_goes_on_while_the_value_improves(fit, caplog):
 @pytest.mark.parametrize(
     ("arguments", "scores", "reason"),
     [
-        ({"patience": 2}, [0.5, 0.25, 1, 1], "score = 1, and the last 2 checks brought nothing better than 0.25"),
-        ({"patience": 1}, [0.25, 1], "score = 1, and the last check brought nothing better than 0.25"),
+        ({"patience": 2}, [0.5, 0.25, 1, 1], "score = 1, no better than 0.25 in 2 checks"),
+        ({"patience": 1}, [0.25, 1], "score = 1, no better than 0.25 in 1 check"),
         (
             {"patience": 1, "min_delta": 0.5},
             [1, 0.75],
-            "last check brought nothing better than 1 by more than min_delta=0.5",
+            "score = 0.75, no better than 1 by more than min_delta=0.5 in 1 check",
         ),
         ({}, [1, math.nan], "score = nan is not finite"),
-        ({"check_finite": False, "patience": 1}, [math.nan], "the last check brought nothing better than no number"),
+        ({"check_finite": False, "patience": 1}, [math.nan], "score = nan, no better than no number in 1 check"),
         ({"stopping_threshold": 0.5}, [0.25], "score = 0.25 is below stopping_threshold=0.5"),
         ({"divergence_threshold": 9.0}, [10], "score = 10 is above divergence_threshold=9.0"),
     ],
@@ -177,7 +177,7 @@ def test_all_ranks_follow_rank_0_and_the_result_comes_back(fit, averaging, scrip
     trainer = fit(callback, module=Disagreeing([5, 4, 4, 1]), max_epochs=9, devices=2, strategy=averaging())
     assert trainer.current_epoch == 3
     assert (callback.best_score, callback.wait_count, callback.stopped_epoch) == (4.0, 1, 2)
-    assert callback.stopping_reason == "score = 4, and the last check brought nothing better than 4"
+    assert callback.stopping_reason == "score = 4, no better than 4 in 1 check"
 
 
 def test_a_value_that_nobody_logs_is_an_error_on_all_ranks(fit, averaging):

@@ -53,6 +53,27 @@ def test_only_steps_that_the_loggers_write_are_written(rates):
     assert written == {3: {"lr-SGD": 0.25}, 6: {"lr-SGD": 2.0**-5}}
 
 
+class SavesWithin(Callback):
+    """Saves between the batches of the second step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.fit_loop.batches_seen == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_run_that_resumes_within_a_step_does_not_write_its_rate_again(fit, tmp_path):
+    options = {"accumulate_grad_batches": 2, "limit_train_batches": 6, "max_epochs": 1, "log_every_n_steps": 1}
+    options |= {"logger": CSVLogger(tmp_path), "validates": False}
+    whole, resumed = LearningRateMonitor(), LearningRateMonitor()
+    fit([whole, SavesWithin(tmp_path / "saved")], **options)
+    fit([resumed], ckpt_path=tmp_path / "saved", **options)
+    assert len(whole.lrs["lr-SGD"]) == 3
+    assert len(resumed.lrs["lr-SGD"]) == 1
+
+
 def test_accumulated_batches_are_written_once(rates):
     written = rates(lambda module: with_scheduler(module, "step"), accumulate_grad_batches=2, limit_train_batches=4)
     assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}, 3: {"lr-SGD": 0.25}, 4: {"lr-SGD": 0.125}}

@@ -199,7 +199,7 @@ def test_an_exception_leaves_a_line_about_where_it_happened(quiet_trainer, line_
     assert matches(
         capfd.readouterr().err.splitlines(),
         r"Epoch 1/2: 3/6 batches, SPEED, 0:00 left",
-        "training stopped by ValueError in epoch 1, after 3 steps",
+        "training failed in epoch 1, after 3 steps",
     )
 
 
@@ -351,7 +351,7 @@ def test_the_line_about_a_break_names_the_newest_checkpoint(quiet_trainer, line_
             trainer.fit(breaking(error), loader())
         last = capfd.readouterr().err.splitlines()[-1]
         assert last == (
-            f"training {'interrupted' if error is KeyboardInterrupt else 'stopped by ValueError'} in epoch 3, "
+            f"training {'interrupted' if error is KeyboardInterrupt else 'failed'} in epoch 3, "
             f"after 12 steps; newest checkpoint: {tmp_path / newest}"
         )
 
@@ -624,7 +624,7 @@ def test_validation_has_a_bar_below_the_epoch_and_an_exception_keeps_both(termin
         rf"Epoch 1/2\s+{BAR} 48/48 SPEED +0:0\d",
         rf"Validation {BAR} 20/48 SPEED +0:0\d 0:0\d left",
         rf"{LOSS}  step 47",
-        "training stopped by ValueError in epoch 1, after 48 steps",
+        "training failed in epoch 1, after 48 steps",
         "",
     )
     assert screen.cursor_is_visible
@@ -894,6 +894,23 @@ def test_an_evaluation_after_a_failed_fit_shows_no_loss_of_it(quiet_trainer, lin
         trainer.fit(Failing(), loader())
     trainer.validate(line_class(), loader(), verbose=False)
     assert "loss" not in capfd.readouterr().err.splitlines()[-1].replace("val_loss", "")
+
+
+@pytest.mark.parametrize("columns", [80, 400])
+def test_a_terminal_does_not_cut_the_paths_of_the_closing_line(
+    quiet_trainer, line, loader, terminal, monkeypatch, tmp_path, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    with terminal() as screen:
+        trainer = quiet_trainer(enable_progress_bar=True, enable_checkpointing=True, max_epochs=1, logger=True)
+        trainer.fit(line, loader())
+    shown = "\n".join(screen.lines)
+    separator = "\n" if columns == 80 else "; "
+    path = "dstrat_logs/version_0/checkpoints/epoch=0-step=6.ckpt/"
+    assert re.search(
+        f"trained 1 epoch.*{separator}checkpoint {path}{separator}logs dstrat_logs/version_0$", shown.strip()
+    )
 
 
 def test_a_subclass_may_set_the_trainer_by_itself(shown, line):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 
 import matplotlib as mpl
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import BatchSizeFinder, Callback, DataModule, LearningRateFinder, TrainModule, Tuner
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.training.callbacks.learning_rate_finder import LearningRateCurve
 
 pytestmark = pytest.mark.usefixtures("quick_collections")  # the finder of batch sizes makes several
 
@@ -105,6 +107,23 @@ def test_the_rate_at_which_the_loss_falls_most_steeply_is_set(quiet_trainer):
     curve = Tuner(quiet_trainer()).lr_find(module, max_lr=0.1, num_training=60)
     assert module.lr == curve.suggestion()
     assert 1e-3 < module.lr < 0.1
+
+
+def test_noise_at_tiny_rates_is_not_the_steepest_fall():
+    curve = LearningRateCurve("exponential", 1e-8, 1.0, 81)
+    curve.results["lr"] = [10 ** (step / 10 - 8) for step in range(81)]
+    fall = [1 / (1 + (rate / 1e-2) ** 2) for rate in curve.results["lr"]]  # over the logarithm most steeply at 1e-2
+    curve.results["loss"] = [loss + 1e-3 * (-1) ** step for step, loss in enumerate(fall)]
+    assert curve.suggestion() == pytest.approx(1e-2, rel=0.5)
+
+
+def test_what_was_found_is_shown_without_a_configuration_of_logging(quiet_trainer, caplog):
+    with caplog.at_level(logging.WARNING):
+        Tuner(quiet_trainer()).lr_find(Net(), max_lr=0.1, num_training=20)
+        Tuner(quiet_trainer()).scale_batch_size(Net(), max_val=4)
+    rate, size = caplog.messages
+    assert re.fullmatch(r"lr of Net is [\d.e-]+ now, where the loss fell fastest in 20 steps", rate)
+    assert size == "batch_size is 4 now"
 
 
 def test_hyperparameters_get_what_was_found(quiet_trainer):

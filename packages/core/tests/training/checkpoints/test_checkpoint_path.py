@@ -62,6 +62,15 @@ def test_auto_starts_anew_and_then_goes_on_from_the_newest(fit, tmp_path, caplog
     assert (trainer.current_epoch, trainer.global_step) == (3, 18)
 
 
+def test_messages_show_paths_as_one_types_them(fit, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    fit(1, ModelCheckpoint(tmp_path / "mine"), resume="auto")
+    fit(2, ModelCheckpoint(tmp_path / "mine"), resume="auto")
+    first, second = (message for message in caplog.messages if "resume" in message)
+    assert first.startswith("resume='auto': training starts anew, as there is no complete checkpoint in 'mine'")
+    assert second == "resume='auto': training resumes from mine/epoch=0-step=6.ckpt"
+
+
 class Dated(CSVLogger):
     """A logger that names its versions itself."""
 

@@ -15,6 +15,7 @@ def test_a_fit_prints_a_table_of_what_the_loops_called(quiet_trainer, line, load
     assert title.startswith("Profile of fit on rank 0: ")
     table = actions(lines)
     assert {table[name][0] for name in ("training_step", "backward", "optimizer_step")} == {"6"}
+    assert table["setup"][0] == "1"
     assert table["validation_step"][0] == str(2 + 3)  # the sanity check, and validation
     assert float(table["optimizer_step"][2]) >= float(table["training_step"][2])
     assert int(table["next_batch"][0]) >= 6 + 2 + 3

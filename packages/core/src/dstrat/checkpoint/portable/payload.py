@@ -67,6 +67,13 @@ def host_memory(num_bytes: int, *, pins: bool) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
+def host_memory_like(tensor: Tensor) -> Tensor:
+    """Return an uninitialized tensor on the CPU like one of a device, pinned where that is possible."""
+    with contextlib.suppress(RuntimeError):  # as in host_memory
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return torch.empty_like(tensor, device="cpu")
+
+
 def wait_for_devices(devices: Iterable[torch.device]) -> None:
     """Wait for everything that is queued on all streams of devices; nothing is queued on the CPU."""
     accelerator = torch.accelerator.current_accelerator()

@@ -145,7 +145,8 @@ def find_batch_size(
         for holder, value in before:  # trials set it on the data module, which is not copied
             setattr(holder, batch_arg_name, value)
     set_attribute(batch_arg_name, size, *owners)
-    _log.info("%s is %d now", batch_arg_name, size)
+    # Python shows warnings, but no infos, of a program that has not configured logging.
+    _log.warning("%s is %d now", batch_arg_name, size)
     return size
 
 

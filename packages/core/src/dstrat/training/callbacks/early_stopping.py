@@ -195,9 +195,9 @@ class EarlyStopping(Callback):
             return f"{shown} is {worse} divergence_threshold={self.divergence_threshold!r}"
         if self.wait_count >= max(1, self.patience):  # with patience=0 the first check without an improvement ends it
             best = "no number" if self._best_score is None else f"{self._best_score:.6g}"
-            checks = "check" if self.wait_count == 1 else f"{self.wait_count} checks"
+            checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks"
             by = f" by more than min_delta={self.min_delta!r}" if self.min_delta else ""
-            return f"{shown}, and the last {checks} brought nothing better than {best}{by}"
+            return f"{shown}, no better than {best}{by} in {checks}"
         return None
 
     def _is_beyond(self, score: float, threshold: float) -> bool:

@@ -48,6 +48,8 @@ class LearningRateCurve:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the loss decreases fastest; None if there are too few points.
 
+        Of rates that grow exponentially it is the loss over their logarithm.
+
         Args:
             skip_begin: Number of points to ignore at the beginning.
             skip_end: Number of points to ignore at the end.
@@ -68,8 +70,10 @@ class LearningRateCurve:
         if len(considered) < 2:
             return None
         points = torch.tensor([losses[i] for i in considered])
-        rates = torch.tensor([self.results["lr"][i] for i in considered])
-        (slopes,) = torch.gradient(points, spacing=[rates])
+        rates = torch.tensor([self.results["lr"][i] for i in considered], dtype=torch.float64)
+        # As the curve is drawn: by a change of a tiny rate itself, the noise of the loss would be the steepest fall.
+        spacing = rates.log() if self.mode == "exponential" else rates
+        (slopes,) = torch.gradient(points, spacing=[spacing])
         return considered[int(torch.argmin(slopes))]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
@@ -205,7 +209,11 @@ def find_learning_rate(
     if suggested is not None:
         set_attribute(attribute, suggested, module)
         if trainer.is_global_zero:
-            _log.info("%s of %s is %s now", attribute, type(module).__name__, suggested)
+            # Python shows warnings, but no infos, of a program that has not configured logging.
+            _log.warning(
+                "%s of %s is %.3g now, where the loss fell fastest in %d steps",
+                *(attribute, type(module).__name__, suggested, len(curve.results["lr"])),
+            )
     return curve
 
 

@@ -69,7 +69,8 @@ class LearningRateMonitor(Callback):
             _log.warning("LearningRateMonitor writes nothing, as the Trainer has no logger")
         self.lrs = {group.name: [] for group in _groups(trainer.strategy)}
         step, every = trainer.global_step, trainer.log_every_n_steps
-        self._set_due(trainer, step)
+        # Where a run resumes between the batches of a step, the run before has written the step's rates.
+        self._set_due(trainer, step + (trainer.fit_loop.in_group > 0))
         # Of a resumed run: the run before has written it.
         self._written_at_step = step if step and every and step % every == 0 else -1
 

@@ -20,6 +20,7 @@ from dstrat.training.callbacks.run_messages import (
     describe_stop,
     describe_training,
     mark_best,
+    print_message,
     read_loss,
     values_of_epoch,
     values_of_step,
@@ -248,11 +249,11 @@ class ProgressBar(Callback):
         summary, self._summary = self._summary, ""
         self._loss = None
         if stop is not None:
-            print(describe_stop(trainer.run, stop), file=sys.stderr, flush=True)
+            print_message(describe_stop(trainer.run, stop), sys.stderr)
         elif summary:
             # A notebook shows stderr in red, as an error.
             stream = sys.stdout if has_notebook() else sys.stderr
-            print(f"{summary}{describe_files(trainer.run)}", file=stream, flush=True)
+            print_message([summary, *describe_files(trainer.run)], stream)
 
     # Methods to override
 

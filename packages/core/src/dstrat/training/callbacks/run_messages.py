@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from shutil import get_terminal_size
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from dstrat.checkpoint.paths import as_path
+from dstrat.checkpoint.paths import as_path, shown_path
 from dstrat.training.callbacks.progress import format_duration, format_value
 from dstrat.training.checkpoint.path import written_ns
 
@@ -54,6 +54,13 @@ def mark_best(run: Run, values: Mapping[str, float | str]) -> dict[str, float | 
     }
 
 
+def print_message(parts: list[str], stream: TextIO) -> None:
+    """Print a message in one line; in several where a terminal would cut it, as a path in two cannot be copied."""
+    line = "; ".join(parts)
+    is_cut = stream.isatty() and len(line) > get_terminal_size().columns
+    print("\n".join(parts) if is_cut else line, file=stream, flush=True)
+
+
 # Message of a completed training
 
 
@@ -80,8 +87,8 @@ def describe_training(
     return f"trained {counts}, in {time}{f': {shown}' if shown else ''}"
 
 
-def describe_files(run: Run) -> str:
-    """Return where a training has saved its best or newest checkpoint and its logs; empty for nowhere.
+def describe_files(run: Run) -> list[str]:
+    """Return where a training has saved its best or newest checkpoint, and its logs.
 
     A checkpoint that is a folder ends with a slash: torch.load cannot read it.
     """
@@ -89,20 +96,12 @@ def describe_files(run: Run) -> str:
     best = next((path for path in named if path), None) or newest_checkpoint(run)
     folder = next((logger.log_dir for logger in run.loggers if logger.log_dir), None)
     is_folder = best is not None and run.strategy.checkpoint_io.is_collective
-    checkpoint = f"; checkpoint {_shorten(best)}{'/' * is_folder}" if best else ""
-    return f"{checkpoint}; logs {_shorten(folder)}" if folder else checkpoint
+    checkpoint = [f"checkpoint {shown_path(best)}{'/' * is_folder}"] if best else []
+    return [*checkpoint, f"logs {shown_path(folder)}"] if folder else checkpoint
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _shorten(path: str | Path) -> str:
-    """Return a path relative to the working directory where it is below that."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except (OSError, ValueError):  # the working directory may have been removed
-        return str(path)
 
 
 # Message of an interrupted run
@@ -112,19 +111,19 @@ _PATHS = ("ckpt_path", "last_model_path", "best_model_path")
 _STAGES = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 
 
-def describe_stop(run: Run, exception: BaseException) -> str:
-    """Return the message about a stopped run, with its position and its newest checkpoint.
+def describe_stop(run: Run, exception: BaseException) -> list[str]:
+    """Return where a run was stopped, and its newest checkpoint.
 
-    For example ``training interrupted in epoch 3, after 1234 steps; newest checkpoint: logs/last.ckpt``.
+    For example ``training interrupted in epoch 3, after 1234 steps`` and ``newest checkpoint: logs/last.ckpt``.
     """
     text = f"{_STAGES[run.stage]} {_verb(exception)}"
     if not run.is_fitting:
-        return text
+        return [text]
     if run.sanity_checking:
-        return f"{text} in the sanity check"
+        return [f"{text} in the sanity check"]
     text += f" in epoch {run.fit_loop.epoch + 1}, after {run.fit_loop.global_step} steps"
     path = newest_checkpoint(run)
-    return f"{text}; newest checkpoint: {path}" if path else text
+    return [text, f"newest checkpoint: {shown_path(path)}"] if path else [text]
 
 
 def newest_checkpoint(run: Run) -> str | None:
@@ -147,4 +146,5 @@ def _verb(exception: BaseException) -> str:
         return "interrupted"
     if isinstance(exception, SystemExit):
         return "terminated"
-    return f"stopped by {type(exception).__name__}"
+    # Of other ranks too, where it says that a connection was lost: the traceback has the reason.
+    return "failed"

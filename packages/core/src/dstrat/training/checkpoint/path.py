@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from dstrat.checkpoint.formats import io_for, is_builtin, read_step
-from dstrat.checkpoint.paths import as_path
+from dstrat.checkpoint.paths import as_path, shown_path
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.checkpoint.torch_file import read_content
 from dstrat.errors import CheckpointError, MisuseError, StoreError
@@ -124,14 +124,14 @@ def _search(run: Run, requested: CheckpointRequest) -> _SearchResult:
 def _description(run: Run, requested: CheckpointRequest, path: str) -> str:
     """Return the log message about the result of a search."""
     if requested is Search.NEWEST:
-        return f"resume='auto': training resumes from {path}"
+        return f"resume='auto': training resumes from {shown_path(path)}"
     is_best = requested in ("best", Search.BEST_OF_LAST_FIT)
     which = _rank_of_best(run, path) if is_best else ""
     if requested is not Search.BEST_OF_LAST_FIT:
         does = "training resumes from" if run.is_fitting else f"{run.stage} uses the weights of"
-        return f"ckpt_path={requested!r}: {does} {path}{which}"
+        return f"ckpt_path={requested!r}: {does} {shown_path(path)}{which}"
     return (
-        f"{run.stage} without a module uses the best checkpoint of the last fit, {path}{which}: "
+        f"{run.stage} without a module uses the best checkpoint of the last fit, {shown_path(path)}{which}: "
         "pass the module to use its weights as they are"
     )
 
@@ -299,7 +299,7 @@ def written_ns(path: CheckpointPath) -> int:
 
 def _nothing_in(folders: list[CheckpointPath]) -> str:
     more = f" and {len(folders) - 4} more folders" if len(folders) > 4 else ""
-    return f"there is no complete checkpoint in {', '.join(repr(str(folder)) for folder in folders[:4])}{more}"
+    return f"there is no complete checkpoint in {', '.join(repr(shown_path(folder)) for folder in folders[:4])}{more}"
 
 
 def check_writable(folder: CheckpointPath, io: CheckpointIO) -> None:

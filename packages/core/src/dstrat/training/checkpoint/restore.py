@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.foreign import how_to_convert
 from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.paths import shown_path
 from dstrat.checkpoint.strategy_state import (
     CURRENT_WEIGHTS,
     is_of_same_strategy,
@@ -157,7 +158,7 @@ class CheckpointRestore:
             _log.warning(
                 "%s was saved by %s: weights, optimizer and counters are the same; random numbers and running means "
                 "start anew, and the data resumes at the %s%s",
-                self._path,
+                shown_path(self._path),
                 how,
                 f"beginning of epoch {run.fit_loop.epoch}" if rank_state is None else "same part of the epoch",
                 f"; it {dropped}" if dropped else "",

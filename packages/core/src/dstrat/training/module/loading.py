@@ -58,7 +58,7 @@ class ModuleLoading:
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
-        weights_only: bool | None = None,  # noqa: ARG003 - without effect
+        weights_only: bool | None = None,  # without effect
         **overrides: Any,
     ) -> Self:
         """Construct the module with the hyperparameters of a checkpoint, and load its weights.
@@ -100,7 +100,7 @@ class DataModuleLoading:
         checkpoint_path: str | Path | IO[bytes],
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
-        weights_only: bool | None = None,  # noqa: ARG003 - without effect
+        weights_only: bool | None = None,  # without effect
         **overrides: Any,
     ) -> Self:
         """Construct the data module with the hyperparameters of a checkpoint, and load its state.
