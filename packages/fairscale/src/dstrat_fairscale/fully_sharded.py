@@ -171,7 +171,9 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             ranks=ranks,
             overlaps=True,
         )
-        return CommunicationLayout(collectives=(gather, reduction))
+        # Shards are cast for a gather; gradients are copied into a bucket, and scaled when they are reduced.
+        copied = 2 * gather.bytes // ranks + 2 * reduction.bytes + 2 * reduction.bytes // ranks
+        return CommunicationLayout(collectives=(gather, reduction), copied=copied)
 
     # Sharding
 
