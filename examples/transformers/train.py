@@ -138,7 +138,9 @@ def make_module(options: argparse.Namespace, vocabulary: int) -> HFModule:
     )
     model: Any = partial(LlamaForCausalLM, LlamaConfig(**sizes))
     if options.experts:
-        model = partial(MixtralForCausalLM, MixtralConfig(**sizes, num_local_experts=options.experts))
+        heads = sizes["num_attention_heads"]
+        config = MixtralConfig(**sizes, num_key_value_heads=heads, num_local_experts=options.experts)
+        model = partial(MixtralForCausalLM, config)
     return HFModule(
         model,
         scheduler="cosine",

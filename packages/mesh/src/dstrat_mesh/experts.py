@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from dstrat.errors import MisuseError, RequestError
+from dstrat.parallel.collectives import gather_tensors
 from dstrat_fsdp import internals
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_mesh.axes import EXPERT, REPLICATE, SHARD
@@ -304,6 +305,4 @@ def _slice_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
 def _gather(rows: Tensor, length: int, group: ProcessGroup) -> Tensor:
     size = -(-length // group.size())
     padded = torch.cat([rows, rows.new_zeros(size - rows.shape[0], *rows.shape[1:])])
-    gathered = rows.new_empty(size * group.size(), *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    return gathered[:length]
+    return gather_tensors(padded, group=group).flatten(0, 1)[:length]
