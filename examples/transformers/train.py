@@ -19,8 +19,8 @@ sequences and divided experts, and any of them together::
     python examples/transformers/train.py --strategy "mesh(pp=2, tp=2)" --devices 4
 
 The model has 20 million parameters, or 100,000 with ``--small``, which trains in seconds on a laptop.  With every
-strategy, the result in ``<out>/model`` can be loaded by ``AutoModelForCausalLM.from_pretrained``.  Strategies have the
-same losses where as many processes read different data, as a sampler shuffles it for their number.
+strategy, the result in ``<out>/model`` can be loaded by ``AutoModelForCausalLM.from_pretrained``.  On several processes
+strategies have the same losses where as many of them read different data; one device shuffles in another order.
 """
 
 from __future__ import annotations

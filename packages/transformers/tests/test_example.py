@@ -17,18 +17,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama")]
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "transformers" / "train.py"
 CASES = {
-    "one reader": ["mesh(dp_shard=1)", "mesh(tp=2)", "mesh(pp=2, microbatches=4)", "mesh(cp=2)"],
+    # Not on one device, which shuffles in another order.
+    "one reader": ["mesh(tp=2)", "mesh(pp=2, microbatches=4)", "mesh(cp=2)"],
     "two readers": ["mesh(dp_shard=2)", "mesh(dp_replicate=2)", "mesh(ep=2)"],
 }
 
 
 def validation_loss(folder, strategy, *options):
-    devices = "1" if strategy == "mesh(dp_shard=1)" else "2"
     arguments = [
         "--strategy",
         strategy,
         "--devices",
-        devices,
+        "2",
         "--small",
         "--steps",
         "4",
