@@ -126,9 +126,19 @@ class Clamped(ScaledNet):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_scalar_may_be_changed_in_a_step():
-    expected = single_device_losses(Clamped(), **SHORT)
-    for losses, _ in in_ranks(losses_and_scalars, module="Clamped"):
+class ClampedData(ScaledNet):
+    """Replaces the data of scalars in the step, also of one in a layer."""
+
+    def training_step(self, batch, batch_idx):
+        for scalar in (self.log_scale, self.blocks[0].bias):
+            scalar.data = scalar.data.clamp(max=0.05)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("module", [Clamped, ClampedData])
+def test_a_scalar_may_be_changed_in_a_step(module):
+    expected = single_device_losses(module(), **SHORT)
+    for losses, _ in in_ranks(losses_and_scalars, module=module.__name__):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 

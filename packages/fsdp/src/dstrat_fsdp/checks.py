@@ -130,10 +130,8 @@ class ParameterGuard:
         sums = {}
         for index, (layer, name, parameter) in enumerate(self._sharded):
             current = getattr(layer, name) if id(layer) in layers else parameter
-            local = local_tensor(current)
-            # A scalar may be computed with in its own memory, where no change is lost.
-            if current is not parameter and local.data_ptr() != local_tensor(parameter).data_ptr():
-                sums[index] = local.detach().sum().nan_to_num()  # NaN would differ from itself
+            if current is not parameter and current.dim():  # no change of a scalar is lost
+                sums[index] = local_tensor(current).sum().nan_to_num()  # NaN would differ from itself
         return sums
 
     def check_unchanged(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:

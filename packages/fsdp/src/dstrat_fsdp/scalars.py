@@ -143,24 +143,37 @@ class _Scalar:
         replica = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
         self.sharded: Any = nn.Parameter(replica, parameter.requires_grad)
         self._device = computes_on
-        self._plain: nn.Parameter | None = None  # made when a parameter of the meta device has its memory
+        self._plain: Any = None  # made when a parameter of the meta device has its memory
+        self._is_plain = False
         self._uses: list[tuple[dict[str, Any], str]] = []
 
     def add_use(self, layer: Module, name: str) -> None:
         self._uses.append((internals.parameter_store(layer), name))
         self._set(self.sharded)
 
+    @torch.no_grad()
     def make_plain(self) -> None:
-        with torch.no_grad():
-            local = self.sharded.to_local().to(self._device)
-        if self._plain is None:
-            self._plain = nn.Parameter(local, self.sharded.requires_grad)
-        self._plain.data = local
+        if not self._is_plain:
+            shard = local_tensor(self.sharded)
+            local = shard.to(self._device)
+            if self._plain is None:
+                self._plain = nn.Parameter(local)
+            self._plain.data, self._before = local, shard.clone()
+            self._set(self._plain)
+            self._is_plain = True
         self._plain.requires_grad_(self.sharded.requires_grad)
-        self._set(self._plain)
 
+    @torch.no_grad()
     def make_sharded(self) -> None:
+        if not self._is_plain:
+            return
+        shard = local_tensor(self.sharded)
+        if self._plain.data_ptr() != shard.data_ptr():  # it is offloaded, or a step has replaced its data
+            now = self._plain.to(shard.device)
+            # What the step did not change, an optimizer may have changed since.
+            shard.copy_(torch.where(now == self._before, shard, now))
         self._set(self.sharded)
+        self._is_plain = False
 
     def _set(self, parameter: Any) -> None:
         for store, name in self._uses:
