@@ -58,7 +58,7 @@ class ScalarParameters:
         self._scalars = list(scalars.values())
 
     def make_plain(self) -> None:
-        """Let layers compute with plain tensors, until :meth:`make_sharded`."""
+        """Let layers compute with plain tensors until :meth:`make_sharded`; they require gradients if DTensors do."""
         for scalar in self._scalars:
             scalar.make_plain()
 
@@ -139,8 +139,9 @@ class _Scalar:
     def __init__(
         self, parameter: nn.Parameter, mesh: DeviceMesh, *, stays_on: torch.device, computes_on: torch.device
     ) -> None:
-        local = parameter.detach() if parameter.is_meta else parameter.detach().to(stays_on)
-        replica = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        replica: Any = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if not parameter.is_meta:
+            replica = replica.to(stays_on)  # from_local has moved it to the mesh's device
         self.sharded: Any = nn.Parameter(replica, parameter.requires_grad)
         self._device = computes_on
         self._plain: Any = None  # made when a parameter of the meta device has its memory
