@@ -260,6 +260,47 @@ def fit(cluster, strategy, module, *, io=PortableCheckpointIO, ckpt_path=None, *
     return {name: local_tensor(value.detach()).clone() for name, value in module.named_parameters()}
 
 
+class Adversarial(TrainModule):
+    """Computes scores before the gradients of the layers that give them are turned off."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Linear(6, 6)
+        self.judge = nn.Sequential(nn.Linear(6, 3), Scale())
+
+    def training_step(self, batch, batch_idx):
+        generating, judging = self.optimizers()
+        score = self.judge(self.generator(batch[0])).square().mean()
+        with self.toggled_optimizer(generating):
+            generating.zero_grad()
+            self.manual_backward(score)
+            generating.step()
+        judging.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.judge(batch[0]), batch[1]))
+        judging.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.generator, self.judge)]
+
+
+def weights_after(cluster, module):
+    trained = fit(cluster, FSDPStrategy(state_dict_type="full"), globals()[module]())
+    return {name: value.tolist() for name, value in trained.items()}
+
+
+def assert_trains_as_on_one_device(module):
+    expected = fit(None, "auto", module())
+    for found in in_ranks(weights_after, module=module.__name__):
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_are_turned_off_before_the_backward_pass_go_to_no_optimizer():
+    assert_trains_as_on_one_device(Adversarial)
+
+
 GROUPS = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
 CASES = {
     "portable": {"module": "Scaled", "io": PortableCheckpointIO, **GROUPS},

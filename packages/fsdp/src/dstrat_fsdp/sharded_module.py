@@ -226,6 +226,10 @@ class ShardedModule:
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
+    def begin_backward(self) -> None:
+        """Let a backward pass compute the gradients of those scalars that require them now, as it does for shards."""
+        self._scalars.make_plain()
+
     def end_backward(self) -> None:
         """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective.
 
