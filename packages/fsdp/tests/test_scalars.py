@@ -301,6 +301,39 @@ def test_gradients_that_are_turned_off_before_the_backward_pass_go_to_no_optimiz
     assert_trains_as_on_one_device(Adversarial)
 
 
+class Lending(nn.Module):
+    """Uses scalars of layers that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), Scale()
+        self.shifts = nn.ParameterList([nn.Parameter(torch.tensor(0.2))])
+
+    def forward(self, x):
+        return self.scale.log_scale.exp() * self.layer(x) + self.shifts[0]
+
+
+class TwicePerStep(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.net = Lending()
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+            self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_layer_may_use_scalars_of_layers_that_it_does_not_call_again_after_a_backward_pass():
+    assert_trains_as_on_one_device(TwicePerStep)
+
+
 GROUPS = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
 CASES = {
     "portable": {"module": "Scaled", "io": PortableCheckpointIO, **GROUPS},

@@ -42,20 +42,21 @@ class ScalarParameters:
         device = internals.device_of(mesh)
         stays_on = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
         scalars: dict[int, _Scalar] = {}  # layers may share one
-        self._hooks = []
         for layer in module.modules():
-            in_layer = []
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter.dim() or isinstance(parameter, DTensor):
                     continue
                 if id(parameter) not in scalars:
                     scalars[id(parameter)] = _Scalar(parameter, mesh, stays_on=stays_on, computes_on=device)
-                in_layer.append(scalars[id(parameter)])
-                in_layer[-1].add_use(layer, name)
-            if in_layer:
-                # After a backward pass of manual optimization, the same step may use them again.
-                self._hooks.append(layer.register_forward_pre_hook(untraced(partial(_before_forward, in_layer))))
+                scalars[id(parameter)].add_use(layer, name)
         self._scalars = list(scalars.values())
+        # After a backward pass of manual optimization, the same step may use them again.
+        by_shard = {id(scalar.sharded): scalar for scalar in self._scalars}
+        self._hooks = []
+        for layer in module.modules():
+            within = [by_shard[id(parameter)] for parameter in layer.parameters() if id(parameter) in by_shard]
+            if within:
+                self._hooks.append(layer.register_forward_pre_hook(untraced(partial(_before_forward, within))))
 
     def make_plain(self) -> None:
         """Let layers compute with plain tensors until :meth:`make_sharded`; they require gradients if DTensors do."""
