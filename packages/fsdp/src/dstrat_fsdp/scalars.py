@@ -146,6 +146,7 @@ class _Scalar:
         self.sharded: Any = nn.Parameter(replica, parameter.requires_grad)
         self._device = computes_on
         self._plain: Any = None  # made when a parameter of the meta device has its memory
+        self._before: Any = None  # the value with which a step began
         self._is_plain = False
         self._uses: list[tuple[dict[str, Any], str]] = []
 
