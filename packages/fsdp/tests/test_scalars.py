@@ -142,6 +142,29 @@ def test_a_scalar_may_be_changed_in_a_step(module):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
+class Replaced(ScaledNet):
+    def training_step(self, batch, batch_idx):
+        self.log_scale = nn.Parameter(torch.tensor(0.2))
+        return super().training_step(batch, batch_idx)
+
+
+def error_of_replaced(cluster):
+    strategy = FSDPStrategy()
+    start(strategy, Replaced(), parts(cluster))
+    try:
+        train(strategy, steps=2)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_scalar_that_a_step_replaces_is_an_error_as_for_other_parameters():
+    for message in in_ranks(error_of_replaced):
+        assert str(message).startswith("parameter 'log_scale' was replaced after the module was sharded")
+
+
 def trained_from_meta(cluster):
     strategy = FSDPStrategy()
     strategy.receive(parts(cluster))

@@ -151,8 +151,9 @@ class _Scalar:
         self._uses: list[tuple[dict[str, Any], str]] = []
 
     def add_use(self, layer: Module, name: str) -> None:
-        self._uses.append((internals.parameter_store(layer), name))
-        self._set(self.sharded)
+        store = internals.parameter_store(layer)
+        self._uses.append((store, name))
+        store[name] = self.sharded
 
     @torch.no_grad()
     def make_plain(self) -> None:
@@ -162,7 +163,7 @@ class _Scalar:
             if self._plain is None:
                 self._plain = nn.Parameter(local)
             self._plain.data, self._before = local, shard.clone()
-            self._set(self._plain)
+            self._replace(self.sharded, self._plain)
             self._is_plain = True
         self._plain.requires_grad_(self.sharded.requires_grad)
 
@@ -175,12 +176,13 @@ class _Scalar:
             now = self._plain.to(shard.device)
             # What the step did not change, an optimizer may have changed since.
             shard.copy_(torch.where(now == self._before, shard, now))
-        self._set(self.sharded)
+        self._replace(self._plain, self.sharded)
         self._is_plain = False
 
-    def _set(self, parameter: Any) -> None:
+    def _replace(self, current: Any, parameter: Any) -> None:
         for store, name in self._uses:
-            store[name] = parameter
+            if store.get(name) is current:  # otherwise a step has replaced it, which ParameterGuard reports
+                store[name] = parameter
 
     @property
     def gradient(self) -> Tensor | None:
