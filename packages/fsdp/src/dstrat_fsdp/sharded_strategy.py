@@ -228,6 +228,7 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded_module.set_gradient_sync(True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._sharded_module.begin_backward()
         with explain_shards():
             super().backward(loss, *args, **kwargs)
         self._sharded_module.end_backward()

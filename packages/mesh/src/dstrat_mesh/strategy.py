@@ -268,6 +268,7 @@ class MeshStrategy(SharedBatchStrategy):
         experts = self._experts
         return Sharding(
             mesh=self.device_mesh[names],
+            tensor_mesh=self._tensor_mesh if self.tensor_parallel_size > 1 else None,
             meshes={} if experts is None else dict.fromkeys(experts.layers, experts.sharding_mesh),
             reshard_after_forward=self._reshard_after_forward,
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
