@@ -163,6 +163,35 @@ def test_four_ranks_compute_in_eight_stages():
         assert found == expected
 
 
+class FirstFrozen(PipeNet):
+    """The first stage of four is frozen."""
+
+    frozen = 2
+
+    def make_layers(self):
+        super().make_layers()
+        for layer in [self.first, *self.blocks][: self.frozen]:
+            layer.requires_grad_(False)
+
+
+class HalfFrozen(FirstFrozen):
+    """The first stage of each rank is frozen, if each has two."""
+
+    frozen = 3
+
+
+def test_ranks_with_frozen_stages_train_their_others():
+    training = {"accumulate": 2, "clip": 0.05, "steps": 3}
+    expected, cases = {}, {}
+    for schedule in ("Interleaved1F1B", "LoopedBFS"):
+        for module_class in (FirstFrozen, HalfFrozen):
+            name = f"{module_class.__name__} {schedule}"
+            cases[name] = {"training": training, "module_class": module_class, "pp": 2, "schedule": schedule}
+            expected[name] = pytest.approx(single_device_losses(module_class(), **training), rel=1e-6, abs=0)
+    for found in in_ranks(each, 2, function=losses, cases=cases):
+        assert found == expected
+
+
 class SharedNet(PipeNet):
     """Has a parameter in the first and the last stage."""
 

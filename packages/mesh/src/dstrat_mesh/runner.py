@@ -130,16 +130,19 @@ class StageRunner:
             microbatches: The microbatches.
             factors: Factor of each microbatch's loss in that of the batch.
             scale: Scales the loss for the precision.
-            before_backward: Called before each backward pass, with whether it is the last.
+            before_backward: Called before each backward pass that computes gradients, with whether it is the last.
         """
-        links, count = self._links, len(microbatches) * self._schedule.stages_per_rank
+        links = self._links
         total = torch.zeros((), device=links.device)
         pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
+        trained: set[int] = set()  # the stages with gradients, known before the first backward pass
+        num_computed = 0
         for step in self._schedule.passes(links.position):
             stage, index = self._stage(step.chunk), step.microbatch
             if step.is_backward:
-                count -= 1
-                before_backward(count == 0)
+                if stage in trained:
+                    num_computed += 1
+                    before_backward(num_computed == len(trained) * len(microbatches))
                 self._run_backward(stage, *pending.pop((stage, index)))
                 continue
             received = self._receive(stage, microbatches[index]) if stage else inputs[index]
@@ -153,6 +156,8 @@ class StageRunner:
                 output = scale(loss)
             else:
                 self._send(stage, output, microbatches[index])
+            if output.requires_grad:
+                trained.add(stage)
             pending[stage, index] = received if stage else None, output
         self.finish()
         return links.from_last(total)
