@@ -27,7 +27,8 @@ class Experts(nn.Module):
 
     def reset_parameters(self):
         for parameter in self.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.3)
+            for expert in range(self.num_experts):
+                nn.init.normal_(parameter[expert], std=0.3)
 
     def forward(self, tokens, index, weights):
         assert self.num_experts == len(self.weight) > int(index.max())
@@ -42,6 +43,7 @@ class Mixture(nn.Module):
         self.experts = Experts()
 
     def forward(self, x):
+        assert self.experts.num_experts == EXPERTS  # also where this rank has a share of them
         weights, index = self.router(x).softmax(-1).topk(2)
         return x + self.experts(x, index, weights)
 

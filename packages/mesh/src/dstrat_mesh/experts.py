@@ -64,16 +64,11 @@ class ExpertParallelism:
         sizes = axes.mesh_of_experts
         self._mesh = open_mesh(device_type, tuple(sizes.values()), tuple(sizes), timeout)
         self._replicates = axes.dp_replicate > 1
-        self._replaced = {
-            layer: {name: vars(layer)[name] for name in ("forward", _COUNT) if name in vars(layer)}
-            for layer in self.layers
-        }
+        self._replaced = {layer: vars(layer).get("forward") for layer in self.layers}
         group, batches = self._mesh.get_group(EXPERT), axes.ep // axes.tp
         for layer, count in zip(self.layers, counts, strict=True):
             experts = RoutedExperts(layer, names[layer], count, group, tensor_group, batches=batches)
             layer.forward = experts.compute
-            if hasattr(layer, _COUNT):
-                setattr(layer, _COUNT, count // axes.ep)
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -100,9 +95,10 @@ class ExpertParallelism:
 
     def end(self) -> None:
         """Restore the ``forward`` of the layers, and drop the groups."""
-        for layer, replaced in self._replaced.items():
-            vars(layer).pop("forward", None)
-            vars(layer).update(replaced)
+        for layer, forward in self._replaced.items():
+            vars(layer).pop("forward", None)  # which activation checkpointing has removed from its layers
+            if forward is not None:
+                layer.forward = forward
         internals.release_mesh(self._mesh)
 
 
@@ -208,8 +204,8 @@ class RoutedExperts:
 
     @contextmanager
     def _local_experts(self) -> Iterator[None]:
-        """In this context the parameters of the layer are plain tensors of this rank's experts."""
-        shadowed = []
+        """In this context the layer has plain tensors of this rank's experts, and their number."""
+        attributes, shadowed = vars(self._layer), []
         for owner in self._layer.modules():
             parameters: list[tuple[str, Any]] = list(owner.named_parameters(recurse=False))
             for name, parameter in parameters:
@@ -219,9 +215,14 @@ class RoutedExperts:
                     local.register_hook(lambda gradient: gradient / self._batches)
                 vars(owner)[name] = local  # found before the parameter, which torch still has
                 shadowed.append((owner, name))
+        total = attributes.get(_COUNT)
+        if total is not None:
+            attributes[_COUNT] = self._count // self._group.size()
         try:
             yield
         finally:
+            if total is not None:
+                attributes[_COUNT] = total
             for owner, name in shadowed:
                 del vars(owner)[name]
 
