@@ -230,8 +230,9 @@ class RoutedExperts:
         """Return the output of one expert for each row."""
         is_empty = not len(rows)
         if is_empty:
-            # A row without effect: other ranks wait for the gradients of this one's parameters and tokens.
-            rows, numbers = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), numbers.new_zeros(1)
+            # A row without effect: other ranks wait for the gradients of this one's parameters and tokens.  At zero a
+            # norm has none.
+            rows, numbers = torch.cat([rows, rows.new_ones(1, *rows.shape[1:])]), numbers.new_zeros(1)
         outputs: Tensor = self._forward(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
         return outputs[:0] if is_empty else outputs
 
