@@ -5,7 +5,7 @@ Losses, resume and moves of each layout are in test_layout_conformance.py.
 
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.hand_loop import BlockNet, Run, parts, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
@@ -144,6 +144,41 @@ def test_experts_go_together_with_other_axes(way):
     cases = {str(layout): {**layout, **WAYS[way]} for layout in LAYOUTS}
     for found in in_ranks(each, 4, function=losses, cases=cases):
         assert found == dict.fromkeys(cases, one_device(**WAYS[way]))
+
+
+class Opposed(nn.Module):
+    """Two experts, whose outputs differ in their sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.tensor([[256.0], [-256.0]]))
+
+    def forward(self, tokens, index, weights):
+        return (tokens.unsqueeze(1) * self.factors[index] * weights.unsqueeze(-1)).sum(1)
+
+
+class OpposedNet(MixtureNet):
+    def make_layers(self):
+        self.experts = Opposed()
+
+    def layers(self, x):
+        weights = torch.tensor([1 + 2**-10, 1])  # the same in bfloat16
+        return self.experts(torch.ones_like(x), torch.arange(2).expand(len(x), 2), weights.expand(len(x), 2))
+
+    def configure_experts(self):
+        return [self.experts]
+
+
+def output_in_mixed_precision(cluster):
+    strategy = MeshStrategy(ep=2)
+    start(strategy, OpposedNet(), parts(cluster, precision="bf16-mixed"))
+    output = strategy.run_step("predict_step", strategy.module.layers, torch.ones(4, 6))
+    strategy.teardown()
+    return output.unique().tolist()
+
+
+def test_weights_stay_in_their_precision():
+    assert in_ranks(output_in_mixed_precision) == [[0.25], [0.25]]
 
 
 # What does not fit is refused

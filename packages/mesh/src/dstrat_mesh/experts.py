@@ -184,6 +184,8 @@ class RoutedExperts:
                 f"{tuple(index.shape)} and weights of {tuple(weights.shape)}: experts are called with plain tensors, "
                 "experts(tokens, index, weights) of (tokens, width) and twice (tokens, choices)"
             )
+        # Routers compute the weights in float32 also where the experts compute in bfloat16.
+        tokens = tokens.to(next(self._layer.parameters()).dtype)
         if self._tensor_group is not None:
             length = tokens.shape[0]
             tokens, index, weights = (_share(tensor, self._tensor_group) for tensor in (tokens, index, weights))
