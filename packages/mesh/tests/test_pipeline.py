@@ -69,9 +69,9 @@ def split(module, mesh):
         module.leave.weight = module.enter.weight
 
 
-def started(cluster, meta=False, module_class=PipeNet, **options):
+def started(cluster, meta=False, module_class=PipeNet, precision="32-true", **options):
     strategy = MeshStrategy(**options)
-    strategy.receive(parts(cluster))
+    strategy.receive(parts(cluster, precision))
     strategy.setup_environment()
     if meta:
         with strategy.model_sharded_context():
@@ -173,6 +173,9 @@ class FirstFrozen(PipeNet):
         for layer in [self.first, *self.blocks][: self.frozen]:
             layer.requires_grad_(False)
 
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.learning_rate)
+
 
 class HalfFrozen(FirstFrozen):
     """The first stage of each rank is frozen, if each has two."""
@@ -190,6 +193,13 @@ def test_ranks_with_frozen_stages_train_their_others():
             expected[name] = pytest.approx(single_device_losses(module_class(), **training), rel=1e-6, abs=0)
     for found in in_ranks(each, 2, function=losses, cases=cases):
         assert found == expected
+
+
+def test_ranks_without_gradients_take_part_in_clipping_in_float64():
+    training, precision = {"clip": 0.05, "steps": 3}, "64-true"
+    expected = single_device_losses(FirstFrozen(), precision, **training)
+    for found in in_ranks(losses, 2, training=training, module_class=FirstFrozen, precision=precision, pp=2):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 class SharedNet(PipeNet):

@@ -481,7 +481,8 @@ class MeshStrategy(SharedBatchStrategy):
         self.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         group = self.device_mesh.get_group(PIPELINE)
-        clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere)
+        device = next(parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
+        clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere, device)
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:
