@@ -3,9 +3,11 @@
 Losses, resume and moves of each layout are in test_layout_conformance.py.
 """
 
+import logging
+
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, parts, single_device_losses, start, train
+from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
@@ -179,6 +181,39 @@ def output_in_mixed_precision(cluster):
 
 def test_weights_stay_in_their_precision():
     assert in_ranks(output_in_mixed_precision) == [[0.25], [0.25]]
+
+
+def warnings_of_moved_gradients(cluster, saved, loaded):
+    strategy = started(cluster, **saved)
+    with strategy.no_backward_sync():
+        one_pass(strategy, next(batches()), 0, 1)
+    state = strategy.rank_state()
+    strategy.teardown()
+    strategy, told = started(cluster, **loaded), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("dstrat_fsdp").addHandler(handler)
+    strategy.load_rank_state(state)
+    logging.getLogger("dstrat_fsdp").removeHandler(handler)
+    strategy.teardown()
+    return told
+
+
+def test_gradients_that_wait_for_other_experts_or_stages_are_left_out_and_one_line_says_so():
+    cases = {
+        "mesh [1, 1, 2, 1], ep 2, stages 1: with mesh [1, 1, 2, 1], ep 1, stages 1 they are dropped": {
+            "saved": {"ep": 2},
+            "loaded": {},
+        },
+        "mesh [2, 1, 1, 1], ep 1, stages 2: with mesh [2, 1, 1, 1], ep 1, stages 4 they are dropped": {
+            "saved": {"pp": 2},
+            "loaded": {"pp": 2, "schedule": "LoopedBFS"},
+        },
+    }
+    first, other = in_ranks(each, 2, function=warnings_of_moved_gradients, cases=cases)
+    for expected, [line] in first.items():
+        assert line.endswith(f"when it was saved, with {expected}")
+    assert not any(other.values())
 
 
 # What does not fit is refused

@@ -298,6 +298,10 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts.divide(layers)
         return layers, foreign
 
+    @property
+    def _gradient_layout(self) -> dict[str, Any]:
+        return {**super()._gradient_layout, "ep": self._ep, "stages": self._schedule.num_stages}
+
     @classmethod
     def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
         return [axes.options for axes in layouts(world_size, ranks_per_machine)]
