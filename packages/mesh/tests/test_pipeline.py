@@ -195,6 +195,32 @@ def test_ranks_with_frozen_stages_train_their_others():
         assert found == expected
 
 
+class Unfrozen(FirstFrozen):
+    """Its first stage is trained later."""
+
+    configure_optimizers = PipeNet.configure_optimizers
+
+
+def unfrozen_losses(cluster=None, **options):
+    if cluster is None:
+        strategy = SingleDeviceStrategy()
+        start(strategy, Unfrozen(), parts())
+    else:
+        strategy = started(cluster, module_class=Unfrozen, **options)
+    found = train(strategy, steps=2)
+    strategy.module.requires_grad_(True)
+    found += train(strategy, steps=3)
+    strategy.teardown()
+    return found
+
+
+def test_stages_are_unfrozen_while_they_train():
+    expected = pytest.approx(unfrozen_losses(), rel=1e-6, abs=0)
+    cases = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1F1B", "Interleaved1F1B")}
+    for found in in_ranks(each, 2, function=unfrozen_losses, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
 def test_ranks_without_gradients_take_part_in_clipping_in_float64():
     training, precision = {"clip": 0.05, "steps": 3}, "64-true"
     expected = single_device_losses(FirstFrozen(), precision, **training)

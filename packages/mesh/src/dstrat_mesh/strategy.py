@@ -421,6 +421,7 @@ class MeshStrategy(SharedBatchStrategy):
             outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
         sharded.set_gradient_sync(not self._accumulates)
         sharded.end_backward()
+        sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
         return outputs
