@@ -275,8 +275,8 @@ def test_what_experts_cannot_do_is_refused():
 @pytest.mark.parametrize(
     ("ranks", "sizes", "message"),
     [
-        (4, {"ep": 3}, "ep=3 is a part of the 4 ranks of dp_shard * cp * tp (a replica, or its stage): it divides"),
-        (8, {"ep": 2, "tp": 4}, "their number, and is a multiple of tp=4: choose ep=4 or 8"),
+        (4, {"ep": 3}, "ep=3 does not divide the 4 ranks of dp_shard * cp * tp (a replica, or its stage): choose ep=2"),
+        (8, {"ep": 2, "tp": 4}, "ep=2 is no multiple of tp=4, whose ranks have the same tokens: choose ep=4 or 8"),
         (4, {"ep": 4, "pp": 2}, "choose ep=2"),
         (2, {"ep": 2, "dp_replicate": 2}, "leave ep out"),
         (2, {"ep": 0}, "ep=0 is not a positive number"),
