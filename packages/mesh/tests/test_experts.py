@@ -230,6 +230,20 @@ class OneBias(MixtureNet):
         self.mixtures[0].experts.scale = nn.Parameter(torch.ones(3))
 
 
+class NamesOne(MixtureNet):
+    def configure_experts(self):
+        return self.mixtures[0].experts
+
+
+class Listed(MixtureNet):
+    """Has each expert as a layer, whose first dimension is not the experts."""
+
+    def make_layers(self):
+        super().make_layers()
+        experts = self.mixtures[0].experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False)])
+        experts.num_experts = 1
+
+
 class Unrouted(MixtureNet):
     def layers(self, x):
         self.mixtures[0].experts(x.unsqueeze(1), torch.zeros(len(x), 1), torch.ones(len(x), 1))
@@ -253,7 +267,13 @@ def test_what_experts_cannot_do_is_refused():
     cases = {
         "BlockNet has no configure_experts, which experts (ep) need": {"module_class": "BlockNet", "ep": 2},
         "configure_experts of NamesNone returned no layer": {"module_class": "NamesNone", "ep": 2},
-        "the experts 'mixtures.0.experts' (Experts) have mixtures.0.experts.weight (6, 10, 10), "
+        "configure_experts of NamesOne returned one Experts: return a list, such as [block.experts for": {
+            "module_class": "NamesOne",
+            "ep": 2,
+        },
+        "the experts 'mixtures.0.experts' (ModuleList) have num_experts=1 and mixtures.0.experts.0.weight (10, 10): "
+        "each needs": {"module_class": "Listed", "ep": 2},
+        "the experts 'mixtures.0.experts' (Experts) have num_experts=6 and mixtures.0.experts.weight (6, 10, 10), "
         "mixtures.0.experts.bias (6, 10), mixtures.0.experts.scale (3,): each needs": {
             "module_class": "OneBias",
             "ep": 2,

@@ -109,7 +109,13 @@ def _layers_of(module: Module) -> list[Module]:
             f"{name} has no {_CONTRACT}, which experts (ep) need: define it to return the layers that are called as "
             "experts(tokens, index, weights), such as [block.experts for block in self.blocks]"
         )
-    layers = list(module.configure_experts())  # type: ignore[operator]  # a method
+    returned: Any = module.configure_experts()  # type: ignore[operator]  # a method
+    if isinstance(returned, nn.Module) and not isinstance(returned, nn.ModuleList):
+        raise MisuseError(
+            f"{_CONTRACT} of {name} returned one {type(returned).__name__}: return a list, such as "
+            "[block.experts for block in self.blocks]"
+        )
+    layers: list[Module] = list(returned)
     known = set(module.modules())
     if not layers or not all(layer in known for layer in layers):
         received = ", ".join(type(layer).__name__ for layer in layers) or "no layer"
@@ -123,8 +129,13 @@ def _number_of_experts(module: Module, layer: Module, prefix: str, ranks: int) -
     outside = {p for other in module.modules() if other not in inside for p in other.parameters(recurse=False)}
     shapes = {f"{prefix}.{name}": tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     counts = {shape[:1] for shape in shapes.values()}
+    said = vars(layer).get(_COUNT)
+    if said is not None:
+        counts.add((said,))
     if len(counts) != 1 or counts == {()} or any(p in outside for p in layer.parameters()):
         shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no parameters"
+        if said is not None:
+            shown = f"{_COUNT}={said} and {shown}"
         raise MisuseError(
             f"the experts {prefix!r} ({type(layer).__name__}) have {shown}: each needs the experts as its first "
             "dimension, and no other layer may have it; put shared parameters into a layer of their own"
