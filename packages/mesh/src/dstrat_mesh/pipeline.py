@@ -92,7 +92,7 @@ class PipelineRun:
     def __init__(
         self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: Schedule, device: torch.device, timeout: timedelta
     ) -> None:
-        self._schedule = schedule
+        self._module, self._schedule = module, schedule
         self._pipeline: Any = module.configure_pipeline()  # type: ignore[operator]  # checked by check_pipeline
         if not isinstance(self._pipeline, Pipeline):
             raise MisuseError(
@@ -182,6 +182,7 @@ class PipelineRun:
             factors,
             scale if factor is None else lambda loss: scale(loss * factor),
             before_backward,
+            tuple(parameter.requires_grad for parameter in self._module.parameters()),
         )
         if pipeline.on_loss is not None:
             pipeline.on_loss(loss)
