@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from dstrat import TrainModule
+from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.choose.cost import collective_seconds, step_time
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
@@ -64,6 +64,27 @@ class Split(TrainModule):
 
     def configure_optimizers(self):
         return adamw(self)
+
+
+class Whole(Split):
+    """Defines nothing of what a mesh can divide."""
+
+    configure_model = TrainModule.configure_model
+
+
+class Staged(Whole):
+    """Has four layers in order."""
+
+    def configure_pipeline(self):
+        return Pipeline(model=self.net, loss=lambda output, batch: output.mean())
+
+
+class AttendsAndSplits(Split):
+    """Has two heads, which no more than two ranks divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.example_input_array = attending()
 
 
 def attending():
@@ -161,9 +182,34 @@ def test_layouts_of_a_mesh_are_compared_or_refused_with_the_reason(choose):
 def test_heads_that_do_not_divide_are_refused(choose):
     pytest.importorskip("dstrat_mesh")
     four = machine(devices=4)
-    shown = ranking(choose("--devices", "4", "--strategy", "mesh", "--json", factory="attending", of=four))
-    assert shown["refused"]["mesh(cp=4)"].startswith("tp=1 and cp=4 do not divide the 2 heads of TransformerEncoder")
-    assert "mesh(cp=2)" in {one["strategy"] for one in shown["candidates"]}
+    shown = ranking(choose("--devices", "4", "--strategy", "mesh", "--json", factory="AttendsAndSplits", of=four))
+    refused = {name: shown["refused"][name] for name in ("mesh(cp=4)", "mesh(tp=4)", "mesh(cp=2, tp=2)")}
+    ring, not_divided = (
+        ", or context_parallel='ring'",
+        "does not divide the 2 heads of AttendsAndSplits: choose",
+    )
+    assert refused == {
+        "mesh(cp=4)": f"cp=4 {not_divided} smaller sizes{ring}",
+        "mesh(tp=4)": f"tp=4 {not_divided} smaller sizes",
+        "mesh(cp=2, tp=2)": f"tp=2 * cp=2 {not_divided} smaller sizes{ring}",
+    }
+    assert {"mesh(cp=2)", "mesh(tp=2)"} <= {one["strategy"] for one in shown["candidates"]}
+
+
+def test_a_module_that_does_not_define_what_a_layout_needs_is_refused(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "2", "--strategy", "mesh(tp=2)", "--strategy", "mesh(pp=2)", "--json")
+    refused = ranking(choose(*options, factory="Whole"))["refused"]
+    assert refused["mesh(tp=2)"].startswith("Whole has no configure_model")
+    assert refused["mesh(pp=2)"].startswith("Whole has no configure_pipeline")
+
+
+def test_fewer_layers_than_stages_are_refused(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "8", "--strategy", "mesh(pp=4)", "--strategy", "mesh(pp=8)", "--json")
+    shown = ranking(choose(*options, factory="Staged", of=machine(devices=8)))
+    assert [one["strategy"] for one in shown["candidates"]] == ["mesh(pp=4)"]
+    assert shown["refused"]["mesh(pp=8)"].startswith("the pipeline has 4 layers, and each of its 8 stages needs one")
 
 
 def test_split_layers_are_ranked_with_their_assumption(choose):

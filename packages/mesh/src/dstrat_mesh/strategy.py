@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.training.hooks import overrides
+from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
@@ -27,9 +30,10 @@ from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import sequence_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
-from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline
+from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, pipeline_of
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
+from dstrat_mesh.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -303,26 +307,26 @@ class MeshStrategy(SharedBatchStrategy):
         return [axes.options for axes in layouts(world_size, ranks_per_machine)]
 
     def check_training(self, training: TrainingSize) -> None:
-        name = type(training.module).__name__
+        module, name = training.module, type(training.module).__name__
         if self._pp > 1:
-            check_module(training.module, training.precision)
+            check_module(module, training.precision)
+            Stages.of(module, pipeline_of(module), self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
             if size % count:
                 raise RequestError(f"{count} microbatches do not divide a batch of {size} samples")
-        if self._tp > 1 and not hasattr(training.module, "configure_model"):
+        if self._tp > 1 and not overrides(module, "configure_model", ModuleHooks):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
-        if self._cp > 1:
-            self._check_heads(name, training.heads)
+        if self._cp > 1 and not training.heads:
+            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        self._check_heads(name, training.heads)
 
     def _check_heads(self, name: str, heads: Iterable[int]) -> None:
-        if not heads:
-            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        divisors = {TENSOR: self._tp, CONTEXT: self._cp if self._context_parallel == "ulysses" else 1}
+        product = " * ".join(f"{axis}={size}" for axis, size in divisors.items() if size > 1)
         for count in heads:
-            if count % self._tp or (self._context_parallel == "ulysses" and count // self._tp % self._cp):
-                raise RequestError(
-                    f"tp={self._tp} and cp={self._cp} do not divide the {count} heads of {name}: choose smaller sizes, "
-                    "or context_parallel='ring' for cp"
-                )
+            if count % math.prod(divisors.values()):
+                ring = ", or context_parallel='ring'" if count % self._tp == 0 else ""
+                raise RequestError(f"{product} does not divide the {count} heads of {name}: choose smaller sizes{ring}")
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
