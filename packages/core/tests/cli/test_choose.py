@@ -212,6 +212,22 @@ def test_fewer_layers_than_stages_are_refused(choose):
     assert shown["refused"]["mesh(pp=8)"].startswith("the pipeline has 4 layers, and each of its 8 stages needs one")
 
 
+def test_microbatches_may_differ_by_a_sample_and_each_has_one(choose):
+    pytest.importorskip("dstrat_mesh")
+    names = [f"mesh(pp=2, microbatches={count})" for count in (8, 16)]
+    options = ("--devices", "2", *(word for name in names for word in ("--strategy", name)), "--batch", "12", "--json")
+    shown = ranking(choose(*options, factory="Staged"))
+    assert [(one["strategy"], one["batch_size"]) for one in shown["candidates"]] == [(names[0], 12)]
+    assert shown["refused"][names[1]].startswith("a batch of 12 samples cannot be divided into 16 microbatches: give")
+
+
+def test_what_does_not_fit_in_the_smallest_batch_of_microbatches_is_refused_for_its_memory(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "2", "--strategy", "mesh(pp=2)", "--batch", "4", "--device-memory", "1MiB", "--json")
+    refused = ranking(choose(*options, factory="Staged"))["refused"]
+    assert refused["mesh(pp=2)"].startswith("it needs 0.0 GiB with batches of 2 (parameters 0.0")
+
+
 def test_split_layers_are_ranked_with_their_assumption(choose):
     pytest.importorskip("dstrat_mesh")
     shown = choose("--devices", "2", "--strategy", "mesh(tp=2)", factory="Split")

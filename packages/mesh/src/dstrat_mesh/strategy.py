@@ -312,8 +312,11 @@ class MeshStrategy(SharedBatchStrategy):
             check_module(module, training.precision)
             Stages.of(module, pipeline_of(module), self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
-            if size % count:
-                raise RequestError(f"{count} microbatches do not divide a batch of {size} samples")
+            if size < count:
+                raise RequestError(
+                    f"a batch of {size} samples cannot be divided into {count} microbatches: give batches of {count} "
+                    "samples or more, or fewer microbatches"
+                )
         if self._tp > 1 and not overrides(module, "configure_model", ModuleHooks):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
         if self._cp > 1 and not training.heads:
