@@ -299,7 +299,21 @@ def test_collectives_between_machines_take_the_link_between_them():
     two = machine(links=(*machine().links, network))
     gradients = Collective(kind="all_reduce", bytes=10**6, messages=4, ranks=4)
     assert collective_seconds(two, gradients, 4) == pytest.approx(1.5e6 / 1e8)
-    assert collective_seconds(two, gradients, 2) == pytest.approx(1.5 + 4 * 3e-3)
+    assert collective_seconds(two, gradients, 1) == pytest.approx(1.5 + 4 * 3e-3)
+
+
+def test_a_collective_between_machines_has_the_networks_of_all_its_ranks_on_a_machine():
+    network = Link(kind="any", scope="network", ranks=2, latency=0.0, bandwidth=1e6)
+    fast = machine(links=(*machine().links, network))
+    gradients = Collective(kind="all_reduce", bytes=10**6, messages=1, ranks=16)
+    seconds = gradients.sent / 1e6
+    assert collective_seconds(fast, gradients, 8) == pytest.approx(seconds / 8)
+    assert collective_seconds(fast, dataclasses.replace(gradients, stride=2), 8) == pytest.approx(seconds / 4)
+    assert collective_seconds(fast, dataclasses.replace(gradients, stride=8), 8) == pytest.approx(seconds)
+    tokens = dataclasses.replace(gradients, kind="all_to_all")
+    assert collective_seconds(fast, tokens, 8) == pytest.approx(tokens.sent / 1e6)
+    slow_inside = machine(links=(dataclasses.replace(machine().links[0], bandwidth=2e6), network))
+    assert collective_seconds(slow_inside, gradients, 8) == pytest.approx(seconds / 2)
 
 
 def test_work_shows_up_to_the_rate_of_the_dtype(training):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
-    from dstrat.cli.measure.machine import Machine
+    from dstrat.cli.measure.machine import Link, Machine
     from dstrat.interfaces.communication import Collective, CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize, Work
 
 _BACKWARD = 2 / 3
 """Share of a batch's computation in the backward pass, beside which collectives can go on: two products for each of the
 forward pass."""
+_RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,5 +113,20 @@ def collective_seconds(machine: Machine, collective: Collective, ranks_per_machi
     if link is None:
         scope, options = ("between", "--num-nodes 2") if crosses else ("in", "as many --devices as the training has")
         raise RequestError(f"machine {machine.name!r} has no link {scope} machines: measure it with {options}")
+    if crosses and collective.kind in _RINGS:
+        link = _of_all_networks(machine, link, collective, ranks_per_machine)
     of_one = link.seconds(collective.sent / collective.messages, collective.ranks)
     return collective.messages * of_one
+
+
+def _of_all_networks(machine: Machine, link: Link, collective: Collective, ranks_per_machine: int) -> Link:
+    """Return the link between machines of a group with several ranks on each: a ring through the network of each.
+
+    A link is measured with one rank on each machine.
+    """
+    spanned = collective.stride * collective.ranks
+    ranks = ranks_per_machine // collective.stride if spanned % ranks_per_machine == 0 else 1
+    inside = machine.link(collective.kind, ranks, crosses_machines=False)
+    if ranks < 2 or inside is None:
+        return link
+    return dataclasses.replace(link, bandwidth=min(inside.bandwidth, ranks * link.bandwidth))
