@@ -56,7 +56,9 @@ def stage_collectives(
     blocks: Sequence[Module],
     axes: Axes,
     schedule: Schedule,
-    collectives: Iterable[Collective],
+    *,
+    of_parameters: Iterable[Collective],
+    of_activations: Iterable[Collective],
 ) -> tuple[Collective, ...]:
     """Return the communication of one of the stages, if they have equal shares of the blocks.
 
@@ -65,10 +67,11 @@ def stage_collectives(
         blocks: The layers that stages divide.
         axes: The sizes of the mesh.
         schedule: The schedule of the pipeline.
-        collectives: Those of a rank with all layers.
+        of_parameters: Collectives of parameters and gradients of a rank with all layers, in all its microbatches.
+        of_activations: Collectives of activations of such a rank, in whole batches.
     """
     if axes.pp == 1:
-        return tuple(collectives)
+        return (*of_parameters, *of_activations)
     output = max(block_outputs(training, blocks), default=0) // axes.cp
     passes = 2 * training.accumulate_grad_batches * schedule.stages_per_rank  # forward and backward
     between_stages = Collective(
@@ -78,8 +81,11 @@ def stage_collectives(
         ranks=axes.pp,
         stride=axes.dp_replicate * axes.dp_shard * axes.cp * axes.tp,
     )
+    in_microbatches = (
+        dataclasses.replace(one, messages=schedule.microbatches * one.messages) for one in of_activations
+    )
     of_stage = (
         dataclasses.replace(one, bytes=one.bytes // axes.pp, messages=-(-one.messages // axes.pp))
-        for one in collectives
+        for one in (*of_parameters, *in_microbatches)
     )
     return (*of_stage, between_stages)

@@ -367,7 +367,8 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         sharded = sharded_collectives(
-            training,
+            # A stage gathers its layers for each microbatch, as for a batch.
+            training.for_steps_of(training.accumulate_grad_batches * self._schedule.microbatches),
             blocks,
             num_shards=axes.mesh[SHARD],
             num_replicas=axes.dp_replicate,
@@ -375,13 +376,14 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             num_splits=axes.tp,
         )
-        of_all_layers = (
-            *sharded,
+        of_activations = (
             *split_collectives(training, blocks, axes.tp),
             *sequence_collectives(training, blocks, axes, self._context_parallel),
         )
         return CommunicationLayout(
-            collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
+            collectives=stage_collectives(
+                training, blocks, axes, self._schedule, of_parameters=sharded, of_activations=of_activations
+            ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
             idle=self._schedule.bubble,
