@@ -83,3 +83,10 @@ def test_stages_send_what_is_declared_for_their_microbatches():
         found.pop("broadcast")  # of the loss
         # Torch gathers a block once too often, ahead of a backward pass.
         assert found == {kind: pytest.approx(numbers, rel=0.07) for kind, numbers in expected.items()}
+
+
+def test_split_layers_send_parts_of_sequences():
+    training = sizes(SAMPLES)
+    split, both = (MeshStrategy(**one).communication_layout(training) for one in ({"tp": 2}, {"tp": 2, "cp": 2}))
+    whole, part = (totals(layout.collectives)["all_reduce"] for layout in (split, both))
+    assert part == (whole[0] // 2, whole[1])

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dstrat.interfaces.communication import Collective
-from dstrat_fsdp.communication import block_outputs
+from dstrat_fsdp.communication import block_outputs, split_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,19 +18,31 @@ if TYPE_CHECKING:
     from dstrat_mesh.schedule import Schedule
 
 
-def sequence_collectives(
+def activation_collectives(
+    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
+) -> tuple[Collective, ...]:
+    """Return the collectives of split layers and of divided sequences, of which split layers have the rank's part.
+
+    Args:
+        training: Sizes of the training on one device, with the outputs of layers for whole sequences.
+        blocks: The layers that are split, with an attention each.
+        axes: The sizes of the mesh.
+        method: Method of attention.
+    """
+    split = split_collectives(training, blocks, axes.tp)
+    return (
+        *(dataclasses.replace(one, bytes=one.bytes // axes.cp) for one in split),
+        *_sequence_collectives(training, blocks, axes, method),
+    )
+
+
+def _sequence_collectives(
     training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
 ) -> tuple[Collective, ...]:
     """Return what attention to divided sequences sends, if each block has one, with as many keys as queries.
 
     ``"ulysses"`` exchanges queries, keys, values and outputs in both directions.  A ring sends keys and values to all
     ranks but the last in the forward pass, and in the backward pass to all, with their gradients.
-
-    Args:
-        training: Sizes of the training on one device, with the outputs of layers for whole sequences.
-        blocks: The layers with an attention each.
-        axes: The sizes of the mesh.
-        method: Method of attention.
     """
     if axes.cp == 1:
         return ()

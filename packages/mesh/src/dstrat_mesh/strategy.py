@@ -18,7 +18,7 @@ from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
-from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
@@ -28,7 +28,7 @@ from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
-from dstrat_mesh.communication import sequence_collectives, stage_collectives
+from dstrat_mesh.communication import activation_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
 from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, pipeline_of
 from dstrat_mesh.schedule import Schedule
@@ -376,13 +376,14 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             num_splits=axes.tp,
         )
-        of_activations = (
-            *split_collectives(training, blocks, axes.tp),
-            *sequence_collectives(training, blocks, axes, self._context_parallel),
-        )
         return CommunicationLayout(
             collectives=stage_collectives(
-                training, blocks, axes, self._schedule, of_parameters=sharded, of_activations=of_activations
+                training,
+                blocks,
+                axes,
+                self._schedule,
+                of_parameters=sharded,
+                of_activations=activation_collectives(training, blocks, axes, self._context_parallel),
             ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
