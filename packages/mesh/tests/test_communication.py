@@ -1,4 +1,4 @@
-"""What a mesh declares to send in a step is what its ranks send."""
+"""What a mesh declares to send in a step is what its ranks send; and what they hold in it."""
 
 from collections import Counter
 
@@ -83,6 +83,12 @@ def test_stages_send_what_is_declared_for_their_microbatches():
         found.pop("broadcast")  # of the loss
         # Torch gathers a block once too often, ahead of a backward pass.
         assert found == {kind: pytest.approx(numbers, rel=0.07) for kind, numbers in expected.items()}
+
+
+def test_stages_hold_whole_gradients_of_several_microbatches():
+    training = sizes(SAMPLES)
+    one, four = (MeshStrategy(pp=2, microbatches=count).memory_layout(training) for count in (1, 4))
+    assert four.step_buffers - one.step_buffers == training.trainable_parameters // 2
 
 
 def test_split_layers_send_parts_of_sequences():

@@ -341,10 +341,11 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         layout = sharded_layout(
-            training,
+            self._with_microbatches(training),
             blocks_of(training.module, self._auto_wrap_policy),
             num_shards=axes.mesh[SHARD],
             num_splits=axes.tp,
+            num_stages=axes.pp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
@@ -367,8 +368,7 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         sharded = sharded_collectives(
-            # A stage gathers its layers for each microbatch, as for a batch.
-            training.for_steps_of(training.accumulate_grad_batches * self._schedule.microbatches),
+            self._with_microbatches(training),
             blocks,
             num_shards=axes.mesh[SHARD],
             num_replicas=axes.dp_replicate,
@@ -390,6 +390,10 @@ class MeshStrategy(SharedBatchStrategy):
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )
+
+    def _with_microbatches(self, training: TrainingSize) -> TrainingSize:
+        """Return the training with a batch for each microbatch, as layers are gathered, and gradients accumulated."""
+        return training.for_steps_of(training.accumulate_grad_batches * self._schedule.microbatches)
 
     # Pipeline
 
