@@ -96,3 +96,9 @@ def test_split_layers_send_parts_of_sequences():
     split, both = (MeshStrategy(**one).communication_layout(training) for one in ({"tp": 2}, {"tp": 2, "cp": 2}))
     whole, part = (totals(layout.collectives)["all_reduce"] for layout in (split, both))
     assert part == (whole[0] // 2, whole[1])
+
+
+def test_stages_begin_their_operations_for_each_microbatch_and_split_layers_all_of_them():
+    training = sizes(SAMPLES)
+    layouts = ({"tp": 4}, {"pp": 4, "microbatches": 4}, {"pp": 4, "microbatches": 16})
+    assert [MeshStrategy(**one).communication_layout(training).operation_share for one in layouts] == [1, 1, 4]

@@ -287,6 +287,15 @@ def test_idle_time_offload_and_shared_batches_are_parts_of_a_step(training):
     assert (alone.optimizer > 0, time.optimizer) == (True, 0)
 
 
+def test_ranks_that_split_operations_begin_all_of_them(training):
+    slow = machine(operation_latency=1e-3)
+    work = Work(flops=10**9, operations=100)
+    of_batch = dataclasses.replace(training, work=work)
+    split, staged = CommunicationLayout(ranks_per_batch=4), CommunicationLayout(ranks_per_batch=4, operation_share=2.0)
+    times = [step_time(slow, of_batch, training.replicated, layout).compute for layout in (split, staged)]
+    assert times == [pytest.approx(0.25 + 0.1), pytest.approx(0.25 + 0.2)]
+
+
 def test_an_optimizer_step_of_a_shard_takes_its_share(training):
     state = training.optimizer_state
     whole = step_time(machine(), training, training.replicated, CommunicationLayout())

@@ -386,6 +386,7 @@ class MeshStrategy(SharedBatchStrategy):
                 of_activations=activation_collectives(training, blocks, axes, self._context_parallel),
             ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
+            operation_share=self._schedule.microbatches / axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),

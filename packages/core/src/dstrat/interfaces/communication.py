@@ -52,6 +52,8 @@ class CommunicationLayout:
     Attributes:
         collectives: The collectives.
         ranks_per_batch: Number of ranks that share a batch, and divide its computation.
+        operation_share: Share of a batch's operations that a rank begins: 1 if it computes a part of each, and more if
+            it does so for several microbatches.
         copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
         idle: Share of the time in which a rank waits for others besides, such as the bubble of a pipeline.
         assumption: A clause that holds only in some trainings; shown to users.
@@ -59,6 +61,7 @@ class CommunicationLayout:
 
     collectives: tuple[Collective, ...] = ()
     ranks_per_batch: int = 1
+    operation_share: float = 1.0
     copied: int = 0
     idle: float = 0.0
     assumption: str = ""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrat.errors import RequestError
+from dstrat.interfaces.memory import Work
 
 if TYPE_CHECKING:
     from dstrat.cli.measure.machine import Link, Machine
     from dstrat.interfaces.communication import Collective, CommunicationLayout
-    from dstrat.interfaces.memory import MemoryLayout, TrainingSize, Work
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
 
 _BACKWARD = 2 / 3
 """Share of a batch's computation in the backward pass, beside which collectives can go on: two products for each of the
@@ -59,7 +60,13 @@ def step_time(
     """
     dtype = str(training.precision.compute_dtype).removeprefix("torch.")
     batches = training.accumulate_grad_batches
-    compute = batches * work_seconds(machine, training.work, dtype) / communication.ranks_per_batch
+    work, ranks = training.work, communication.ranks_per_batch
+    of_rank = Work(
+        flops=work.flops // ranks,
+        moved=work.moved // ranks,
+        operations=int(communication.operation_share * work.operations),
+    )
+    compute = batches * work_seconds(machine, of_rank, dtype)
     share = memory.optimizer_state / training.optimizer_state if training.optimizer_state else 1.0
     offloaded = memory.host > 0
     return StepTime(
