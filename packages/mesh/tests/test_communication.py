@@ -102,3 +102,12 @@ def test_stages_begin_their_operations_for_each_microbatch_and_split_layers_all_
     training = sizes(SAMPLES)
     layouts = ({"tp": 4}, {"pp": 4, "microbatches": 4}, {"pp": 4, "microbatches": 16})
     assert [MeshStrategy(**one).communication_layout(training).operation_share for one in layouts] == [1, 1, 4]
+
+
+def test_layers_are_gathered_in_each_batch_and_gradients_summed_in_the_last():
+    declared = MeshStrategy(dp_replicate=2).communication_layout(sizes(SAMPLES)).collectives
+    assert {one.kind: one.in_each_batch for one in declared} == {
+        "all_gather": True,
+        "reduce_scatter": False,
+        "all_reduce": False,
+    }

@@ -287,6 +287,19 @@ def test_idle_time_offload_and_shared_batches_are_parts_of_a_step(training):
     assert (alone.optimizer > 0, time.optimizer) == (True, 0)
 
 
+def test_collectives_of_each_batch_are_hidden_beside_all_batches(training):
+    of_batch = dataclasses.replace(training, work=Work(flops=10**8))  # 100 ms
+    gather = Collective(kind="all_gather", bytes=8 * 10**7, messages=8, ranks=2, overlaps=True)  # 400 ms
+    layouts = [
+        CommunicationLayout(collectives=(dataclasses.replace(gather, in_each_batch=each),)) for each in (False, True)
+    ]
+    last, each = (
+        step_time(machine(overlap=1.0), of_batch.for_steps_of(8), training.replicated, layout) for layout in layouts
+    )
+    assert last.communication == pytest.approx(0.4 - 0.1 * 2 / 3)
+    assert each.communication == pytest.approx(0)
+
+
 def test_ranks_that_split_operations_begin_all_of_them(training):
     slow = machine(operation_latency=1e-3)
     work = Work(flops=10**9, operations=100)

@@ -22,6 +22,7 @@ class Collective:
         ranks: Number of ranks of the group.
         stride: Distance between neighbouring ranks of the group: 1 if they are neighbours in the job.
         overlaps: Whether computation goes on beside them, as in the backward pass beside reductions of gradients.
+        in_each_batch: Whether a part of them is in each batch of the step; otherwise they are in the last one.
     """
 
     kind: CollectiveKind
@@ -30,6 +31,7 @@ class Collective:
     ranks: int
     stride: int = 1
     overlaps: bool = False
+    in_each_batch: bool = False
 
     @property
     def sent(self) -> float:

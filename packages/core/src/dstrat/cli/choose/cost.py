@@ -71,7 +71,7 @@ def step_time(
     offloaded = memory.host > 0
     return StepTime(
         compute=compute,
-        communication=_exposed(machine, training, communication, compute / batches),
+        communication=_exposed(machine, training, communication, compute),
         idle=compute * communication.idle / (1 - communication.idle),
         optimizer=0.0 if offloaded else min(1.0, share) * work_seconds(machine, training.optimizer_work, dtype),
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
@@ -92,19 +92,21 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
     return products + copies + work.operations * machine.operation_latency
 
 
-def _exposed(
-    machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute_of_batch: float
-) -> float:
-    """Return the time of collectives that is not hidden by a backward pass, and of copies for them."""
-    exposed, hidden = communication.copied / (machine.efficiency * machine.memory_bandwidth), 0.0
+def _exposed(machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute: float) -> float:
+    """Return the time of collectives that is not hidden by backward passes, and of copies for them."""
+    exposed = communication.copied / (machine.efficiency * machine.memory_bandwidth)
+    in_each_batch = in_last_batch = 0.0
     for collective in communication.collectives:
         seconds = collective_seconds(machine, collective, training.ranks_per_machine)
-        if collective.overlaps:
-            hidden += seconds
-        else:
+        if not collective.overlaps:
             exposed += seconds
-    beside = min(hidden, _BACKWARD * compute_of_batch)
-    return exposed + hidden - machine.overlap * beside
+        elif collective.in_each_batch:
+            in_each_batch += seconds
+        else:
+            in_last_batch += seconds
+    backward = _BACKWARD * compute
+    beside = min(in_each_batch + min(in_last_batch, backward / training.accumulate_grad_batches), backward)
+    return exposed + in_each_batch + in_last_batch - machine.overlap * beside
 
 
 def collective_seconds(machine: Machine, collective: Collective, ranks_per_machine: int) -> float:
