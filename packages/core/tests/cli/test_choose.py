@@ -324,6 +324,13 @@ def test_collectives_between_machines_take_the_link_between_them():
     assert collective_seconds(two, gradients, 1) == pytest.approx(1.5 + 4 * 3e-3)
 
 
+def test_a_message_to_a_neighbour_takes_the_same_time_in_any_number_of_ranks():
+    slow = Link(kind="any", scope="machine", ranks=2, latency=1e-3, bandwidth=1e6)
+    two, eight = (Collective(kind="send", bytes=10**6, messages=4, ranks=ranks) for ranks in (2, 8))
+    seconds = [collective_seconds(machine(links=[slow]), one, 8) for one in (two, eight)]
+    assert seconds == [pytest.approx(1 + 4e-3)] * 2
+
+
 def test_a_collective_between_machines_has_the_networks_of_all_its_ranks_on_a_machine():
     network = Link(kind="any", scope="network", ranks=2, latency=0.0, bandwidth=1e6)
     fast = machine(links=(*machine().links, network))

@@ -124,7 +124,9 @@ def collective_seconds(machine: Machine, collective: Collective, ranks_per_machi
         raise RequestError(f"machine {machine.name!r} has no link {scope} machines: measure it with {options}")
     if crosses and collective.kind in _RINGS:
         link = _of_all_networks(machine, link, collective, ranks_per_machine)
-    of_one = link.seconds(collective.sent / collective.messages, collective.ranks)
+    # A message to a neighbour takes no longer in a larger group.
+    ranks = link.ranks if collective.kind == "send" else collective.ranks
+    of_one = link.seconds(collective.sent / collective.messages, ranks)
     return collective.messages * of_one
 
 
