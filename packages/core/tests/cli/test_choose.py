@@ -316,6 +316,14 @@ def test_an_optimizer_step_of_a_shard_takes_its_share(training):
     assert step_time(machine(), training, half, CommunicationLayout()).optimizer == pytest.approx(whole.optimizer / 2)
 
 
+def test_an_optimizer_step_without_state_takes_the_share_of_gradients(training):
+    sgd = dataclasses.replace(training, optimizer_state=0)
+    layouts = [dataclasses.replace(sgd.replicated, gradients=share * WEIGHTS // 2) for share in (2, 1, 0)]
+    whole, half, views = (step_time(machine(), sgd, one, CommunicationLayout()).optimizer for one in layouts)
+    assert half == pytest.approx(whole / 2)
+    assert views == whole
+
+
 def test_collectives_between_machines_take_the_link_between_them():
     network = Link(kind="any", scope="network", ranks=2, latency=1e-3, bandwidth=1e6)
     two = machine(links=(*machine().links, network))

@@ -67,16 +67,24 @@ def step_time(
         operations=int(communication.operation_share * work.operations),
     )
     compute = batches * work_seconds(machine, of_rank, dtype)
-    share = memory.optimizer_state / training.optimizer_state if training.optimizer_state else 1.0
+    stepping = _stepped_share(training, memory) * work_seconds(machine, training.optimizer_work, dtype)
     offloaded = memory.host > 0
     return StepTime(
         compute=compute,
         communication=_exposed(machine, training, communication, compute),
         idle=compute * communication.idle / (1 - communication.idle),
-        optimizer=0.0 if offloaded else min(1.0, share) * work_seconds(machine, training.optimizer_work, dtype),
+        optimizer=0.0 if offloaded else stepping,
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
         offload=2 * memory.host / machine.host_bandwidth if offloaded else 0.0,
     )
+
+
+def _stepped_share(training: TrainingSize, memory: MemoryLayout) -> float:
+    """Return the share of the parameters that a rank steps."""
+    if training.optimizer_state:
+        return min(1.0, memory.optimizer_state / training.optimizer_state)
+    # Without state, such as of plain SGD, by gradients; ranks whose gradients are views of buckets have all of them.
+    return min(1.0, memory.gradients / training.trainable_parameters) if memory.gradients else 1.0
 
 
 def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
