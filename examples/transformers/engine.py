@@ -81,7 +81,9 @@ def run_engine(connection: Connection, folder: Path) -> None:
         except EOFError:
             break
         if content:
-            model.load_state_dict(load(content), strict=False)  # copies the tensor; tied weights follow
+            unexpected = model.load_state_dict(load(content), strict=False).unexpected_keys  # tied weights follow
+            if unexpected:
+                raise SystemExit(f"the engine's model has no {', '.join(unexpected)}")
         else:
             tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False)
             connection.send(tokenizer.decode(tokens[0]))
@@ -113,6 +115,8 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=10, help="steps between two updates of the engine")
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # the address at which the engine gets the weights
     options = read_options(parser)
+    if options.experts:  # their files have other tensors than the module: an engine converts them
+        parser.error("the engine of this example runs a Llama without experts: leave --experts out")
     if options.engine:
         with Client(options.engine) as connection:
             run_engine(connection, options.out)

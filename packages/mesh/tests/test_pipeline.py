@@ -69,9 +69,9 @@ def split(module, mesh):
         module.leave.weight = module.enter.weight
 
 
-def started(cluster, meta=False, module_class=PipeNet, **options):
+def started(cluster, meta=False, module_class=PipeNet, precision="32-true", **options):
     strategy = MeshStrategy(**options)
-    strategy.receive(parts(cluster))
+    strategy.receive(parts(cluster, precision))
     strategy.setup_environment()
     if meta:
         with strategy.model_sharded_context():
@@ -161,6 +161,71 @@ def test_four_ranks_compute_in_eight_stages():
     expected = dict.fromkeys(cases, pytest.approx(single_device_losses(DeepNet(), **SHORT), rel=1e-6, abs=0))
     for found in in_ranks(each, 4, function=losses, cases=cases):
         assert found == expected
+
+
+class FirstFrozen(PipeNet):
+    """The first stage of four is frozen."""
+
+    frozen = 2
+
+    def make_layers(self):
+        super().make_layers()
+        for layer in [self.first, *self.blocks][: self.frozen]:
+            layer.requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.learning_rate)
+
+
+class HalfFrozen(FirstFrozen):
+    """The first stage of each rank is frozen, if each has two."""
+
+    frozen = 3
+
+
+def test_ranks_with_frozen_stages_train_their_others():
+    training = {"accumulate": 2, "clip": 0.05, "steps": 3}
+    expected, cases = {}, {}
+    for schedule in ("Interleaved1F1B", "LoopedBFS"):
+        for module_class in (FirstFrozen, HalfFrozen):
+            name = f"{module_class.__name__} {schedule}"
+            cases[name] = {"training": training, "module_class": module_class, "pp": 2, "schedule": schedule}
+            expected[name] = pytest.approx(single_device_losses(module_class(), **training), rel=1e-6, abs=0)
+    for found in in_ranks(each, 2, function=losses, cases=cases):
+        assert found == expected
+
+
+class Unfrozen(FirstFrozen):
+    """Its first stage is trained later."""
+
+    configure_optimizers = PipeNet.configure_optimizers
+
+
+def unfrozen_losses(cluster=None, **options):
+    if cluster is None:
+        strategy = SingleDeviceStrategy()
+        start(strategy, Unfrozen(), parts())
+    else:
+        strategy = started(cluster, module_class=Unfrozen, **options)
+    found = train(strategy, steps=2)
+    strategy.module.requires_grad_(True)
+    found += train(strategy, steps=3)
+    strategy.teardown()
+    return found
+
+
+def test_stages_are_unfrozen_while_they_train():
+    expected = pytest.approx(unfrozen_losses(), rel=1e-6, abs=0)
+    cases = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1F1B", "Interleaved1F1B")}
+    for found in in_ranks(each, 2, function=unfrozen_losses, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
+def test_ranks_without_gradients_take_part_in_clipping_in_float64():
+    training, precision = {"clip": 0.05, "steps": 3}, "64-true"
+    expected = single_device_losses(FirstFrozen(), precision, **training)
+    for found in in_ranks(losses, 2, training=training, module_class=FirstFrozen, precision=precision, pp=2):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 class SharedNet(PipeNet):

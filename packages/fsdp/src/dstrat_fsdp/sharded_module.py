@@ -52,7 +52,8 @@ class Sharding:
         input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
         buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
         sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
-        meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.
+        meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.  They
+            cast their inputs themselves.
         tensor_mesh: The processes over which the module has split some layers; None if there are none.
     """
 
@@ -104,7 +105,8 @@ class Sharding:
     def _policy_of(self, layer: Module) -> MixedPrecisionPolicy:
         if keeps_statistics(layer):  # torch computes in the dtype of their buffers, and accepts inputs of any dtype
             return dataclasses.replace(self.precision_policy, param_dtype=None, output_dtype=None)
-        return self._policy(cast_forward_inputs=self.precision_policy.cast_forward_inputs)
+        casts = self.precision_policy.cast_forward_inputs and layer not in self.meshes
+        return self._policy(cast_forward_inputs=casts)
 
     def _policy(self, *, cast_forward_inputs: bool) -> MixedPrecisionPolicy:
         # ShardedModule casts inputs and outputs of steps: in any kind of batch, and also without a sharded root.
