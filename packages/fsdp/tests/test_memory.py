@@ -9,6 +9,9 @@ from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.interfaces.batch import tensors_in
 from dstrat_fsdp import FSDPStrategy
 
 
@@ -109,3 +112,27 @@ def test_a_rank_that_trains_holds_its_share_of_parameters_gradients_and_optimize
         for name, (held, whole) in found.items():
             shards = SHARDS[world_size][name][1]
             assert 0.95 * whole / shards < held <= 1.05 * whole / shards, name
+
+
+def held_while_accumulating(cluster):
+    strategy = FSDPStrategy()
+    set_up(strategy, cluster)
+    inputs = torch.randn(4, 6)
+    with strategy.no_backward_sync():
+        strategy.backward(strategy.training_step((inputs, inputs[:, :3]), 0))
+    held = sum(gradient.numel() for gradient in tensors_in(strategy.rank_state()["gradients"]))
+    strategy.teardown()
+    return held
+
+
+def test_a_rank_holds_whole_gradients_until_the_last_batch_of_a_step_as_declared():
+    def make():
+        return TrainingSetup(
+            module=Wide(), batch=(torch.zeros(4, 6), torch.zeros(4, 3)), make_optimizers=Wide.configure_optimizers
+        )
+
+    training = measure_training(make, TruePrecision(), device_type="cpu", world_size=2, ranks_per_machine=2)
+    once, twice = (FSDPStrategy().memory_layout(training.for_steps_of(batches)) for batches in (1, 2))
+    declared = (twice.step_buffers - once.step_buffers) // 4
+    for held in in_ranks(held_while_accumulating):
+        assert held == declared

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dstrat import Pipeline, TorchCheckpointIO
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.strategy_state import module_entries, replaced_weights
-from dstrat.errors import DstratError, RequestError
+from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 
 LAYOUTS = {  # by the number of ranks; schedule and microbatches too
@@ -291,6 +291,41 @@ def test_scalars_of_one_stage_and_of_two_are_trained():
     cases = {str(options): options for options in layouts}
     for found in in_ranks(each, 4, function=scaled_losses, cases=cases):
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
+class GatedBlock(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.down(self.gate * torch.tanh(self.up(self.norm(x))))
+
+
+class GatedNet(PipeNet):
+    """Has scalars between layers that are split."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(GatedBlock(10) for _ in range(3))
+
+
+def error_of_gates(cluster, **options):
+    strategy = started(cluster, module_class=GatedNet, **options)
+    try:
+        train(strategy, steps=1)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_scalar_with_the_gradient_of_a_part_of_the_features_is_refused():
+    layouts = ({"pp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
+    for found in in_ranks(each, 4, function=error_of_gates, cases={str(options): options for options in layouts}):
+        for message in found.values():
+            assert "differs between the 2 ranks that share a batch, and so would its replicas" in str(message)
 
 
 # Full state, of which each stage has its layers

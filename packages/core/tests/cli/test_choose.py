@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from dstrat import TrainModule
+from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.choose.cost import collective_seconds, step_time
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
@@ -64,6 +64,27 @@ class Split(TrainModule):
 
     def configure_optimizers(self):
         return adamw(self)
+
+
+class Whole(Split):
+    """Defines nothing of what a mesh can divide."""
+
+    configure_model = TrainModule.configure_model
+
+
+class Staged(Whole):
+    """Has four layers in order."""
+
+    def configure_pipeline(self):
+        return Pipeline(model=self.net, loss=lambda output, batch: output.mean())
+
+
+class AttendsAndSplits(Split):
+    """Has two heads, which no more than two ranks divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.example_input_array = attending()
 
 
 def attending():
@@ -161,9 +182,50 @@ def test_layouts_of_a_mesh_are_compared_or_refused_with_the_reason(choose):
 def test_heads_that_do_not_divide_are_refused(choose):
     pytest.importorskip("dstrat_mesh")
     four = machine(devices=4)
-    shown = ranking(choose("--devices", "4", "--strategy", "mesh", "--json", factory="attending", of=four))
-    assert shown["refused"]["mesh(cp=4)"].startswith("tp=1 and cp=4 do not divide the 2 heads of TransformerEncoder")
-    assert "mesh(cp=2)" in {one["strategy"] for one in shown["candidates"]}
+    shown = ranking(choose("--devices", "4", "--strategy", "mesh", "--json", factory="AttendsAndSplits", of=four))
+    refused = {name: shown["refused"][name] for name in ("mesh(cp=4)", "mesh(tp=4)", "mesh(cp=2, tp=2)")}
+    ring, not_divided = (
+        ", or context_parallel='ring'",
+        "does not divide the 2 heads of AttendsAndSplits: choose",
+    )
+    assert refused == {
+        "mesh(cp=4)": f"cp=4 {not_divided} smaller sizes{ring}",
+        "mesh(tp=4)": f"tp=4 {not_divided} smaller sizes",
+        "mesh(cp=2, tp=2)": f"tp=2 * cp=2 {not_divided} smaller sizes{ring}",
+    }
+    assert {"mesh(cp=2)", "mesh(tp=2)"} <= {one["strategy"] for one in shown["candidates"]}
+
+
+def test_a_module_that_does_not_define_what_a_layout_needs_is_refused(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "2", "--strategy", "mesh(tp=2)", "--strategy", "mesh(pp=2)", "--json")
+    refused = ranking(choose(*options, factory="Whole"))["refused"]
+    assert refused["mesh(tp=2)"].startswith("Whole has no configure_model")
+    assert refused["mesh(pp=2)"].startswith("Whole has no configure_pipeline")
+
+
+def test_fewer_layers_than_stages_are_refused(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "8", "--strategy", "mesh(pp=4)", "--strategy", "mesh(pp=8)", "--json")
+    shown = ranking(choose(*options, factory="Staged", of=machine(devices=8)))
+    assert [one["strategy"] for one in shown["candidates"]] == ["mesh(pp=4)"]
+    assert shown["refused"]["mesh(pp=8)"].startswith("the pipeline has 4 layers, and each of its 8 stages needs one")
+
+
+def test_microbatches_may_differ_by_a_sample_and_each_has_one(choose):
+    pytest.importorskip("dstrat_mesh")
+    names = [f"mesh(pp=2, microbatches={count})" for count in (8, 16)]
+    options = ("--devices", "2", *(word for name in names for word in ("--strategy", name)), "--batch", "12", "--json")
+    shown = ranking(choose(*options, factory="Staged"))
+    assert [(one["strategy"], one["batch_size"]) for one in shown["candidates"]] == [(names[0], 12)]
+    assert shown["refused"][names[1]].startswith("a batch of 12 samples cannot be divided into 16 microbatches: give")
+
+
+def test_what_does_not_fit_in_the_smallest_batch_of_microbatches_is_refused_for_its_memory(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "2", "--strategy", "mesh(pp=2)", "--batch", "4", "--device-memory", "1MiB", "--json")
+    refused = ranking(choose(*options, factory="Staged"))["refused"]
+    assert refused["mesh(pp=2)"].startswith("it needs 0.0 GiB with batches of 2 (parameters 0.0")
 
 
 def test_split_layers_are_ranked_with_their_assumption(choose):
@@ -225,6 +287,28 @@ def test_idle_time_offload_and_shared_batches_are_parts_of_a_step(training):
     assert (alone.optimizer > 0, time.optimizer) == (True, 0)
 
 
+def test_collectives_of_each_batch_are_hidden_beside_all_batches(training):
+    of_batch = dataclasses.replace(training, work=Work(flops=10**8))  # 100 ms
+    gather = Collective(kind="all_gather", bytes=8 * 10**7, messages=8, ranks=2, overlaps=True)  # 400 ms
+    layouts = [
+        CommunicationLayout(collectives=(dataclasses.replace(gather, in_each_batch=each),)) for each in (False, True)
+    ]
+    last, each = (
+        step_time(machine(overlap=1.0), of_batch.for_steps_of(8), training.replicated, layout) for layout in layouts
+    )
+    assert last.communication == pytest.approx(0.4 - 0.1 * 2 / 3)
+    assert each.communication == pytest.approx(0)
+
+
+def test_ranks_that_split_operations_begin_all_of_them(training):
+    slow = machine(operation_latency=1e-3)
+    work = Work(flops=10**9, operations=100)
+    of_batch = dataclasses.replace(training, work=work)
+    split, staged = CommunicationLayout(ranks_per_batch=4), CommunicationLayout(ranks_per_batch=4, operation_share=2.0)
+    times = [step_time(slow, of_batch, training.replicated, layout).compute for layout in (split, staged)]
+    assert times == [pytest.approx(0.25 + 0.1), pytest.approx(0.25 + 0.2)]
+
+
 def test_an_optimizer_step_of_a_shard_takes_its_share(training):
     state = training.optimizer_state
     whole = step_time(machine(), training, training.replicated, CommunicationLayout())
@@ -232,12 +316,41 @@ def test_an_optimizer_step_of_a_shard_takes_its_share(training):
     assert step_time(machine(), training, half, CommunicationLayout()).optimizer == pytest.approx(whole.optimizer / 2)
 
 
+def test_an_optimizer_step_without_state_takes_the_share_of_gradients(training):
+    sgd = dataclasses.replace(training, optimizer_state=0)
+    layouts = [dataclasses.replace(sgd.replicated, gradients=share * WEIGHTS // 2) for share in (2, 1, 0)]
+    whole, half, views = (step_time(machine(), sgd, one, CommunicationLayout()).optimizer for one in layouts)
+    assert half == pytest.approx(whole / 2)
+    assert views == whole
+
+
 def test_collectives_between_machines_take_the_link_between_them():
     network = Link(kind="any", scope="network", ranks=2, latency=1e-3, bandwidth=1e6)
     two = machine(links=(*machine().links, network))
     gradients = Collective(kind="all_reduce", bytes=10**6, messages=4, ranks=4)
     assert collective_seconds(two, gradients, 4) == pytest.approx(1.5e6 / 1e8)
-    assert collective_seconds(two, gradients, 2) == pytest.approx(1.5 + 4 * 3e-3)
+    assert collective_seconds(two, gradients, 1) == pytest.approx(1.5 + 4 * 3e-3)
+
+
+def test_a_message_to_a_neighbour_takes_the_same_time_in_any_number_of_ranks():
+    slow = Link(kind="any", scope="machine", ranks=2, latency=1e-3, bandwidth=1e6)
+    two, eight = (Collective(kind="send", bytes=10**6, messages=4, ranks=ranks) for ranks in (2, 8))
+    seconds = [collective_seconds(machine(links=[slow]), one, 8) for one in (two, eight)]
+    assert seconds == [pytest.approx(1 + 4e-3)] * 2
+
+
+def test_a_collective_between_machines_has_the_networks_of_all_its_ranks_on_a_machine():
+    network = Link(kind="any", scope="network", ranks=2, latency=0.0, bandwidth=1e6)
+    fast = machine(links=(*machine().links, network))
+    gradients = Collective(kind="all_reduce", bytes=10**6, messages=1, ranks=16)
+    seconds = gradients.sent / 1e6
+    assert collective_seconds(fast, gradients, 8) == pytest.approx(seconds / 8)
+    assert collective_seconds(fast, dataclasses.replace(gradients, stride=2), 8) == pytest.approx(seconds / 4)
+    assert collective_seconds(fast, dataclasses.replace(gradients, stride=8), 8) == pytest.approx(seconds)
+    tokens = dataclasses.replace(gradients, kind="all_to_all")
+    assert collective_seconds(fast, tokens, 8) == pytest.approx(tokens.sent / 1e6)
+    slow_inside = machine(links=(dataclasses.replace(machine().links[0], bandwidth=2e6), network))
+    assert collective_seconds(slow_inside, gradients, 8) == pytest.approx(seconds / 2)
 
 
 def test_work_shows_up_to_the_rate_of_the_dtype(training):

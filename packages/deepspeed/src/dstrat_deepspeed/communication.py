@@ -34,7 +34,12 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
     if zero["stage"] < 3:
         times = batches if zero["stage"] == 2 else 1  # stage 2 keeps no whole gradients until the last batch
         gradients = Collective(
-            kind="all_reduce", bytes=times * size, messages=times * buckets, ranks=ranks, overlaps=overlaps
+            kind="all_reduce",
+            bytes=times * size,
+            messages=times * buckets,
+            ranks=ranks,
+            overlaps=overlaps,
+            in_each_batch=zero["stage"] == 2,
         )
         gathered = math.ceil(training.trainable_numel / int(zero.get("allgather_bucket_size", _BUCKET)))
         parameters = Collective(kind="all_gather", bytes=size, messages=gathered, ranks=ranks)
@@ -49,7 +54,12 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
     passes = batches * (1 if numel <= int(zero.get("stage3_max_live_parameters", _MOST_LIVE)) else 2)
     prefetches = math.ceil(numel / int(zero.get("stage3_prefetch_bucket_size", _PREFETCHED)))
     gradients = Collective(
-        kind="reduce_scatter", bytes=batches * size, messages=batches * buckets, ranks=ranks, overlaps=overlaps
+        kind="reduce_scatter",
+        bytes=batches * size,
+        messages=batches * buckets,
+        ranks=ranks,
+        overlaps=overlaps,
+        in_each_batch=True,
     )
     parameters = Collective(
         kind="all_gather",
@@ -57,6 +67,7 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
         messages=len(persistent) + passes * prefetches,
         ranks=ranks,
         overlaps=True,
+        in_each_batch=True,
     )
     # Besides gradients, shards are copied into the outputs of gathers, and after the step into parameters.
     copied = batches * 4 * size + (4 + 2 * passes) * size // ranks

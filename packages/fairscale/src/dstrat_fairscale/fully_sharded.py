@@ -163,6 +163,7 @@ class DDPFullyShardedStrategy(ParallelStrategy):
             messages=batches * (gathers * len(units) + 1),
             ranks=ranks,
             overlaps=True,
+            in_each_batch=True,
         )
         reduction = Collective(
             kind="reduce_scatter",

@@ -58,6 +58,7 @@ def sharded_collectives(
         ranks=num_shards,
         stride=num_splits,
         overlaps=True,
+        in_each_batch=True,
     )
     scatter = Collective(
         kind="reduce_scatter",

@@ -30,8 +30,11 @@ def sharded_layout(
     frees_blocks: bool,
     offloads: bool,
     num_splits: int = 1,
+    num_stages: int = 1,
 ) -> MemoryLayout:
     """Return the memory of a rank that keeps a shard of each parameter, and gathers blocks of them.
+
+    With several backward passes before an optimizer step, gradients stay whole until the last one reduces them.
 
     Args:
         training: Sizes of the training on one device.
@@ -41,18 +44,22 @@ def sharded_layout(
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
         num_splits: Number of ranks that each matrix is split over before it is sharded, by tensor parallelism.
+        num_stages: Number of stages among which the caller divides the layout, and which accumulate their gradients.
     """
     parameters = list(training.module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     shards = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in parameters)
     gradients = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in trainable)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
+    step_buffers = _gathered(blocks, parameters, policy, frees_blocks=frees_blocks, num_splits=num_splits)
+    if training.accumulate_grad_batches > 1:
+        step_buffers += _bytes_in(trainable, "summed", policy=policy, num_splits=num_splits) // num_stages
     layout = MemoryLayout(
         parameters=shards + training.module_buffers,
         gradients=gradients,
         optimizer_state=int(share * training.optimizer_state),
         optimizer_temporaries=int(share * training.optimizer_temporaries),
-        step_buffers=_gathered(blocks, parameters, policy, frees_blocks=frees_blocks, num_splits=num_splits),
+        step_buffers=step_buffers,
     )
     if not offloads or training.device_type == "cpu":  # a CPU is the host
         return layout

@@ -18,6 +18,7 @@ from dstrat_fsdp.checks import (
     ParameterGuard,
     ViewOutputGuard,
     check_dtypes,
+    check_replicas,
     check_split_shapes,
     explain_shards,
     refuse_copy,
@@ -53,6 +54,7 @@ class Sharding:
         sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
         meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.  They
             cast their inputs themselves.
+        tensor_mesh: The processes over which the module has split some layers; None if there are none.
     """
 
     mesh: DeviceMesh
@@ -64,6 +66,7 @@ class Sharding:
     buffer_dtype: torch.dtype | None = None
     sums_gradients: bool = False
     meshes: Mapping[Module, DeviceMesh] = field(default_factory=dict)
+    tensor_mesh: DeviceMesh | None = None
 
     def apply_to(self, layer: Module) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
@@ -151,6 +154,7 @@ class ShardedModule:
         self._guard: ParameterGuard | None = None
         self._gathers_root = gathers_root
         self._synchronizes, self._accumulates = True, False
+        self._mesh, self._unchecked_mesh = sharding.mesh, sharding.tensor_mesh
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
@@ -224,11 +228,23 @@ class ShardedModule:
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
+    def begin_backward(self) -> None:
+        """Let a backward pass compute the gradients of those scalars that require them now, as it does for shards."""
+        self._scalars.make_plain()
+
     def end_backward(self) -> None:
-        """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective."""
+        """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective.
+
+        Raises:
+            MisuseError: Ranks of split layers have different gradients of another parameter, which all of them have.
+        """
         if self._synchronizes:
             self._scalars.reduce_gradients()
         self._scalars.make_sharded()
+        # Once only, as the result takes a wait for the device.
+        if self._synchronizes and self._unchecked_mesh is not None:
+            check_replicas(self._module, self._mesh, self._unchecked_mesh)
+            self._unchecked_mesh = None
 
     def pending_gradients(self) -> dict[str, Any]:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -123,6 +124,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def wrap_model(self, trainer: TrainerLike) -> None:
+        self.precision_plugin.reduce_found_inf = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
         parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())
@@ -233,6 +235,7 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded_module.set_gradient_sync(True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._sharded_module.begin_backward()
         with explain_shards():
             super().backward(loss, *args, **kwargs)
         self._sharded_module.end_backward()

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dstrat.interfaces.communication import Collective
-from dstrat_fsdp.communication import block_outputs
+from dstrat_fsdp.communication import block_outputs, split_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,19 +18,31 @@ if TYPE_CHECKING:
     from dstrat_mesh.schedule import Schedule
 
 
-def sequence_collectives(
+def activation_collectives(
+    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
+) -> tuple[Collective, ...]:
+    """Return the collectives of split layers and of divided sequences, of which split layers have the rank's part.
+
+    Args:
+        training: Sizes of the training on one device, with the outputs of layers for whole sequences.
+        blocks: The layers that are split, with an attention each.
+        axes: The sizes of the mesh.
+        method: Method of attention.
+    """
+    split = split_collectives(training, blocks, axes.tp)
+    return (
+        *(dataclasses.replace(one, bytes=one.bytes // axes.cp) for one in split),
+        *_sequence_collectives(training, blocks, axes, method),
+    )
+
+
+def _sequence_collectives(
     training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
 ) -> tuple[Collective, ...]:
     """Return what attention to divided sequences sends, if each block has one, with as many keys as queries.
 
     ``"ulysses"`` exchanges queries, keys, values and outputs in both directions.  A ring sends keys and values to all
     ranks but the last in the forward pass, and in the backward pass to all, with their gradients.
-
-    Args:
-        training: Sizes of the training on one device, with the outputs of layers for whole sequences.
-        blocks: The layers with an attention each.
-        axes: The sizes of the mesh.
-        method: Method of attention.
     """
     if axes.cp == 1:
         return ()
@@ -56,7 +68,9 @@ def stage_collectives(
     blocks: Sequence[Module],
     axes: Axes,
     schedule: Schedule,
-    collectives: Iterable[Collective],
+    *,
+    of_parameters: Iterable[Collective],
+    of_activations: Iterable[Collective],
 ) -> tuple[Collective, ...]:
     """Return the communication of one of the stages, if they have equal shares of the blocks.
 
@@ -65,10 +79,11 @@ def stage_collectives(
         blocks: The layers that stages divide.
         axes: The sizes of the mesh.
         schedule: The schedule of the pipeline.
-        collectives: Those of a rank with all layers.
+        of_parameters: Collectives of parameters and gradients of a rank with all layers, in all its microbatches.
+        of_activations: Collectives of activations of such a rank, in whole batches.
     """
     if axes.pp == 1:
-        return tuple(collectives)
+        return (*of_parameters, *of_activations)
     output = max(block_outputs(training, blocks), default=0) // axes.cp
     passes = 2 * training.accumulate_grad_batches * schedule.stages_per_rank  # forward and backward
     between_stages = Collective(
@@ -78,8 +93,11 @@ def stage_collectives(
         ranks=axes.pp,
         stride=axes.dp_replicate * axes.dp_shard * axes.cp * axes.tp,
     )
+    in_microbatches = (
+        dataclasses.replace(one, messages=schedule.microbatches * one.messages) for one in of_activations
+    )
     of_stage = (
         dataclasses.replace(one, bytes=one.bytes // axes.pp, messages=-(-one.messages // axes.pp))
-        for one in collectives
+        for one in (*of_parameters, *in_microbatches)
     )
     return (*of_stage, between_stages)

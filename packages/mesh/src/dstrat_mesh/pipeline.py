@@ -74,6 +74,21 @@ def check_module(module: Module, precision: Precision) -> None:
         )
 
 
+def pipeline_of(module: Any) -> Pipeline:
+    """Return the pipeline that a checked module defines.
+
+    Raises:
+        MisuseError: ``configure_pipeline`` returns something else.
+    """
+    pipeline = module.configure_pipeline()
+    if not isinstance(pipeline, Pipeline):
+        raise MisuseError(
+            f"configure_pipeline of {type(module).__name__} returned a {type(pipeline).__name__}: return a "
+            "dstrat.Pipeline"
+        )
+    return pipeline
+
+
 class PipelineRun:
     """The stages of this rank in a run, and its neighbours.
 
@@ -93,12 +108,7 @@ class PipelineRun:
         self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: Schedule, device: torch.device, timeout: timedelta
     ) -> None:
         self._module, self._schedule = module, schedule
-        self._pipeline: Any = module.configure_pipeline()  # type: ignore[operator]  # checked by check_pipeline
-        if not isinstance(self._pipeline, Pipeline):
-            raise MisuseError(
-                f"configure_pipeline of {type(module).__name__} returned a {type(self._pipeline).__name__}: return a "
-                "dstrat.Pipeline"
-            )
+        self._pipeline = pipeline_of(module)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
         num_new = 3 if schedule.stages_per_rank > 1 else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
+from dstrat.training.hooks import overrides
+from dstrat.training.module.hooks import ModuleHooks
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
@@ -25,11 +28,12 @@ from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
-from dstrat_mesh.communication import sequence_collectives, stage_collectives
+from dstrat_mesh.communication import activation_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism
-from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline
+from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, pipeline_of
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
+from dstrat_mesh.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -268,6 +272,7 @@ class MeshStrategy(SharedBatchStrategy):
         experts = self._experts
         return Sharding(
             mesh=self.device_mesh[names],
+            tensor_mesh=self._tensor_mesh if self.tensor_parallel_size > 1 else None,
             meshes={} if experts is None else dict.fromkeys(experts.layers, experts.sharding_mesh),
             reshard_after_forward=self._reshard_after_forward,
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
@@ -307,26 +312,29 @@ class MeshStrategy(SharedBatchStrategy):
         return [axes.options for axes in layouts(world_size, ranks_per_machine)]
 
     def check_training(self, training: TrainingSize) -> None:
-        name = type(training.module).__name__
+        module, name = training.module, type(training.module).__name__
         if self._pp > 1:
-            check_module(training.module, training.precision)
+            check_module(module, training.precision)
+            Stages.of(module, pipeline_of(module), self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
-            if size % count:
-                raise RequestError(f"{count} microbatches do not divide a batch of {size} samples")
-        if self._tp > 1 and not hasattr(training.module, "configure_model"):
+            if size < count:
+                raise RequestError(
+                    f"a batch of {size} samples cannot be divided into {count} microbatches: give batches of {count} "
+                    "samples or more, or fewer microbatches"
+                )
+        if self._tp > 1 and not overrides(module, "configure_model", ModuleHooks):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
-        if self._cp > 1:
-            self._check_heads(name, training.heads)
+        if self._cp > 1 and not training.heads:
+            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        self._check_heads(name, training.heads)
 
     def _check_heads(self, name: str, heads: Iterable[int]) -> None:
-        if not heads:
-            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        divisors = {TENSOR: self._tp, CONTEXT: self._cp if self._context_parallel == "ulysses" else 1}
+        product = " * ".join(f"{axis}={size}" for axis, size in divisors.items() if size > 1)
         for count in heads:
-            if count % self._tp or (self._context_parallel == "ulysses" and count // self._tp % self._cp):
-                raise RequestError(
-                    f"tp={self._tp} and cp={self._cp} do not divide the {count} heads of {name}: choose smaller sizes, "
-                    "or context_parallel='ring' for cp"
-                )
+            if count % math.prod(divisors.values()):
+                ring = ", or context_parallel='ring'" if count % self._tp == 0 else ""
+                raise RequestError(f"{product} does not divide the {count} heads of {name}: choose smaller sizes{ring}")
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
@@ -338,10 +346,11 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         layout = sharded_layout(
-            training,
+            self._with_microbatches(training),
             blocks_of(training.module, self._auto_wrap_policy),
             num_shards=axes.mesh[SHARD],
             num_splits=axes.tp,
+            num_stages=axes.pp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
             offloads=isinstance(offload, CPUOffloadPolicy),
@@ -364,7 +373,7 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         sharded = sharded_collectives(
-            training,
+            self._with_microbatches(training),
             blocks,
             num_shards=axes.mesh[SHARD],
             num_replicas=axes.dp_replicate,
@@ -372,18 +381,25 @@ class MeshStrategy(SharedBatchStrategy):
             frees_blocks=self._reshard_after_forward,
             num_splits=axes.tp,
         )
-        of_all_layers = (
-            *sharded,
-            *split_collectives(training, blocks, axes.tp),
-            *sequence_collectives(training, blocks, axes, self._context_parallel),
-        )
         return CommunicationLayout(
-            collectives=stage_collectives(training, blocks, axes, self._schedule, of_all_layers),
+            collectives=stage_collectives(
+                training,
+                blocks,
+                axes,
+                self._schedule,
+                of_parameters=sharded,
+                of_activations=activation_collectives(training, blocks, axes, self._context_parallel),
+            ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
+            operation_share=self._schedule.microbatches / axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )
+
+    def _with_microbatches(self, training: TrainingSize) -> TrainingSize:
+        """Return the training with a batch for each microbatch, as layers are gathered, and gradients accumulated."""
+        return training.for_steps_of(training.accumulate_grad_batches * self._schedule.microbatches)
 
     # Pipeline
 

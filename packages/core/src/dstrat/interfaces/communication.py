@@ -22,6 +22,7 @@ class Collective:
         ranks: Number of ranks of the group.
         stride: Distance between neighbouring ranks of the group: 1 if they are neighbours in the job.
         overlaps: Whether computation goes on beside them, as in the backward pass beside reductions of gradients.
+        in_each_batch: Whether a part of them is in each batch of the step; otherwise they are in the last one.
     """
 
     kind: CollectiveKind
@@ -30,6 +31,7 @@ class Collective:
     ranks: int
     stride: int = 1
     overlaps: bool = False
+    in_each_batch: bool = False
 
     @property
     def sent(self) -> float:
@@ -52,6 +54,8 @@ class CommunicationLayout:
     Attributes:
         collectives: The collectives.
         ranks_per_batch: Number of ranks that share a batch, and divide its computation.
+        operation_share: Share of a batch's operations that a rank begins: 1 if it computes a part of each, and more if
+            it does so for several microbatches.
         copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
         idle: Share of the time in which a rank waits for others besides, such as the bubble of a pipeline.
         assumption: A clause that holds only in some trainings; shown to users.
@@ -59,6 +63,7 @@ class CommunicationLayout:
 
     collectives: tuple[Collective, ...] = ()
     ranks_per_batch: int = 1
+    operation_share: float = 1.0
     copied: int = 0
     idle: float = 0.0
     assumption: str = ""

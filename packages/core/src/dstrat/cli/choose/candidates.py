@@ -156,9 +156,11 @@ class Candidates:
         Raises:
             DstratError: None fits, or the strategy cannot train so, or does not say what it needs.
         """
-        reason = "a step has no sample"
+        too_large = ""
         for training in self._trainings(strategy):
-            strategy.check_training(training)
+            problem = _value_or_reason(partial(strategy.check_training, training))
+            if problem is not None:  # smaller batches are tried for their memory only
+                raise RequestError(too_large or problem)
             memory, communication = strategy.memory_layout(training), strategy.communication_layout(training)
             if memory is None or communication is None:
                 missing = "memory_layout" if memory is None else "communication_layout"
@@ -173,8 +175,8 @@ class Candidates:
                     peak=peak,
                     time=step_time(self._workload.machine, training, memory, communication),
                 )
-            reason = _too_large(training, memory, peak)
-        raise RequestError(reason)
+            too_large = _too_large(training, memory, peak)
+        raise RequestError(too_large or "a step has no sample")
 
     def _trainings(self, strategy: Strategy) -> Iterator[TrainingSize]:
         """Yield the training with batches of a rank from the largest to one sample."""

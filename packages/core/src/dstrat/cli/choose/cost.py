@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrat.errors import RequestError
+from dstrat.interfaces.memory import Work
 
 if TYPE_CHECKING:
-    from dstrat.cli.measure.machine import Machine
+    from dstrat.cli.measure.machine import Link, Machine
     from dstrat.interfaces.communication import Collective, CommunicationLayout
-    from dstrat.interfaces.memory import MemoryLayout, TrainingSize, Work
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
 
 _BACKWARD = 2 / 3
 """Share of a batch's computation in the backward pass, beside which collectives can go on: two products for each of the
 forward pass."""
+_RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +60,31 @@ def step_time(
     """
     dtype = str(training.precision.compute_dtype).removeprefix("torch.")
     batches = training.accumulate_grad_batches
-    compute = batches * work_seconds(machine, training.work, dtype) / communication.ranks_per_batch
-    share = memory.optimizer_state / training.optimizer_state if training.optimizer_state else 1.0
+    work, ranks = training.work, communication.ranks_per_batch
+    of_rank = Work(
+        flops=work.flops // ranks,
+        moved=work.moved // ranks,
+        operations=int(communication.operation_share * work.operations),
+    )
+    compute = batches * work_seconds(machine, of_rank, dtype)
+    stepping = _stepped_share(training, memory) * work_seconds(machine, training.optimizer_work, dtype)
     offloaded = memory.host > 0
     return StepTime(
         compute=compute,
-        communication=_exposed(machine, training, communication, compute / batches),
+        communication=_exposed(machine, training, communication, compute),
         idle=compute * communication.idle / (1 - communication.idle),
-        optimizer=0.0 if offloaded else min(1.0, share) * work_seconds(machine, training.optimizer_work, dtype),
+        optimizer=0.0 if offloaded else stepping,
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
         offload=2 * memory.host / machine.host_bandwidth if offloaded else 0.0,
     )
+
+
+def _stepped_share(training: TrainingSize, memory: MemoryLayout) -> float:
+    """Return the share of the parameters that a rank steps."""
+    if training.optimizer_state:
+        return min(1.0, memory.optimizer_state / training.optimizer_state)
+    # Without state, such as of plain SGD, by gradients; ranks whose gradients are views of buckets have all of them.
+    return min(1.0, memory.gradients / training.trainable_parameters) if memory.gradients else 1.0
 
 
 def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
@@ -83,19 +100,21 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
     return products + copies + work.operations * machine.operation_latency
 
 
-def _exposed(
-    machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute_of_batch: float
-) -> float:
-    """Return the time of collectives that is not hidden by a backward pass, and of copies for them."""
-    exposed, hidden = communication.copied / (machine.efficiency * machine.memory_bandwidth), 0.0
+def _exposed(machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute: float) -> float:
+    """Return the time of collectives that is not hidden by backward passes, and of copies for them."""
+    exposed = communication.copied / (machine.efficiency * machine.memory_bandwidth)
+    in_each_batch = in_last_batch = 0.0
     for collective in communication.collectives:
         seconds = collective_seconds(machine, collective, training.ranks_per_machine)
-        if collective.overlaps:
-            hidden += seconds
-        else:
+        if not collective.overlaps:
             exposed += seconds
-    beside = min(hidden, _BACKWARD * compute_of_batch)
-    return exposed + hidden - machine.overlap * beside
+        elif collective.in_each_batch:
+            in_each_batch += seconds
+        else:
+            in_last_batch += seconds
+    backward = _BACKWARD * compute
+    beside = min(in_each_batch + min(in_last_batch, backward / training.accumulate_grad_batches), backward)
+    return exposed + in_each_batch + in_last_batch - machine.overlap * beside
 
 
 def collective_seconds(machine: Machine, collective: Collective, ranks_per_machine: int) -> float:
@@ -111,5 +130,22 @@ def collective_seconds(machine: Machine, collective: Collective, ranks_per_machi
     if link is None:
         scope, options = ("between", "--num-nodes 2") if crosses else ("in", "as many --devices as the training has")
         raise RequestError(f"machine {machine.name!r} has no link {scope} machines: measure it with {options}")
-    of_one = link.seconds(collective.sent / collective.messages, collective.ranks)
+    if crosses and collective.kind in _RINGS:
+        link = _of_all_networks(machine, link, collective, ranks_per_machine)
+    # A message to a neighbour takes no longer in a larger group.
+    ranks = link.ranks if collective.kind == "send" else collective.ranks
+    of_one = link.seconds(collective.sent / collective.messages, ranks)
     return collective.messages * of_one
+
+
+def _of_all_networks(machine: Machine, link: Link, collective: Collective, ranks_per_machine: int) -> Link:
+    """Return the link between machines of a group with several ranks on each: a ring through the network of each.
+
+    A link is measured with one rank on each machine.
+    """
+    spanned = collective.stride * collective.ranks
+    ranks = ranks_per_machine // collective.stride if spanned % ranks_per_machine == 0 else 1
+    inside = machine.link(collective.kind, ranks, crosses_machines=False)
+    if ranks < 2 or inside is None:
+        return link
+    return dataclasses.replace(link, bandwidth=min(inside.bandwidth, ranks * link.bandwidth))
