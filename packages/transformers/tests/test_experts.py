@@ -78,6 +78,17 @@ def test_a_model_that_is_made_sharded_has_the_first_values_of_one_device(tmp_pat
     check_same(tmp_path, 2, partial(new, "qwen3"), ep=2)
 
 
+def with_adapters():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model("qwen3"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def test_experts_of_a_model_with_adapters_have_the_losses_of_one_device(tmp_path):
+    reference = small.train(tmp_path / "one", model=with_adapters(), **OPTIONS)
+    seen = small.train(tmp_path / "several", strategy(ep=2), 2, model=with_adapters(), **OPTIONS)
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 4}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_experts_go_together_with_other_axes(tmp_path, sizes):

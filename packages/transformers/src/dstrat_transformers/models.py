@@ -137,9 +137,10 @@ def _shares_parameters(block: Module, model: Module) -> bool:
 
 def expert_layers(model: Module) -> list[Module]:
     """Return the layers of experts of a model, by its plan: those with parameters of the style ``grouped_gemm``."""
-    plan = getattr(model, "ep_plan", None) or {}
+    inner = base_model(model)  # which has the names of the plan
+    plan = getattr(inner, "ep_plan", None) or {}
     names = {name.rpartition(".")[0] for name, style in plan.items() if style == "grouped_gemm"}
-    return [layer for name, layer in model.named_modules() if generic_name(name) in names]
+    return [layer for name, layer in inner.named_modules() if generic_name(name) in names]
 
 
 def generic_name(name: str) -> str:
