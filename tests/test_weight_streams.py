@@ -20,12 +20,19 @@ class Streaming(Net):
 
     everywhere = False
 
+    def get_extra_state(self):
+        return torch.ones(1)
+
+    def set_extra_state(self, state):
+        pass
+
     def on_train_end(self):
         strategy = self.trainer.strategy
         self.streamed = {
             name: tensor.cpu().clone() for name, tensor in strategy.stream_weights(everywhere=self.everywhere)
         }
-        self.full = {name: value.cpu() for name, value in strategy.module_state_dict().items()}
+        full = strategy.module_state_dict()
+        self.full = {name: value.cpu() for name, value in full.items() if name != "_extra_state"}
 
 
 def streamed(cluster, alias, everywhere=False):

@@ -172,6 +172,34 @@ def test_a_rank_has_memory_of_its_own_device_alone(strategy, checkpoint_io, tmp_
     assert ended == [([0], {"cpu"}), ([1], {"cpu"})]
 
 
+class Scaled(Net):
+    """Limits scalars in the step, in place and by their data, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.tensor(0.3)) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.scale.clamp_(max=0.2)
+        self.shift.data.clamp_(max=0.1)
+        return functional.mse_loss(self.scale.exp() * self.layers(batch[0]) + self.shift, batch[1])
+
+
+def trained_with_scalars(cluster=None, strategy="auto", **options):
+    net = Scaled()
+    make_trainer(cluster, strategy=strategy, gradient_clip_val=0.1, **options).fit(net, loader())
+    return [value.tolist() for value in weights(net)]
+
+
+def test_offloaded_scalars_may_be_changed_in_a_step():
+    expected = trained_with_scalars(accelerator="cpu")
+    strategy = FSDPStrategy(cpu_offload=True, state_dict_type="full")
+    for found in in_ranks(trained_with_scalars, 1, strategy=strategy):
+        for value, alone in zip(found, expected, strict=True):
+            assert torch.allclose(torch.tensor(value), torch.tensor(alone), rtol=1e-5, atol=1e-7)
+
+
 class Wide(Net):
     def __init__(self):
         super().__init__()

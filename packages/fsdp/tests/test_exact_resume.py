@@ -156,8 +156,8 @@ def moved_to_another_mesh(cluster, folder):
 def test_gradients_of_another_mesh_are_left_out_and_one_line_says_so(tmp_path):
     [line], nothing = in_ranks(moved_to_another_mesh, folder=str(tmp_path))
     assert line == (
-        "the checkpoint has gradients that were not cleared when it was saved, sharded over a mesh of (2,): over "
-        "(2, 1) they are dropped"
+        "the checkpoint has gradients that were not cleared when it was saved, with mesh [2]: with mesh [2, 1] they "
+        "are dropped"
     )
     assert nothing == []
 

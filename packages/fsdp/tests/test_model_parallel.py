@@ -4,11 +4,13 @@ import time
 
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.hand_loop import Block, BlockNet, Run, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT, WAYS
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -16,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dstrat.errors import MisuseError
 from dstrat_fsdp import ModelParallelStrategy
 from dstrat_fsdp import mesh as fsdp_mesh
 
@@ -32,15 +35,15 @@ def split_and_shard(module, mesh):
     fully_shard(module, mesh=mesh["data_parallel"])
 
 
-def started(cluster, configure=split, meta=False, **options):
+def started(cluster, configure=split, meta=False, module_class=BlockNet, **options):
     strategy = ModelParallelStrategy(**options)
     strategy.receive(parts(cluster))
     strategy.setup_environment()
     if meta:
         with strategy.model_sharded_context():
-            module = BlockNet()
+            module = module_class()
     else:
-        module = BlockNet()
+        module = module_class()
     configure(module, strategy.device_mesh)
     strategy.connect(module)
     strategy.setup(Run(module))
@@ -99,6 +102,76 @@ def trained_of_frozen(cluster):
 
 def test_frozen_layers_that_are_split_stay_frozen():
     assert in_ranks(trained_of_frozen, 1) == [["down.weight", "down.bias"]]
+
+
+class GatedBlock(Block):
+    """Has parameters between layers that are split, where a rank has a part of the features."""
+
+    mesh = None
+
+    def __init__(self, width, shape):
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.full(shape, 0.5))
+
+    def forward(self, x):
+        gate = self.gate
+        if self.mesh is not None:
+            gate = DTensor.from_local(gate, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        return x + self.down(gate * torch.tanh(self.up(self.norm(x))))
+
+
+class GatedNet(BlockNet):
+    shape = ()
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(GatedBlock(10, self.shape) for _ in range(3))
+
+
+class LongGatedNet(GatedNet):
+    shape = (1,)
+
+
+def error_of_gates(cluster, module_class, tensor_parallel_size):
+    strategy = started(cluster, module_class=module_class, tensor_parallel_size=tensor_parallel_size)
+    try:
+        train(strategy, steps=1)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_replica_with_the_gradient_of_a_part_of_the_features_is_refused():
+    expected = (
+        "the gradient of parameter 'blocks.0.gate' differs between the 2 ranks that share a batch, and so would its "
+        "replicas: it is used where each rank has a part of the features. Use it on whole features, outside of the "
+        "split layers, or let DTensors sum its gradient: DTensor.from_local(parameter, mesh, [Replicate()])"
+        ".to_local(grad_placements=[Partial()]) in the forward, with the mesh of parallelize_module"
+    )
+    cases = {kind: {"module_class": kind, "tensor_parallel_size": 2} for kind in (GatedNet, LongGatedNet)}
+    for found in in_ranks(each, 4, function=error_of_gates, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
+def losses_with_summed_gates(cluster, module_class):
+    def split_with_sums(module, mesh):
+        split(module, mesh)
+        for block in module.blocks:
+            block.mesh = mesh["tensor_parallel"]
+
+    strategy = started(cluster, split_with_sums, module_class=module_class, tensor_parallel_size=2)
+    found = train(strategy, **SHORT, clip=0.05)
+    strategy.teardown()
+    return found
+
+
+def test_losses_are_those_of_one_device_if_gradients_of_parts_are_summed_as_the_error_says():
+    expected = pytest.approx(single_device_losses(GatedNet(), **SHORT, clip=0.05), rel=1e-6, abs=0)
+    cases = {kind: {"module_class": kind} for kind in (GatedNet, LongGatedNet)}
+    for found in in_ranks(each, 4, function=losses_with_summed_gates, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
 
 
 class Different(BlockNet):

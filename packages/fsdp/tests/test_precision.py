@@ -71,9 +71,20 @@ class Overflowing(BlockNet):
         return loss + 1e9 * self.last.bias[0] if batch_idx == 1 else loss  # rank 0 has this value's gradient
 
 
-def weights_after_an_overflow(cluster):
+class OverflowingWithScalar(Overflowing):
+    """Its first gradient is that of a scalar, which all ranks have."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.1 * self.scale**2
+
+
+def weights_after_an_overflow(cluster, module):
     strategy = FSDPStrategy()
-    start(strategy, Overflowing(), given(cluster, "16-mixed"))
+    start(strategy, module(), given(cluster, "16-mixed"))
     found = []
     [optimizer] = strategy.optimizers
     for index, batch in enumerate(batches(3)):
@@ -85,9 +96,11 @@ def weights_after_an_overflow(cluster):
 
 
 def test_a_step_that_overflows_in_the_shard_of_one_rank_is_skipped_on_all():
-    first, second = in_ranks(weights_after_an_overflow)
-    assert first == second
-    assert first[0] == first[1] != first[2]
+    cases = {module: {"module": module} for module in (Overflowing, OverflowingWithScalar)}
+    found, of_second = in_ranks(each, function=weights_after_an_overflow, cases=cases)
+    assert found == of_second
+    for weights in found.values():
+        assert weights[0] == weights[1] != weights[2]
 
 
 def test_the_policy_follows_from_the_precision():

@@ -126,9 +126,19 @@ class Clamped(ScaledNet):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_scalar_may_be_changed_in_a_step():
-    expected = single_device_losses(Clamped(), **SHORT)
-    for losses, _ in in_ranks(losses_and_scalars, module="Clamped"):
+class ClampedData(ScaledNet):
+    """Replaces the data of scalars in the step, also of one in a layer."""
+
+    def training_step(self, batch, batch_idx):
+        for scalar in (self.log_scale, self.blocks[0].bias):
+            scalar.data = scalar.data.clamp(max=0.05)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("module", [Clamped, ClampedData])
+def test_a_scalar_may_be_changed_in_a_step(module):
+    expected = single_device_losses(module(), **SHORT)
+    for losses, _ in in_ranks(losses_and_scalars, module=module.__name__):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
@@ -248,6 +258,80 @@ def fit(cluster, strategy, module, *, io=PortableCheckpointIO, ckpt_path=None, *
     trainer = quiet_trainer(strategy, cluster, plugins=[io()], **options)
     trainer.fit(module, loader(SAMPLES, BATCH // trainer.world_size), ckpt_path=ckpt_path)
     return {name: local_tensor(value.detach()).clone() for name, value in module.named_parameters()}
+
+
+class Adversarial(TrainModule):
+    """Computes scores before the gradients of the layers that give them are turned off."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Linear(6, 6)
+        self.judge = nn.Sequential(nn.Linear(6, 3), Scale())
+
+    def training_step(self, batch, batch_idx):
+        generating, judging = self.optimizers()
+        score = self.judge(self.generator(batch[0])).square().mean()
+        with self.toggled_optimizer(generating):
+            generating.zero_grad()
+            self.manual_backward(score)
+            generating.step()
+        judging.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.judge(batch[0]), batch[1]))
+        judging.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.generator, self.judge)]
+
+
+def weights_after(cluster, module):
+    trained = fit(cluster, FSDPStrategy(state_dict_type="full"), globals()[module]())
+    return {name: value.tolist() for name, value in trained.items()}
+
+
+def assert_trains_as_on_one_device(module):
+    expected = fit(None, "auto", module())
+    for found in in_ranks(weights_after, module=module.__name__):
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_are_turned_off_before_the_backward_pass_go_to_no_optimizer():
+    assert_trains_as_on_one_device(Adversarial)
+
+
+class Lending(nn.Module):
+    """Uses scalars of layers that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), Scale()
+        self.shifts = nn.ParameterList([nn.Parameter(torch.tensor(0.2))])
+
+    def forward(self, x):
+        return self.scale.log_scale.exp() * self.layer(x) + self.shifts[0]
+
+
+class TwicePerStep(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.net = Lending()
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+            self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_layer_may_use_scalars_of_layers_that_it_does_not_call_again_after_a_backward_pass():
+    assert_trains_as_on_one_device(TwicePerStep)
 
 
 GROUPS = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}

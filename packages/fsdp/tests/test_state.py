@@ -42,6 +42,28 @@ def saved(cluster, options):
     return written.getvalue()
 
 
+class Scaled(BlockNet):
+    def make_layers(self):
+        super().make_layers()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def kinds_of_steps(cluster):
+    strategy = FSDPStrategy()
+    start(strategy, Scaled(), parts(cluster))
+    train(strategy, **MORE)
+    [optimizer] = strategy.optimizers
+    strategy.load_optimizer_state(optimizer, strategy.optimizer_state(optimizer))
+    return {type(state["step"]) for state in optimizer.state.values()}
+
+
+def test_the_count_of_steps_of_a_scalar_parameter_stays_a_plain_tensor():
+    assert in_ranks(kinds_of_steps) == [{torch.Tensor}] * 2
+
+
 def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for key, value in expected.items():

@@ -3,9 +3,11 @@
 Losses, resume and moves of each layout are in test_layout_conformance.py.
 """
 
+import logging
+
 import pytest
 import torch
-from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
+from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
@@ -27,7 +29,8 @@ class Experts(nn.Module):
 
     def reset_parameters(self):
         for parameter in self.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.3)
+            for expert in range(self.num_experts):
+                nn.init.normal_(parameter[expert], std=0.3)
 
     def forward(self, tokens, index, weights):
         assert self.num_experts == len(self.weight) > int(index.max())
@@ -42,6 +45,7 @@ class Mixture(nn.Module):
         self.experts = Experts()
 
     def forward(self, x):
+        assert self.experts.num_experts == EXPERTS  # also where this rank has a share of them
         weights, index = self.router(x).softmax(-1).topk(2)
         return x + self.experts(x, index, weights)
 
@@ -65,12 +69,20 @@ class MixtureNet(BlockNet):
         return Pipeline(model=self, layers=layers, loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]))
 
 
+class NormedExperts(Experts):
+    """Has no gradient at zero."""
+
+    def forward(self, tokens, index, weights):
+        return super().forward(tokens / tokens.norm(dim=-1, keepdim=True), index, weights)
+
+
 class OneExpertNet(MixtureNet):
     """All tokens go to the same two experts, those of the first rank."""
 
     def make_layers(self):
         super().make_layers()
         for mixture in self.mixtures:
+            mixture.experts = NormedExperts()
             mixture.router.bias.requires_grad_(False).copy_(torch.tensor([50.0, 49.0, 0, 0, 0, 0]))
 
 
@@ -107,7 +119,11 @@ WAYS = {
         "auto_wrap_policy": Experts,
         "meta": True,
     },
-    "ranks without tokens": {"module_class": "OneExpertNet", "reshard_after_forward": False},
+    "ranks without tokens": {
+        "training": {"clip": 0.05, **SHORT},
+        "module_class": "OneExpertNet",
+        "reshard_after_forward": False,
+    },
 }
 
 
@@ -132,6 +148,74 @@ def test_experts_go_together_with_other_axes(way):
         assert found == dict.fromkeys(cases, one_device(**WAYS[way]))
 
 
+class Opposed(nn.Module):
+    """Two experts, whose outputs differ in their sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.tensor([[256.0], [-256.0]]))
+
+    def forward(self, tokens, index, weights):
+        return (tokens.unsqueeze(1) * self.factors[index] * weights.unsqueeze(-1)).sum(1)
+
+
+class OpposedNet(MixtureNet):
+    def make_layers(self):
+        self.experts = Opposed()
+
+    def layers(self, x):
+        weights = torch.tensor([1 + 2**-10, 1])  # the same in bfloat16
+        return self.experts(torch.ones_like(x), torch.arange(2).expand(len(x), 2), weights.expand(len(x), 2))
+
+    def configure_experts(self):
+        return [self.experts]
+
+
+def output_in_mixed_precision(cluster):
+    strategy = MeshStrategy(ep=2)
+    start(strategy, OpposedNet(), parts(cluster, precision="bf16-mixed"))
+    output = strategy.run_step("predict_step", strategy.module.layers, torch.ones(4, 6))
+    strategy.teardown()
+    return output.unique().tolist()
+
+
+def test_weights_stay_in_their_precision():
+    assert in_ranks(output_in_mixed_precision) == [[0.25], [0.25]]
+
+
+def warnings_of_moved_gradients(cluster, saved, loaded):
+    strategy = started(cluster, **saved)
+    with strategy.no_backward_sync():
+        one_pass(strategy, next(batches()), 0, 1)
+    state = strategy.rank_state()
+    strategy.teardown()
+    strategy, told = started(cluster, **loaded), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("dstrat_fsdp").addHandler(handler)
+    strategy.load_rank_state(state)
+    logging.getLogger("dstrat_fsdp").removeHandler(handler)
+    strategy.teardown()
+    return told
+
+
+def test_gradients_that_wait_for_other_experts_or_stages_are_left_out_and_one_line_says_so():
+    cases = {
+        "mesh [1, 1, 2, 1], ep 2, stages 1: with mesh [1, 1, 2, 1], ep 1, stages 1 they are dropped": {
+            "saved": {"ep": 2},
+            "loaded": {},
+        },
+        "mesh [2, 1, 1, 1], ep 1, stages 2: with mesh [2, 1, 1, 1], ep 1, stages 4 they are dropped": {
+            "saved": {"pp": 2},
+            "loaded": {"pp": 2, "schedule": "LoopedBFS"},
+        },
+    }
+    first, other = in_ranks(each, 2, function=warnings_of_moved_gradients, cases=cases)
+    for expected, [line] in first.items():
+        assert line.endswith(f"when it was saved, with {expected}")
+    assert not any(other.values())
+
+
 # What does not fit is refused
 
 
@@ -144,6 +228,20 @@ class OneBias(MixtureNet):
     def make_layers(self):
         super().make_layers()
         self.mixtures[0].experts.scale = nn.Parameter(torch.ones(3))
+
+
+class NamesOne(MixtureNet):
+    def configure_experts(self):
+        return self.mixtures[0].experts
+
+
+class Listed(MixtureNet):
+    """Has each expert as a layer, whose first dimension is not the experts."""
+
+    def make_layers(self):
+        super().make_layers()
+        experts = self.mixtures[0].experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False)])
+        experts.num_experts = 1
 
 
 class Unrouted(MixtureNet):
@@ -169,7 +267,13 @@ def test_what_experts_cannot_do_is_refused():
     cases = {
         "BlockNet has no configure_experts, which experts (ep) need": {"module_class": "BlockNet", "ep": 2},
         "configure_experts of NamesNone returned no layer": {"module_class": "NamesNone", "ep": 2},
-        "the experts 'mixtures.0.experts' (Experts) have mixtures.0.experts.weight (6, 10, 10), "
+        "configure_experts of NamesOne returned one Experts: return a list, such as [block.experts for": {
+            "module_class": "NamesOne",
+            "ep": 2,
+        },
+        "the experts 'mixtures.0.experts' (ModuleList) have num_experts=1 and mixtures.0.experts.0.weight (10, 10): "
+        "each needs": {"module_class": "Listed", "ep": 2},
+        "the experts 'mixtures.0.experts' (Experts) have num_experts=6 and mixtures.0.experts.weight (6, 10, 10), "
         "mixtures.0.experts.bias (6, 10), mixtures.0.experts.scale (3,): each needs": {
             "module_class": "OneBias",
             "ep": 2,
@@ -191,8 +295,8 @@ def test_what_experts_cannot_do_is_refused():
 @pytest.mark.parametrize(
     ("ranks", "sizes", "message"),
     [
-        (4, {"ep": 3}, "ep=3 is a part of the 4 ranks of dp_shard * cp * tp (a replica, or its stage): it divides"),
-        (8, {"ep": 2, "tp": 4}, "their number, and is a multiple of tp=4: choose ep=4 or 8"),
+        (4, {"ep": 3}, "ep=3 does not divide the 4 ranks of dp_shard * cp * tp (a replica, or its stage): choose ep=2"),
+        (8, {"ep": 2, "tp": 4}, "ep=2 is no multiple of tp=4, whose ranks have the same tokens: choose ep=4 or 8"),
         (4, {"ep": 4, "pp": 2}, "choose ep=2"),
         (2, {"ep": 2, "dp_replicate": 2}, "leave ep out"),
         (2, {"ep": 0}, "ep=0 is not a positive number"),

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dstrat import Pipeline, TorchCheckpointIO
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.strategy_state import module_entries, replaced_weights
-from dstrat.errors import DstratError, RequestError
+from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 
 LAYOUTS = {  # by the number of ranks; schedule and microbatches too
@@ -69,9 +69,9 @@ def split(module, mesh):
         module.leave.weight = module.enter.weight
 
 
-def started(cluster, meta=False, module_class=PipeNet, **options):
+def started(cluster, meta=False, module_class=PipeNet, precision="32-true", **options):
     strategy = MeshStrategy(**options)
-    strategy.receive(parts(cluster))
+    strategy.receive(parts(cluster, precision))
     strategy.setup_environment()
     if meta:
         with strategy.model_sharded_context():
@@ -163,6 +163,71 @@ def test_four_ranks_compute_in_eight_stages():
         assert found == expected
 
 
+class FirstFrozen(PipeNet):
+    """The first stage of four is frozen."""
+
+    frozen = 2
+
+    def make_layers(self):
+        super().make_layers()
+        for layer in [self.first, *self.blocks][: self.frozen]:
+            layer.requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.learning_rate)
+
+
+class HalfFrozen(FirstFrozen):
+    """The first stage of each rank is frozen, if each has two."""
+
+    frozen = 3
+
+
+def test_ranks_with_frozen_stages_train_their_others():
+    training = {"accumulate": 2, "clip": 0.05, "steps": 3}
+    expected, cases = {}, {}
+    for schedule in ("Interleaved1F1B", "LoopedBFS"):
+        for module_class in (FirstFrozen, HalfFrozen):
+            name = f"{module_class.__name__} {schedule}"
+            cases[name] = {"training": training, "module_class": module_class, "pp": 2, "schedule": schedule}
+            expected[name] = pytest.approx(single_device_losses(module_class(), **training), rel=1e-6, abs=0)
+    for found in in_ranks(each, 2, function=losses, cases=cases):
+        assert found == expected
+
+
+class Unfrozen(FirstFrozen):
+    """Its first stage is trained later."""
+
+    configure_optimizers = PipeNet.configure_optimizers
+
+
+def unfrozen_losses(cluster=None, **options):
+    if cluster is None:
+        strategy = SingleDeviceStrategy()
+        start(strategy, Unfrozen(), parts())
+    else:
+        strategy = started(cluster, module_class=Unfrozen, **options)
+    found = train(strategy, steps=2)
+    strategy.module.requires_grad_(True)
+    found += train(strategy, steps=3)
+    strategy.teardown()
+    return found
+
+
+def test_stages_are_unfrozen_while_they_train():
+    expected = pytest.approx(unfrozen_losses(), rel=1e-6, abs=0)
+    cases = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1F1B", "Interleaved1F1B")}
+    for found in in_ranks(each, 2, function=unfrozen_losses, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
+def test_ranks_without_gradients_take_part_in_clipping_in_float64():
+    training, precision = {"clip": 0.05, "steps": 3}, "64-true"
+    expected = single_device_losses(FirstFrozen(), precision, **training)
+    for found in in_ranks(losses, 2, training=training, module_class=FirstFrozen, precision=precision, pp=2):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)
+
+
 class SharedNet(PipeNet):
     """Has a parameter in the first and the last stage."""
 
@@ -226,6 +291,41 @@ def test_scalars_of_one_stage_and_of_two_are_trained():
     cases = {str(options): options for options in layouts}
     for found in in_ranks(each, 4, function=scaled_losses, cases=cases):
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
+class GatedBlock(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.down(self.gate * torch.tanh(self.up(self.norm(x))))
+
+
+class GatedNet(PipeNet):
+    """Has scalars between layers that are split."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(GatedBlock(10) for _ in range(3))
+
+
+def error_of_gates(cluster, **options):
+    strategy = started(cluster, module_class=GatedNet, **options)
+    try:
+        train(strategy, steps=1)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+def test_a_scalar_with_the_gradient_of_a_part_of_the_features_is_refused():
+    layouts = ({"pp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
+    for found in in_ranks(each, 4, function=error_of_gates, cases={str(options): options for options in layouts}):
+        for message in found.values():
+            assert "differs between the 2 ranks that share a batch, and so would its replicas" in str(message)
 
 
 # Full state, of which each stage has its layers

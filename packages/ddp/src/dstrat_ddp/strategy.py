@@ -142,7 +142,7 @@ class DDPStrategy(ParallelStrategy):
         share = 1.0 if self._comm_hook is None else self._comm_hook.sent_share(training.precision.param_dtype)
         if share is None:
             return None
-        bucket = float(self._ddp_kwargs.get("bucket_cap_mb", _BUCKET_MB)) * 2**20
+        bucket = float(self._ddp_kwargs.get("bucket_cap_mb") or _BUCKET_MB) * 2**20
         gradients = Collective(
             kind="all_reduce",
             bytes=int(share * training.trainable_parameters),

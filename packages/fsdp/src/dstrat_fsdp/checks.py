@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -128,10 +130,8 @@ class ParameterGuard:
         sums = {}
         for index, (layer, name, parameter) in enumerate(self._sharded):
             current = getattr(layer, name) if id(layer) in layers else parameter
-            local = local_tensor(current)
-            # A scalar may be computed with in its own memory, where no change is lost.
-            if current is not parameter and local.data_ptr() != local_tensor(parameter).data_ptr():
-                sums[index] = local.detach().sum().nan_to_num()  # NaN would differ from itself
+            if current is not parameter and current.dim():  # no change of a scalar is lost
+                sums[index] = local_tensor(current).sum().nan_to_num()  # NaN would differ from itself
         return sums
 
     def check_unchanged(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:
@@ -206,6 +206,50 @@ def check_split_shapes(module: Module) -> None:
             raise MisuseError(
                 f"parameter {name!r} is a scalar in a layer that is split over ranks, which cannot be sharded too: "
                 "give it the shape (1,)"
+            )
+
+
+@torch.no_grad()
+def check_replicas(module: Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+    """Check that the ranks of split layers have the same gradients of all other parameters; collective.
+
+    A rank that computes such a parameter's gradient from its part of the features has a summand of it.  That is not
+    known before, as split layers give plain tensors to the layers between them.
+
+    Args:
+        module: The sharded module, with reduced gradients.
+        mesh: The ranks over which parameters that are not split are sharded.
+        tensor_mesh: The ranks over which layers are split.
+
+    Raises:
+        MisuseError: A gradient differs; on all ranks of both meshes.
+    """
+    replicas = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+    }
+    if not replicas:
+        return
+    # Without a gradient zeros, so that all ranks send as many numbers.
+    shards = [torch.zeros(1, device=p.device) if p.grad is None else local_tensor(p.grad) for p in replicas.values()]
+    sums = torch.stack([shard.sum(dtype=torch.float32) for shard in shards])
+    norms = torch.stack([torch.linalg.vector_norm(shard, dtype=torch.float32) for shard in shards])
+    bounds = torch.stack([sums, -sums, norms])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, tensor_mesh.get_group())
+    highest, lowest, norms = bounds[0], -bounds[1], bounds[2]
+    # Replicas differ by rounding where a kernel adds up in any order; a gradient that is nothing else is small.
+    differs = (highest - lowest > 0.01 * norms.clamp(min=0.1 * norms.max())).float()
+    for dimension in range(mesh.ndim):  # ranks with other shards raise the same error
+        dist.all_reduce(differs, dist.ReduceOp.MAX, mesh.get_group(dimension))
+    for name, is_different in zip(replicas, differs.tolist(), strict=True):
+        if is_different:
+            raise MisuseError(
+                f"the gradient of parameter {name!r} differs between the {tensor_mesh.size()} ranks that share a "
+                "batch, and so would its replicas: it is used where each rank has a part of the features. Use it on "
+                "whole features, outside of the split layers, or let DTensors sum its gradient: "
+                "DTensor.from_local(parameter, mesh, [Replicate()]).to_local(grad_placements=[Partial()]) in the "
+                "forward, with the mesh of parallelize_module"
             )
 
 

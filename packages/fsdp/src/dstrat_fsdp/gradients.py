@@ -6,6 +6,7 @@ where ``optimizer.zero_grad`` does not reach them.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,7 @@ def clip_by_norm(
     largest: float,
     group: dist.ProcessGroup | None = None,
     counted_elsewhere: Container[int] = (),
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most the largest; collective.
 
@@ -129,6 +131,7 @@ def clip_by_norm(
         largest: The largest 2-norm.
         group: The ranks that have other parameters, such as the stages of a pipeline; None if there are none.
         counted_elsewhere: The ids of the parameters that another rank of the group has too, and counts.
+        device: The device of gradients, of which this rank may have none while others of the group have some.
 
     Returns:
         The norm before clipping, a scalar.
@@ -137,9 +140,11 @@ def clip_by_norm(
     if not gradients and group is None:
         return torch.zeros(())
     counted = _gradients(parameter for parameter in parameters if id(parameter) not in counted_elsewhere)
-    norm = total_norm(counted) if counted else torch.zeros(())
+    norm = total_norm(counted) if counted else torch.zeros((), device=device)
     if group is not None:
-        square = norm.square()
+        # In the dtype of all parameters, as ranks have gradients of other ones.
+        dtypes = (parameter.dtype for parameter in parameters)
+        square = norm.to(functools.reduce(torch.promote_types, dtypes, torch.float32)).square()
         dist.all_reduce(square, group=group)
         norm = square.sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # torch's own formula, so that losses are those of one device

@@ -156,6 +156,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
     def _sharding(self) -> Sharding:
         return Sharding(
             mesh=self.device_mesh[DATA_PARALLEL],
+            tensor_mesh=self._tensor_mesh if self.tensor_parallel_size > 1 else None,
             reshard_after_forward=True,
             precision_policy=precision_policy(None, self.precision_plugin),
             offload_policy=offload_policy(None, self.root_device),

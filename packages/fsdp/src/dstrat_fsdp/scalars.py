@@ -42,23 +42,24 @@ class ScalarParameters:
         device = internals.device_of(mesh)
         stays_on = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
         scalars: dict[int, _Scalar] = {}  # layers may share one
-        self._hooks = []
         for layer in module.modules():
-            in_layer = []
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter.dim() or isinstance(parameter, DTensor):
                     continue
                 if id(parameter) not in scalars:
                     scalars[id(parameter)] = _Scalar(parameter, mesh, stays_on=stays_on, computes_on=device)
-                in_layer.append(scalars[id(parameter)])
-                in_layer[-1].add_use(layer, name)
-            if in_layer:
-                # After a backward pass of manual optimization, the same step may use them again.
-                self._hooks.append(layer.register_forward_pre_hook(untraced(partial(_before_forward, in_layer))))
+                scalars[id(parameter)].add_use(layer, name)
         self._scalars = list(scalars.values())
+        # After a backward pass of manual optimization, the same step may use them again.
+        by_shard = {id(scalar.sharded): scalar for scalar in self._scalars}
+        self._hooks = []
+        for layer in module.modules():
+            within = [by_shard[id(parameter)] for parameter in layer.parameters() if id(parameter) in by_shard]
+            if within:
+                self._hooks.append(layer.register_forward_pre_hook(untraced(partial(_before_forward, within))))
 
     def make_plain(self) -> None:
-        """Let layers compute with plain tensors, until :meth:`make_sharded`."""
+        """Let layers compute with plain tensors until :meth:`make_sharded`; they require gradients if DTensors do."""
         for scalar in self._scalars:
             scalar.make_plain()
 
@@ -139,28 +140,43 @@ class _Scalar:
     def __init__(
         self, parameter: nn.Parameter, mesh: DeviceMesh, *, stays_on: torch.device, computes_on: torch.device
     ) -> None:
-        local = parameter.detach() if parameter.is_meta else parameter.detach().to(stays_on)
-        replica = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        replica: Any = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if not parameter.is_meta:
+            replica = replica.to(stays_on)  # from_local has moved it to the mesh's device
         self.sharded: Any = nn.Parameter(replica, parameter.requires_grad)
         self._device = computes_on
-        self._plain: nn.Parameter | None = None  # made when a parameter of the meta device has its memory
+        self._plain: Any = None  # made when a parameter of the meta device has its memory
+        self._before: Any = None  # the value with which a step began
+        self._is_plain = False
         self._uses: list[tuple[dict[str, Any], str]] = []
 
     def add_use(self, layer: Module, name: str) -> None:
         self._uses.append((internals.parameter_store(layer), name))
         self._set(self.sharded)
 
+    @torch.no_grad()
     def make_plain(self) -> None:
-        with torch.no_grad():
-            local = self.sharded.to_local().to(self._device)
-        if self._plain is None:
-            self._plain = nn.Parameter(local, self.sharded.requires_grad)
-        self._plain.data = local
+        if not self._is_plain:
+            shard = local_tensor(self.sharded)
+            local = shard.to(self._device)
+            if self._plain is None:
+                self._plain = nn.Parameter(local)
+            self._plain.data, self._before = local, shard.clone()
+            self._set(self._plain)
+            self._is_plain = True
         self._plain.requires_grad_(self.sharded.requires_grad)
-        self._set(self._plain)
 
+    @torch.no_grad()
     def make_sharded(self) -> None:
+        if not self._is_plain:
+            return
+        shard = local_tensor(self.sharded)
+        if self._plain.data_ptr() != shard.data_ptr():  # it is offloaded, or a step has replaced its data
+            now = self._plain.to(shard.device)
+            # What the step did not change, an optimizer may have changed since.
+            shard.copy_(torch.where(now == self._before, shard, now))
         self._set(self.sharded)
+        self._is_plain = False
 
     def _set(self, parameter: Any) -> None:
         for store, name in self._uses:

@@ -18,6 +18,7 @@ from dstrat_fsdp.checks import (
     ParameterGuard,
     ViewOutputGuard,
     check_dtypes,
+    check_replicas,
     check_split_shapes,
     explain_shards,
     refuse_copy,
@@ -51,7 +52,9 @@ class Sharding:
         input_dtype: The dtype to which a step's floating-point tensors are cast; None leaves them as they are.
         buffer_dtype: The dtype of floating-point buffers in steps; None leaves them as they are.
         sums_gradients: Whether gradients are summed and then divided, for backends without a mean.
-        meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.
+        meshes: The processes for some layers instead, such as experts, whose other parts are on other processes.  They
+            cast their inputs themselves.
+        tensor_mesh: The processes over which the module has split some layers; None if there are none.
     """
 
     mesh: DeviceMesh
@@ -63,6 +66,7 @@ class Sharding:
     buffer_dtype: torch.dtype | None = None
     sums_gradients: bool = False
     meshes: Mapping[Module, DeviceMesh] = field(default_factory=dict)
+    tensor_mesh: DeviceMesh | None = None
 
     def apply_to(self, layer: Module) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
@@ -101,7 +105,8 @@ class Sharding:
     def _policy_of(self, layer: Module) -> MixedPrecisionPolicy:
         if keeps_statistics(layer):  # torch computes in the dtype of their buffers, and accepts inputs of any dtype
             return dataclasses.replace(self.precision_policy, param_dtype=None, output_dtype=None)
-        return self._policy(cast_forward_inputs=self.precision_policy.cast_forward_inputs)
+        casts = self.precision_policy.cast_forward_inputs and layer not in self.meshes
+        return self._policy(cast_forward_inputs=casts)
 
     def _policy(self, *, cast_forward_inputs: bool) -> MixedPrecisionPolicy:
         # ShardedModule casts inputs and outputs of steps: in any kind of batch, and also without a sharded root.
@@ -149,6 +154,7 @@ class ShardedModule:
         self._guard: ParameterGuard | None = None
         self._gathers_root = gathers_root
         self._synchronizes, self._accumulates = True, False
+        self._mesh, self._unchecked_mesh = sharding.mesh, sharding.tensor_mesh
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
@@ -222,11 +228,23 @@ class ShardedModule:
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
+    def begin_backward(self) -> None:
+        """Let a backward pass compute the gradients of those scalars that require them now, as it does for shards."""
+        self._scalars.make_plain()
+
     def end_backward(self) -> None:
-        """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective."""
+        """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective.
+
+        Raises:
+            MisuseError: Ranks of split layers have different gradients of another parameter, which all of them have.
+        """
         if self._synchronizes:
             self._scalars.reduce_gradients()
         self._scalars.make_sharded()
+        # Once only, as the result takes a wait for the device.
+        if self._synchronizes and self._unchecked_mesh is not None:
+            check_replicas(self._module, self._mesh, self._unchecked_mesh)
+            self._unchecked_mesh = None
 
     def pending_gradients(self) -> dict[str, Any]:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""

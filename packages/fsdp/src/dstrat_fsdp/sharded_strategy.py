@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -83,6 +84,11 @@ class ShardedStrategy(ParallelStrategy):
         return self.module, set()
 
     @property
+    def _gradient_layout(self) -> dict[str, Any]:
+        """What determines which gradients this rank has, by name."""
+        return {"mesh": list(self.device_mesh.shape)}
+
+    @property
     def _is_reusable(self) -> bool:
         """Whether another run can use the shards that this one parks."""
         return True
@@ -118,6 +124,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def wrap_model(self, trainer: TrainerLike) -> None:
+        self.precision_plugin.reduce_found_inf = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
         parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())
@@ -228,6 +235,7 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded_module.set_gradient_sync(True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._sharded_module.begin_backward()
         with explain_shards():
             super().backward(loss, *args, **kwargs)
         self._sharded_module.end_backward()
@@ -283,22 +291,28 @@ class ShardedStrategy(ParallelStrategy):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients of this rank that are pending for an optimizer step."""
-        return {"gradients": self._sharded_module.pending_gradients(), "mesh": list(self.device_mesh.shape)}
+        return {"gradients": self._sharded_module.pending_gradients(), **self._gradient_layout}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restore the saved gradients, for the next backward pass; collective."""
         # If any rank has gradients, all take part, as to restore them is collective.
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
-        if state["mesh"] == list(self.device_mesh.shape):
+        layout = self._gradient_layout
+        saved = {name: state.get(name) for name in layout}
+        if saved == layout:
             self._sharded_module.restore_gradients(state["gradients"])
         elif self.is_global_zero:
             _logger.warning(
-                "the checkpoint has gradients that were not cleared when it was saved, sharded over a mesh of %s: "
-                "over %s they are dropped",
-                tuple(state["mesh"]),
-                tuple(self.device_mesh.shape),
+                "the checkpoint has gradients that were not cleared when it was saved, with %s: with %s they are "
+                "dropped",
+                _described(saved),
+                _described(layout),
             )
+
+
+def _described(layout: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in layout.items())
 
 
 def _without_meta(state: dict[str, Any]) -> dict[str, Any]:

@@ -81,11 +81,12 @@ class Axes:
         if ranks % self.ep or (self.ep > 1 and self.ep % self.tp):
             fitting = [size for size in range(2, ranks + 1) if ranks % size == 0 and size % self.tp == 0]
             advice = f"choose ep={' or '.join(map(str, fitting))}" if fitting else "leave ep out"
-            of_tp = f", and is a multiple of tp={self.tp}" if self.tp > 1 else ""
-            raise RequestError(
-                f"ep={self.ep} is a part of the {ranks} ranks of dp_shard * cp * tp (a replica, or its stage): it "
-                f"divides their number{of_tp}: {advice}"
+            reason = (
+                f"does not divide the {ranks} ranks of dp_shard * cp * tp (a replica, or its stage)"
+                if ranks % self.ep
+                else f"is no multiple of tp={self.tp}, whose ranks have the same tokens"
             )
+            raise RequestError(f"ep={self.ep} {reason}: {advice}")
 
     @property
     def options(self) -> dict[str, Any]:

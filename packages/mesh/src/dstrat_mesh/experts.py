@@ -64,16 +64,11 @@ class ExpertParallelism:
         sizes = axes.mesh_of_experts
         self._mesh = open_mesh(device_type, tuple(sizes.values()), tuple(sizes), timeout)
         self._replicates = axes.dp_replicate > 1
-        self._replaced = {
-            layer: {name: vars(layer)[name] for name in ("forward", _COUNT) if name in vars(layer)}
-            for layer in self.layers
-        }
+        self._replaced = {layer: vars(layer).get("forward") for layer in self.layers}
         group, batches = self._mesh.get_group(EXPERT), axes.ep // axes.tp
         for layer, count in zip(self.layers, counts, strict=True):
             experts = RoutedExperts(layer, names[layer], count, group, tensor_group, batches=batches)
             layer.forward = experts.compute
-            if hasattr(layer, _COUNT):
-                setattr(layer, _COUNT, count // axes.ep)
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -100,9 +95,10 @@ class ExpertParallelism:
 
     def end(self) -> None:
         """Restore the ``forward`` of the layers, and drop the groups."""
-        for layer, replaced in self._replaced.items():
-            vars(layer).pop("forward", None)
-            vars(layer).update(replaced)
+        for layer, forward in self._replaced.items():
+            vars(layer).pop("forward", None)  # which activation checkpointing has removed from its layers
+            if forward is not None:
+                layer.forward = forward
         internals.release_mesh(self._mesh)
 
 
@@ -113,7 +109,13 @@ def _layers_of(module: Module) -> list[Module]:
             f"{name} has no {_CONTRACT}, which experts (ep) need: define it to return the layers that are called as "
             "experts(tokens, index, weights), such as [block.experts for block in self.blocks]"
         )
-    layers = list(module.configure_experts())  # type: ignore[operator]  # a method
+    returned: Any = module.configure_experts()  # type: ignore[operator]  # a method
+    if isinstance(returned, nn.Module) and not isinstance(returned, nn.ModuleList):
+        raise MisuseError(
+            f"{_CONTRACT} of {name} returned one {type(returned).__name__}: return a list, such as "
+            "[block.experts for block in self.blocks]"
+        )
+    layers: list[Module] = list(returned)
     known = set(module.modules())
     if not layers or not all(layer in known for layer in layers):
         received = ", ".join(type(layer).__name__ for layer in layers) or "no layer"
@@ -127,8 +129,13 @@ def _number_of_experts(module: Module, layer: Module, prefix: str, ranks: int) -
     outside = {p for other in module.modules() if other not in inside for p in other.parameters(recurse=False)}
     shapes = {f"{prefix}.{name}": tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     counts = {shape[:1] for shape in shapes.values()}
+    said = vars(layer).get(_COUNT)
+    if said is not None:
+        counts.add((said,))
     if len(counts) != 1 or counts == {()} or any(p in outside for p in layer.parameters()):
         shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no parameters"
+        if said is not None:
+            shown = f"{_COUNT}={said} and {shown}"
         raise MisuseError(
             f"the experts {prefix!r} ({type(layer).__name__}) have {shown}: each needs the experts as its first "
             "dimension, and no other layer may have it; put shared parameters into a layer of their own"
@@ -188,6 +195,8 @@ class RoutedExperts:
                 f"{tuple(index.shape)} and weights of {tuple(weights.shape)}: experts are called with plain tensors, "
                 "experts(tokens, index, weights) of (tokens, width) and twice (tokens, choices)"
             )
+        # Routers compute the weights in float32 also where the experts compute in bfloat16.
+        tokens = tokens.to(next(self._layer.parameters()).dtype)
         if self._tensor_group is not None:
             length = tokens.shape[0]
             tokens, index, weights = (_share(tensor, self._tensor_group) for tensor in (tokens, index, weights))
@@ -208,8 +217,8 @@ class RoutedExperts:
 
     @contextmanager
     def _local_experts(self) -> Iterator[None]:
-        """In this context the parameters of the layer are plain tensors of this rank's experts."""
-        shadowed = []
+        """In this context the layer has plain tensors of this rank's experts, and their number."""
+        attributes, shadowed = vars(self._layer), []
         for owner in self._layer.modules():
             parameters: list[tuple[str, Any]] = list(owner.named_parameters(recurse=False))
             for name, parameter in parameters:
@@ -219,9 +228,14 @@ class RoutedExperts:
                     local.register_hook(lambda gradient: gradient / self._batches)
                 vars(owner)[name] = local  # found before the parameter, which torch still has
                 shadowed.append((owner, name))
+        total = attributes.get(_COUNT)
+        if total is not None:
+            attributes[_COUNT] = self._count // self._group.size()
         try:
             yield
         finally:
+            if total is not None:
+                attributes[_COUNT] = total
             for owner, name in shadowed:
                 del vars(owner)[name]
 
@@ -229,8 +243,9 @@ class RoutedExperts:
         """Return the output of one expert for each row."""
         is_empty = not len(rows)
         if is_empty:
-            # A row without effect: other ranks wait for the gradients of this one's parameters and tokens.
-            rows, numbers = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), numbers.new_zeros(1)
+            # A row without effect: other ranks wait for the gradients of this one's parameters and tokens.  At zero a
+            # norm has none.
+            rows, numbers = torch.cat([rows, rows.new_ones(1, *rows.shape[1:])]), numbers.new_zeros(1)
         outputs: Tensor = self._forward(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
         return outputs[:0] if is_empty else outputs
 

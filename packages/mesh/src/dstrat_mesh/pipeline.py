@@ -107,7 +107,7 @@ class PipelineRun:
     def __init__(
         self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: Schedule, device: torch.device, timeout: timedelta
     ) -> None:
-        self._schedule = schedule
+        self._module, self._schedule = module, schedule
         self._pipeline = pipeline_of(module)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
@@ -192,6 +192,7 @@ class PipelineRun:
             factors,
             scale if factor is None else lambda loss: scale(loss * factor),
             before_backward,
+            tuple(parameter.requires_grad for parameter in self._module.parameters()),
         )
         if pipeline.on_loss is not None:
             pipeline.on_loss(loss)

@@ -14,7 +14,7 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -109,7 +109,7 @@ class StageRunner:
 
     def __init__(self, links: Links, schedule: Schedule, forward: Callable[[int, Any, Any], Any]) -> None:
         self._links, self._schedule, self._forward = links, schedule, forward
-        # By the stage and the shapes of a microbatch, which all ranks know: so they agree on when headers are sent.
+        # By the stage, and what all ranks know of a microbatch: so they agree on when headers are sent.
         self._received: dict[Any, _Outline] = {}
         self._sent: dict[Any, _Outline] = {}
         self._evaluated: dict[Any, _Outline] = {}
@@ -122,6 +122,7 @@ class StageRunner:
         factors: Sequence[float | Tensor],
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool], None],
+        trainable: Hashable,
     ) -> Tensor:
         """Run forward and backward passes of all microbatches; return the loss of the batch on every rank.
 
@@ -130,19 +131,23 @@ class StageRunner:
             microbatches: The microbatches.
             factors: Factor of each microbatch's loss in that of the batch.
             scale: Scales the loss for the precision.
-            before_backward: Called before each backward pass, with whether it is the last.
+            before_backward: Called before each backward pass that computes gradients, with whether it is the last.
+            trainable: Which parameters of all stages are trained, by which tensors between stages have gradients.
         """
-        links, count = self._links, len(microbatches) * self._schedule.stages_per_rank
+        links, keys = self._links, [(_shapes(microbatch), trainable) for microbatch in microbatches]
         total = torch.zeros((), device=links.device)
         pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
+        trained: set[int] = set()  # the stages with gradients, known before the first backward pass
+        num_computed = 0
         for step in self._schedule.passes(links.position):
             stage, index = self._stage(step.chunk), step.microbatch
             if step.is_backward:
-                count -= 1
-                before_backward(count == 0)
+                if stage in trained:
+                    num_computed += 1
+                    before_backward(num_computed == len(trained) * len(microbatches))
                 self._run_backward(stage, *pending.pop((stage, index)))
                 continue
-            received = self._receive(stage, microbatches[index]) if stage else inputs[index]
+            received = self._receive(stage, keys[index]) if stage else inputs[index]
             output = self._forward(step.chunk, received, microbatches[index])
             if self._is_last(stage):
                 loss, factor = _checked_loss(output), factors[index]
@@ -152,7 +157,9 @@ class StageRunner:
                 total += loss.detach()
                 output = scale(loss)
             else:
-                self._send(stage, output, microbatches[index])
+                self._send(stage, output, keys[index])
+            if output.requires_grad:
+                trained.add(stage)
             pending[stage, index] = received if stage else None, output
         self.finish()
         return links.from_last(total)
@@ -174,9 +181,9 @@ class StageRunner:
         output: Any = None
         for chunk in range(self._schedule.stages_per_rank):
             stage = self._stage(chunk)
-            output = self._forward(chunk, self._receive(stage, batch) if stage else value, batch)
+            output = self._forward(chunk, self._receive(stage, key) if stage else value, batch)
             if not self._is_last(stage):
-                self._send(stage, output, batch)
+                self._send(stage, output, key)
         self.finish()
         last = self._schedule.num_stages - 1
         if key not in self._evaluated:
@@ -198,8 +205,8 @@ class StageRunner:
 
     # Tensors between stages
 
-    def _receive(self, stage: int, microbatch: Any) -> Tensor:
-        links, key = self._links, (stage, _shapes(microbatch))
+    def _receive(self, stage: int, known: Hashable) -> Tensor:
+        links, key = self._links, (stage, known)
         source, group = links.rank_of(stage - 1), links.group(stage - 1, stage)
         if key not in self._received:
             header = torch.empty(3 + _MOST_DIMENSIONS, dtype=torch.int64, device=links.device)
@@ -210,8 +217,8 @@ class StageRunner:
         dist.recv(tensor, source, group=group)
         return tensor.requires_grad_(outline.requires_grad)
 
-    def _send(self, stage: int, output: Any, microbatch: Any) -> None:
-        outline, key = _Outline.of(output, stage), (stage, _shapes(microbatch))
+    def _send(self, stage: int, output: Any, known: Hashable) -> None:
+        outline, key = _Outline.of(output, stage), (stage, known)
         if key not in self._sent:
             self._sent[key] = outline
             self._isend(outline.header(self._links.device), stage, stage + 1)

@@ -272,6 +272,7 @@ class MeshStrategy(SharedBatchStrategy):
         experts = self._experts
         return Sharding(
             mesh=self.device_mesh[names],
+            tensor_mesh=self._tensor_mesh if self.tensor_parallel_size > 1 else None,
             meshes={} if experts is None else dict.fromkeys(experts.layers, experts.sharding_mesh),
             reshard_after_forward=self._reshard_after_forward,
             precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
@@ -301,6 +302,10 @@ class MeshStrategy(SharedBatchStrategy):
         if self._experts is not None:
             self._experts.divide(layers)
         return layers, foreign
+
+    @property
+    def _gradient_layout(self) -> dict[str, Any]:
+        return {**super()._gradient_layout, "ep": self._ep, "stages": self._schedule.num_stages}
 
     @classmethod
     def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
@@ -432,6 +437,7 @@ class MeshStrategy(SharedBatchStrategy):
             outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
         sharded.set_gradient_sync(not self._accumulates)
         sharded.end_backward()
+        sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
         return outputs
@@ -496,7 +502,8 @@ class MeshStrategy(SharedBatchStrategy):
         self.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         group = self.device_mesh.get_group(PIPELINE)
-        clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere)
+        device = next(parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
+        clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere, device)
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:

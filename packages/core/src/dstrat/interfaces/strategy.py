@@ -89,6 +89,11 @@ class Components:
             )
         object.__setattr__(self, "parallel_devices", devices)
 
+    def without_names(self) -> Components:
+        """Return the components that are objects, without those that the user passed as an alias or a class."""
+        names = [field.name for field in fields(self) if isinstance(getattr(self, field.name), str | type)]
+        return replace(self, **dict.fromkeys(names))
+
 
 Parts = Components  # its first name
 
@@ -279,10 +284,8 @@ class Strategy(ABC):
     def add_components(self, **components: Any) -> None:
         """Add components that were passed to the constructor, which calls this; None for one that was not passed."""
         self.constructor_components = replace(self.constructor_components, **components)
-        values = {field.name: getattr(self.constructor_components, field.name) for field in fields(Components)}
-        # Until set_components, which has objects for aliases and classes.
-        names = [name for name, value in values.items() if isinstance(value, str | type)]
-        self.components = replace(self.constructor_components, **dict.fromkeys(names))
+        # Until set_components, which has objects for the names.
+        self.components = self.constructor_components.without_names()
 
     def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.

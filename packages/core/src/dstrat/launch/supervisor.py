@@ -323,8 +323,9 @@ class Supervisor:
 
     def _note_ranks(self, error: BaseException) -> None:
         """Add to an error that ends the job from outside where its running ranks were."""
-        if sys.version_info >= (3, 11):
-            error.add_note("\n\n".join(describe_stacks(self._stacks_of(self._running()))))
+        running = self._running()
+        if sys.version_info >= (3, 11) and running:
+            error.add_note("\n\n".join(describe_stacks(self._stacks_of(running))))
 
     def _folder_error(self, error: LaunchError) -> LaunchError:
         message = (

@@ -86,11 +86,11 @@ def stream_tensors(
     """Yield the full tensors of all ranks one after the other, on the device; collective until its end.
 
     Args:
-        entries: Tensors of this rank by name, as in :func:`gather_entries`; other values are left out.
+        entries: Tensors of this rank by name, as in :func:`gather_entries`; extra states are left out.
         strategy: Has the rank and the device.
         everywhere: Whether every rank gets the tensors, or rank 0 alone.
     """
-    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor | FlatShard)}
+    tensors = {name: value for name, value in entries.items() if not is_extra_state(name)}
     for name, full in _Gathering(strategy, everywhere=everywhere, on_host=False).entries(tensors):
         if full is not None:
             yield name, full
@@ -103,7 +103,7 @@ class _Gathering:
     Attributes:
         strategy: Has the rank and the device.
         everywhere: Whether every rank gets them, or rank 0.
-        on_host: Whether they are moved to the CPU.
+        on_host: Whether they are moved to the CPU, or are on the rank's device.
     """
 
     strategy: Strategy
@@ -183,7 +183,7 @@ class _Gathering:
     def _received(self, full: Tensor) -> Tensor | None:
         if not (self.everywhere or self.strategy.is_global_zero):
             return None
-        return full.detach().cpu() if self.on_host else full.detach()
+        return full.detach().to("cpu" if self.on_host else self.strategy.root_device)
 
 
 def _leaves(state: Mapping[str, Any], *parents: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -401,14 +401,15 @@ def shard_entries(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
         parameters: The parameters by name; full tensors of the shape of a DTensor are sharded like it.
     """
 
-    def as_shard(parameter: Tensor | None, value: Any) -> Any:
+    def as_shard(parameter: Tensor | None, key: str, value: Any) -> Any:
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        # Others, such as the count of steps, have another shape.
-        return shard_like(parameter, value) if value.shape == parameter.shape else value
+        # The count of steps, which optimizers read on the CPU, has the shape of a scalar parameter.
+        is_like = value.shape == parameter.shape and key != "step"
+        return shard_like(parameter, value) if is_like else value
 
     entries = {
-        name: {key: as_shard(parameters.get(name), value) for key, value in entry.items()}
+        name: {key: as_shard(parameters.get(name), key, value) for key, value in entry.items()}
         for name, entry in state["state"].items()
     }
     return {**state, "state": entries}

@@ -72,7 +72,7 @@ def with_local(like: Tensor | FlatShard, local: Tensor) -> Tensor | FlatShard:
         shape=like.shape,
         stride=like.stride(),
     )
-    return sharded
+    return sharded.to(local.device)  # from_local has moved it to the mesh's device
 
 
 def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
