@@ -11,7 +11,8 @@ from torch import nn
 
 from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.cli.choose.cost import collective_seconds, step_time
+from dstrat.cli.choose.candidates import in_order
+from dstrat.cli.choose.cost import StepTime, collective_seconds, step_time
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
 from dstrat.cli.main import commands
 from dstrat.cli.measure.machine import Link, Machine
@@ -253,6 +254,29 @@ def test_devices_that_are_no_whole_machines_are_an_error(choose):
 def test_machines_without_a_link_between_them_are_refused(choose):
     shown = ranking(choose("--devices", "4", "--strategy", "ddp", "--json"))
     assert "has no link between machines: measure it with --num-nodes 2" in shown["refused"]["ddp"]
+
+
+@dataclasses.dataclass
+class Ranked:
+    strategy: str
+    seconds: float
+    peak: int = 1
+
+    @property
+    def time(self):
+        return StepTime(compute=self.seconds, communication=0.0, idle=0.0, optimizer=0.0, offload=0.0)
+
+
+def test_of_layouts_that_take_as_long_to_the_models_precision_the_usual_one_is_first():
+    layouts = [
+        Ranked("rare", 1.0, peak=2),
+        Ranked("small", 1.005, peak=1),
+        Ranked("usual(option=1)", 1.015, peak=3),
+        Ranked("slow", 1.03),
+        Ranked("usual", 1.2),
+    ]
+    found = [one.strategy for one in in_order(layouts, {"usual": 100, "rare": 0})]
+    assert found == ["usual(option=1)", "small", "rare", "slow", "usual"]
 
 
 # The model of the time

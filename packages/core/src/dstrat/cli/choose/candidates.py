@@ -12,7 +12,7 @@ from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory
 from dstrat.errors import DstratError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.cli.choose.cost import StepTime
     from dstrat.cli.measure.machine import Machine
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from dstrat.plugins.catalog import Catalog
 
 T = TypeVar("T")
+
+SAME_TIME = 0.02
+"""Largest difference of two times, as a share, that the model of the time cannot tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +89,7 @@ class LayoutRanking:
     """The layouts of a workload.
 
     Attributes:
-        candidates: Those that fit, the fastest first.
+        candidates: Those that fit, in the order of :func:`in_order`.
         refused: Those that do not fit, or cannot train the module, by name with the reason.
         unusable: Strategies that cannot run on the devices, or are not installed completely, likewise.
     """
@@ -131,14 +134,8 @@ class Candidates:
             else:
                 candidates.append(candidate)
         priorities = {offer.component.alias: offer.component.auto or 0 for offer in self._catalog.offers("strategy")}
-
-        def order(one: Candidate) -> tuple[float, int, int]:
-            # Times that differ by less than the model can tell are the same.
-            return float(f"{one.time.total:.3g}"), -priorities.get(one.strategy, 0), one.peak
-
-        return LayoutRanking(
-            candidates=tuple(sorted(_distinct(candidates), key=order)), refused=refused, unusable=unusable
-        )
+        ranked = tuple(in_order(_distinct(candidates), priorities))
+        return LayoutRanking(candidates=ranked, refused=refused, unusable=unusable)
 
     def _strategies(self, aliases: Sequence[str]) -> Iterator[tuple[str, Callable[[], Strategy]]]:
         for alias, make_strategy in self._cases.strategies(aliases):
@@ -223,6 +220,20 @@ def _too_large(training: TrainingSize, memory: MemoryLayout, peak: int) -> str:
     }
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes.items() if size)
     return f"it needs {peak / 2**30:.1f} GiB with batches of {training.batch_size} ({parts})"
+
+
+def in_order(candidates: Iterable[Candidate], priorities: Mapping[str, int]) -> Iterator[Candidate]:
+    """Yield candidates from the fastest on; among those that take as long, by priority, and then by their memory.
+
+    Args:
+        candidates: The candidates.
+        priorities: Priorities of automatic choice, by alias.
+    """
+    remaining = sorted(candidates, key=lambda one: one.time.total)
+    while remaining:
+        equal = [one for one in remaining if one.time.total <= (1 + SAME_TIME) * remaining[0].time.total]
+        remaining = remaining[len(equal) :]
+        yield from sorted(equal, key=lambda one: (-priorities.get(one.strategy.partition("(")[0], 0), one.peak))
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:

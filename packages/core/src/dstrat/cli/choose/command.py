@@ -146,6 +146,8 @@ def _milliseconds(seconds: float) -> str:
 
 def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     """Return sentences that say why the first candidate wins, and what would change the choice."""
+    from dstrat.cli.choose.candidates import SAME_TIME
+
     first, *remaining = candidates
     if not remaining:
         return [f"{first.strategy} is the only layout that fits."]
@@ -153,20 +155,21 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     slower = second.time.total / first.time.total - 1
     saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
     slowest = max(saved, key=lambda name: saved[name])
-    if saved[slowest] > 0:
+    if abs(slower) <= SAME_TIME:
+        why = f"{second.strategy} takes as long, to {SAME_TIME:.0%}"
+    else:
         why = (
             f"{second.strategy} takes {slower:.1%} longer: it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
         )
-    else:
-        why = f"{second.strategy} takes as long, and more memory"
     sentences = [f"{first.strategy} is the fastest; {why}."]
     smaller = next((one for one in remaining if one.peak < first.peak), None)
     if smaller is not None:
         needed = first.peak / MOST_OF_MEMORY / _GIB
         sentences.append(f"With less than {needed:.1f} GiB on each device, {smaller.strategy} is.")
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
-        faster = min(candidates, key=lambda one: one.on(_with_links(workload.machine, factor)).time.total)
-        if faster is not first:
+        machine = _with_links(workload.machine, factor)
+        faster = min((one.on(machine) for one in candidates), key=lambda one: one.time.total)
+        if (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
             sentences.append(f"With links {change}, {faster.strategy} is.")
     return sentences
 
