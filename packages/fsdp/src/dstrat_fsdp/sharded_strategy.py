@@ -124,7 +124,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def wrap_model(self, trainer: TrainerLike) -> None:
-        self.precision_plugin.reduce_found_inf = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
+        self.precision_plugin.reduce_overflow = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
         parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())

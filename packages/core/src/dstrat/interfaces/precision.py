@@ -38,7 +38,7 @@ class Precision(ABC):
     hint_unsupported: str = ""
     """Further advice where the hardware lacks one of :attr:`dtypes`, the end of a sentence without a full stop."""
 
-    reduce_found_inf: Callable[[Tensor], object] | None = None
+    reduce_overflow: Callable[[Tensor], object] | None = None
     """Takes the maximum over all processes, in place, of a tensor that is 1 where a gradient is not finite; collective.
 
     A strategy sets it in its setup, if processes have gradients of different parameters or shards: all have to skip the

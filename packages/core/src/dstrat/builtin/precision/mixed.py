@@ -80,7 +80,7 @@ class MixedPrecision(Precision):
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self._loss_scale:
-            self._loss_scale.unscale(optimizer, self.reduce_found_inf)
+            self._loss_scale.unscale(optimizer, self.reduce_overflow)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         if self._loss_scale is None:
@@ -91,7 +91,7 @@ class MixedPrecision(Precision):
                 "choose 'bf16-mixed' or '32-true'"
             )
         loss = closure()
-        self._loss_scale.unscale(optimizer, self.reduce_found_inf)
+        self._loss_scale.unscale(optimizer, self.reduce_overflow)
         self._loss_scale.step(optimizer, **kwargs)
         return loss
 
@@ -107,7 +107,7 @@ class MixedPrecision(Precision):
             self._loss_scale.load_state_dict(state)
 
     def teardown(self) -> None:
-        self._module = self.reduce_found_inf = None
+        self._module = self.reduce_overflow = None
         self._loss_scale = self._new_loss_scale()  # after an error the old one may be between unscale and step
 
     def _new_loss_scale(self) -> LossScale | None:
@@ -152,22 +152,22 @@ class LossScale:
             self.load_state_dict(self._loaded_state)
         return self._scaler.scale(loss)
 
-    def unscale(self, optimizer: Optimizer, reduce_found_inf: Callable[[Tensor], object] | None = None) -> None:
+    def unscale(self, optimizer: Optimizer, reduce_overflow: Callable[[Tensor], object] | None = None) -> None:
         """Undo the scale in the gradients of an optimizer, once between two steps.
 
         Args:
             optimizer: The optimizer.
-            reduce_found_inf: Takes the maximum over processes of a tensor that is 1 where a gradient is not finite.
+            reduce_overflow: Takes the maximum over processes of a tensor that is 1 where a gradient is not finite.
         """
         # GradScaler raises at a second time, and for an optimizer without gradients.
         if self._scaler is None or id(optimizer) in self._unscaled or not _has_gradients(optimizer):
             return
         self._scaler.unscale_(optimizer)
         self._unscaled.add(id(optimizer))
-        if reduce_found_inf is not None:
+        if reduce_overflow is not None:
             # DTensor reduces over the mesh of the first gradient, which may not be that of all.
-            for found_inf in self._scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001 - no public name
-                reduce_found_inf(found_inf)
+            for overflow in self._scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001 - no public name
+                reduce_overflow(overflow)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step the optimizer, or log that its gradients are not finite.
