@@ -234,7 +234,7 @@ def check_replicas(module: Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) ->
     # Without a gradient zeros, so that all ranks send as many numbers.
     shards = [torch.zeros(1, device=p.device) if p.grad is None else local_tensor(p.grad) for p in replicas.values()]
     sums = torch.stack([shard.sum(dtype=torch.float32) for shard in shards])
-    norms = torch.stack([torch.linalg.vector_norm(shard, dtype=torch.float32) for shard in shards])
+    norms = torch.stack([torch.linalg.vector_norm(shard.float()) for shard in shards])
     bounds = torch.stack([sums, -sums, norms])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, tensor_mesh.get_group())
     highest, lowest, norms = bounds[0], -bounds[1], bounds[2]

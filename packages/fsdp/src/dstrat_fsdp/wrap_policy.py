@@ -53,7 +53,7 @@ def checked_policy(option: str, policy: Any, *, or_size: bool) -> Any:
     )
 
 
-def blocks_of(module: Module, policy: WrapPolicy | None, *, whole: Module | None = None) -> list[Module]:
+def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None = None) -> list[Module]:
     """Return the blocks of a module that is not sharded yet, inner ones before those that contain them.
 
     Args:
@@ -61,7 +61,7 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, whole: Module | None
         policy: Classes of layers; a function of a module (or torch's ``auto_wrap_policy`` functions, of a module,
             ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None for the module's
             own ``auto_wrap_policy``, or else repeated layers.
-        whole: The module that this one is a stage of, whose other stages may have all the layers of the policy.
+        root: The module that this one is a stage of, whose other stages may have all the layers of the policy.
 
     Raises:
         RequestError: The policy matches no layer, or a block shares a parameter with a layer outside of it.
@@ -72,7 +72,7 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, whole: Module | None
     if policy is None:
         return [block for block in _repeated(module) if not _shared_parameters(block, module)]
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
-    matches_elsewhere = whole is not None and any(layer is not whole for layer in _matching_policy(whole, policy))
+    matches_elsewhere = root is not None and any(layer is not root for layer in _matching_policy(root, policy))
     if not (blocks or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
         classes = ", ".join(
             sorted({type(layer).__name__ for layer in _candidate_layers(module) if layer is not module})

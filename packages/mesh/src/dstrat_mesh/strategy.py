@@ -292,7 +292,7 @@ class MeshStrategy(SharedBatchStrategy):
                 self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
             )
             layers = self._pipeline.layers
-        blocks = blocks_of(layers, self._auto_wrap_policy, whole=self.module)
+        blocks = blocks_of(layers, self._auto_wrap_policy, root=self.module)
         return blocks if self._experts is None else self._experts.as_blocks(layers, blocks)
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
