@@ -221,14 +221,25 @@ class Communication:
         self.num_begun += 1
         self._watch.begin()
         try:
+            with self.lost_peers(collective):
+                yield
+        finally:
+            self._watch.end()
+
+    @contextlib.contextmanager
+    def lost_peers(self, collective: str) -> Iterator[None]:
+        """Turn errors of Horovod within a ``with`` block that does not wait into a PeerError.
+
+        Args:
+            collective: Name of the collective that the block begins, for the message.
+        """
+        try:
             yield
         except (RuntimeError, ValueError) as error:
             is_of_horovod = "Horovod" in f"{type(error).__name__} {error}" or "gloo" in str(error).lower()
             if not (is_of_horovod or self._watch.has_fired):
                 raise
             raise self._peer_error(collective, str(error).strip().partition("\n")[0]) from error
-        finally:
-            self._watch.end()
 
     def _peer_error(self, collective: str, reason: str) -> PeerError:
         timed_out = self._watch.has_fired

@@ -207,7 +207,9 @@ class HorovodStrategy(ParallelStrategy):
         return super().training_step(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
+        # Its hooks begin the reductions, which fail at once where a peer has ended before.
+        with self.communication.lost_peers("gradients"):
+            super().backward(loss, *args, **kwargs)
         if self._reduction is not None and not self._is_accumulating:
             self._reduction.synchronize()
 
