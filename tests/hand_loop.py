@@ -9,6 +9,7 @@ from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.interfaces.strategy import Parts
@@ -167,3 +168,14 @@ def losses_of(strategy, module, given, **options):
 def single_device_losses(module, precision="32-true", **options):
     """What one device without any communication gives."""
     return losses_of(SingleDeviceStrategy(), module, parts(precision=precision), **options)
+
+
+def misuse_in_a_step(strategy):
+    """Return the message of the MisuseError that a step raises, or None, and end the run."""
+    try:
+        train(strategy, steps=1)
+    except MisuseError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None

@@ -49,7 +49,7 @@ class Engine(dstrat.Callback):
             self.process = subprocess.Popen(arguments)
             self.connection = listener.accept()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - the hook's
         """Send the weights."""
         if trainer.global_step % self.every_n_steps == 0:
             self.send(trainer, module)

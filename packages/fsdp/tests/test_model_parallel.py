@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from tests.hand_loop import Block, BlockNet, Run, parts, single_device_losses, train
+from tests.hand_loop import Block, BlockNet, Run, misuse_in_a_step, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT, WAYS
 from torch import nn
@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dstrat.errors import MisuseError
 from dstrat_fsdp import ModelParallelStrategy
 from dstrat_fsdp import mesh as fsdp_mesh
 
@@ -134,13 +133,7 @@ class LongGatedNet(GatedNet):
 
 def error_of_gates(cluster, module_class, tensor_parallel_size):
     strategy = started(cluster, module_class=module_class, tensor_parallel_size=tensor_parallel_size)
-    try:
-        train(strategy, steps=1)
-    except MisuseError as error:
-        return str(error)
-    finally:
-        strategy.teardown()
-    return None
+    return misuse_in_a_step(strategy)
 
 
 def test_a_replica_with_the_gradient_of_a_part_of_the_features_is_refused():

@@ -5,7 +5,18 @@ import logging
 
 import pytest
 import torch
-from tests.hand_loop import Block, BlockNet, Run, batches, one_pass, parts, single_device_losses, start, train
+from tests.hand_loop import (
+    Block,
+    BlockNet,
+    Run,
+    batches,
+    misuse_in_a_step,
+    one_pass,
+    parts,
+    single_device_losses,
+    start,
+    train,
+)
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
@@ -225,13 +236,7 @@ def replaced(cluster):
         module.first.weight.mul_(0.5)  # in place is fine
     train(strategy, steps=1)
     module.last.weight = nn.Parameter(torch.zeros(3, 10))
-    try:
-        train(strategy, steps=1)
-    except MisuseError as error:
-        return str(error)
-    finally:
-        strategy.teardown()
-    return None
+    return misuse_in_a_step(strategy)
 
 
 def test_a_parameter_that_is_replaced_is_named():

@@ -5,7 +5,17 @@ import io
 
 import pytest
 import torch
-from tests.hand_loop import Block, BlockNet, Run, batches, one_pass, parts, single_device_losses, start
+from tests.hand_loop import (
+    Block,
+    BlockNet,
+    Run,
+    batches,
+    misuse_in_a_step,
+    one_pass,
+    parts,
+    single_device_losses,
+    start,
+)
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
@@ -15,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dstrat import Pipeline, TorchCheckpointIO
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.strategy_state import module_entries, replaced_weights
-from dstrat.errors import DstratError, MisuseError, RequestError
+from dstrat.errors import DstratError, RequestError
 from dstrat_mesh import MeshStrategy
 
 LAYOUTS = {  # by the number of ranks; schedule and microbatches too
@@ -312,13 +322,7 @@ class GatedNet(PipeNet):
 
 def error_of_gates(cluster, **options):
     strategy = started(cluster, module_class=GatedNet, **options)
-    try:
-        train(strategy, steps=1)
-    except MisuseError as error:
-        return str(error)
-    finally:
-        strategy.teardown()
-    return None
+    return misuse_in_a_step(strategy)
 
 
 def test_a_scalar_with_the_gradient_of_a_part_of_the_features_is_refused():

@@ -60,7 +60,7 @@ def pieces_of(module: Module) -> dict[Tensor, list[Piece]]:
         starts = accumulate(sizes, initial=0)
         pieces[parameter] = [
             Piece(name=layer + _WRAPPERS.sub("", inner), shape=tuple(shape), start=start)
-            for inner, shape, start in zip(names, shapes, starts)  # noqa: B905 - the last start is the end
+            for inner, shape, start in zip(names, shapes, starts, strict=False)  # the last start is the end
         ]
     return pieces
 
@@ -108,7 +108,7 @@ def load_state(optimizer: Optimizer, module: Module, rank: int, state: Mapping[s
     entries: dict[int, Any] = {}
     groups = []
     for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        numbered = dict(zip(group["params"], numbers))  # noqa: B905 - of numbers, as many as there are parameters
+        numbered = dict(zip(group["params"], numbers, strict=False))  # the count goes on in the next group
         groups.append({**saved_group, "params": list(numbered.values())})
         for parameter, number in numbered.items():
             parts = [(piece, saved[piece.name]) for piece in pieces[parameter] if piece.name in saved]

@@ -150,7 +150,7 @@ def _group_of(argument: Any) -> Any:
             return dist.ProcessGroup.unbox(argument)
     if isinstance(argument, str):
         with contextlib.suppress(RuntimeError):  # the name of an operation
-            return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
+            return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]  # a name is a str
     return None
 
 
