@@ -165,12 +165,12 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     smaller = next((one for one in remaining if one.peak < first.peak), None)
     if smaller is not None:
         needed = first.peak / MOST_OF_MEMORY / _GIB
-        sentences.append(f"With less than {needed:.1f} GiB on each device, {smaller.strategy} is.")
+        sentences.append(f"With less than {needed:.1f} GiB on each device, {smaller.strategy} is the fastest.")
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
         machine = _with_links(workload.machine, factor)
         faster = min((one.on(machine) for one in candidates), key=lambda one: one.time.total)
         if (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
-            sentences.append(f"With links {change}, {faster.strategy} is.")
+            sentences.append(f"With links {change}, {faster.strategy} is the fastest.")
     return sentences
 
 
