@@ -69,7 +69,8 @@ def test_the_progress_bar_shows_step_values_of_a_validation_before_the_resume(
 ):
     class Validated(type(make_line())):
         def validation_step(self, batch, batch_idx):
-            self.log("shown", 1.0, on_step=True, on_epoch=False, prog_bar=True)
+            self.log("step", 1.0, on_step=True, on_epoch=False, prog_bar=True)
+            self.log("both", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
 
     def fit(epochs, **options):
         trainer = quiet_trainer(max_epochs=epochs, check_val_every_n_epoch=3, num_sanity_val_steps=0)
@@ -77,7 +78,9 @@ def test_the_progress_bar_shows_step_values_of_a_validation_before_the_resume(
         return trainer
 
     fit(3).save_checkpoint(tmp_path / "saved.ckpt")
-    assert fit(4, ckpt_path=tmp_path / "saved.ckpt").progress_bar_metrics == {"shown": 1.0}
+    never_stopped = fit(4).progress_bar_metrics
+    assert set(never_stopped) == {"step", "both", "both_epoch"}
+    assert fit(4, ckpt_path=tmp_path / "saved.ckpt").progress_bar_metrics == never_stopped
 
 
 def test_the_mean_of_an_epoch_has_all_sizes_after_a_resume_between_accumulated_batches(

@@ -105,6 +105,7 @@ class Metrics:
         self._strategy = strategy
         self._values: dict[str, Tensor | float] = {}
         self._shown: set[str] = set()
+        self._shown_steps: dict[str, float] = {}  # of an earlier process, until the steps that log them run again
         self._written: set[str] = set()
         self._stages: list[LoggedValues] = []
         self.latest_epoch: dict[str, Tensor | float] = {}
@@ -144,9 +145,12 @@ class Metrics:
     def shown_values(self) -> dict[str, float]:
         """The values that the progress bar shows, as numbers."""
         values = {name: value for name, value in self._values.items() if name in self._shown}
-        for stage in self._stages:
-            values |= {e.name: e.shown_value for e in stage.entries if e.on_step and e.options.prog_bar}
-        return self.as_numbers(values)
+        return self.as_numbers(values | self._shown_steps | self._step_values_shown())
+
+    def _step_values_shown(self) -> dict[str, Tensor | float]:
+        return {
+            e.name: e.shown_value for stage in self._stages for e in stage.entries if e.on_step and e.options.prog_bar
+        }
 
     def as_numbers(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Return values as plain numbers; those on a device are copied together, as each copy waits for the device.
@@ -195,17 +199,20 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values as numbers, with their readers, for another process or a checkpoint."""
-        # Those of steps alone too: a resumed run may log them again only much later, as those of a validation.
-        entries = [entry for stage in self._stages for entry in stage.entries if entry.on_step and not entry.on_epoch]
-        shown = self._shown | {entry.name for entry in entries if entry.options.prog_bar}
         values = self.callback_values
-        names = {"shown": sorted(shown), "written": sorted(self._written_names & values.keys())}
-        return {"values": self.as_numbers(values), **names}
+        return {
+            "values": self.as_numbers(values),
+            "shown": sorted(self._shown),
+            "written": sorted(self._written_names & values.keys()),
+            # A resumed run may log them again only much later, as those of a validation.
+            "shown_steps": self._shown_steps | self.as_numbers(self._step_values_shown()),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         self._values |= state["values"]
         self._shown |= set(state["shown"])
+        self._shown_steps |= state.get("shown_steps", {})  # older checkpoints have none
         self._written |= set(state["written"])
 
 
