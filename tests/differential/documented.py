@@ -108,6 +108,8 @@ def _values_before_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
     if spec.get("resume"):
         for entry, our_entry in zip(theirs["metrics"], ours["metrics"], strict=False):
             _drop(our_entry["values"], lambda name, values=entry["values"]: name not in values)
+        for name in VALUES:
+            _drop(ours[name], lambda name, values=theirs[name]: name not in values)
 
 
 @documented("`progress_bar_metrics` have the step value as `x`")
