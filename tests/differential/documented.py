@@ -103,15 +103,6 @@ def _steps_of_validation(spec: Spec, theirs: Record, ours: Record) -> None:
             _drop(table, lambda name: _base(name) in of_steps and not name.split("/")[0].endswith("_epoch"))
 
 
-@documented("a resumed run has the `callback_metrics` of its checkpoint")
-def _values_before_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
-    if spec.get("resume"):
-        for entry, our_entry in zip(theirs["metrics"], ours["metrics"], strict=False):
-            _drop(our_entry["values"], lambda name, values=entry["values"]: name not in values)
-        for name in VALUES:
-            _drop(ours[name], lambda name, values=theirs[name]: name not in values)
-
-
 @documented("`progress_bar_metrics` have the step value as `x`")
 def _names_of_the_bar(spec: Spec, theirs: Record, ours: Record) -> None:
     both = {entry["name"] for entry in spec["logs"] if entry["kw"].get("on_step") and entry["kw"]["on_epoch"]}
@@ -119,6 +110,15 @@ def _names_of_the_bar(spec: Spec, theirs: Record, ours: Record) -> None:
     for name in [name for name in shown if _base(name) in both and name.split("/")[0].endswith("_step")]:
         logged, separator, index = name.partition("/dataloader_idx_")
         shown[f"{logged.removesuffix('_step')}{separator}{index}"] = shown.pop(name)
+
+
+@documented("a resumed run has the `callback_metrics` of its checkpoint")
+def _values_before_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("resume"):
+        for entry, our_entry in zip(theirs["metrics"], ours["metrics"], strict=False):
+            _drop(our_entry["values"], lambda name, values=entry["values"]: name not in values)
+        for name in VALUES:
+            _drop(ours[name], lambda name, values=theirs[name]: name not in values)
 
 
 # Values for callbacks
