@@ -1,21 +1,26 @@
-"""Predictions of ``dstrat choose`` beside measured steps, on two CPU processes of this machine.
+"""Predictions of ``dstrat choose`` beside measured steps and memory, on CPU processes of this machine.
 
-``python benchmarks/choose.py`` measures the machine, predicts the time of a step of three models with eight strategies,
-and runs them in alternating rounds; names of models after it run only these.  It prints the median of the rounds, and
-for each model the rank correlation, the median error, and how much slower the predicted best is than the measured one.
+``python benchmarks/choose.py`` measures the machine with 2 and with 4 ranks, and compares 24 cases: three models, two
+numbers of ranks and four sizes of batches, each with several strategies and layouts of mesh.  It predicts the time of a
+step of each, and runs them in alternating rounds.  Then it compares the peak of memory of larger models.  Names of
+models after it run only these, and ``--short`` one size of batches and one round.
+
+It prints the median of the rounds, for each case the rank correlation, the median error, and how much slower the
+predicted best is than the measured one, and a summary with the goals.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from choose_rank import MODELS, RANKS, measure_machine, run
+from choose_rank import LARGE_MODELS, MODELS, largest_memory, measure_machine, run
 
-from dstrat.cli.choose.candidates import Candidates, Workload
+from dstrat.cli.choose.candidates import Candidate, Candidates, Workload
 from dstrat.plugins.catalog import get_catalog
-from dstrat.testing.ranks.jobs import run_in_team
+from dstrat.testing.ranks.jobs import run_in_team, run_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,74 +28,180 @@ if TYPE_CHECKING:
     from dstrat.cli.measure.machine import Machine
 
 ROUNDS = 2
-STRATEGIES = (
-    *("ddp", "fsdp", "mesh(dp_replicate=2)", "ddp_sharded", "bagua"),
-    *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
-)
+BATCHES = (1, 2, 4, 8)  # of a rank, in batches of the model
+STRATEGIES = {
+    2: (
+        *("ddp", "fsdp", "mesh(dp_replicate=2)", "ddp_sharded", "bagua"),
+        *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+    ),
+    4: (
+        *("ddp", "fsdp", "mesh(dp_replicate=2)", "mesh(dp_replicate=4)", "ddp_sharded"),
+        *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+    ),
+}
+NEAR = 1.1
+"""Time of the predicted best over that of the measured best up to which a prediction counts."""
+MIB = 2**20
 
 
-def predict(model: str, machine: Machine) -> dict[str, float]:
-    """Return the predicted times of a step by strategy."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on some ranks with a batch, and the layouts that are compared.
+
+    Attributes:
+        model: Name of the model.
+        ranks: Number of ranks.
+        batch: Size of a rank's batch, in batches of the model.
+    """
+
+    model: str
+    ranks: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.ranks} ranks, batch x {self.batch}"
+
+    @property
+    def strategies(self) -> Sequence[str]:
+        """The layouts."""
+        return STRATEGIES[self.ranks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Predicted and measured times of a step in a case, by layout."""
+
+    predicted: dict[str, float]
+    measured: dict[str, float]
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's coefficient."""
+        ranks = [
+            [sorted(times.values()).index(time) for time in times.values()] for times in (self.predicted, self.measured)
+        ]
+        return statistics.correlation(*ranks)
+
+    @property
+    def errors(self) -> list[float]:
+        """Differences of the predictions, as shares of what was measured."""
+        return [abs(self.predicted[alias] / self.measured[alias] - 1) for alias in self.measured]
+
+    @property
+    def loss(self) -> float:
+        """Measured time of the predicted best over that of the measured best."""
+        best = min(self.predicted, key=self.predicted.__getitem__)
+        return self.measured[best] / min(self.measured.values())
+
+    def __str__(self) -> str:
+        return (
+            f"rank correlation {self.rank_correlation:.2f}, median error {statistics.median(self.errors):.0%}, "
+            f"predicted best / measured best {self.loss:.2f}"
+        )
+
+
+def predict(machine: Machine, model: str, ranks: int, samples: int, aliases: Sequence[str]) -> dict[str, Candidate]:
+    """Return the predictions by layout.
+
+    Args:
+        machine: The machine.
+        model: Name of the model's function in choose_rank.
+        ranks: Number of ranks.
+        samples: Samples of a rank's batch.
+        aliases: The layouts.
+    """
     workload = Workload(
         model=f"choose_rank:{model}",
         machine=machine,
-        devices=RANKS,
-        batch_size=None,
-        precision="32-true",
-        memory=machine.memory,
+        devices=ranks,
+        batch_size=ranks * samples,
+        precisions=("32-true",),
+        memory=1000 * machine.memory,
     )
-    predicted, candidates = {}, Candidates(get_catalog(), workload)
-    for alias in STRATEGIES:
-        ranking = candidates.rank([alias])
-        if not ranking.candidates:
-            raise SystemExit(f"{alias} is not compared: {ranking.refused | ranking.unusable}")
-        predicted[alias] = ranking.candidates[0].time.total
-    return predicted
+    ranking = Candidates(get_catalog(), workload).rank(aliases)
+    predicted = {one.strategy: one for one in ranking.candidates}
+    # Layouts that are predicted to be the same are one candidate.
+    missing = [alias for alias in aliases if alias not in predicted and alias in ranking.refused | ranking.unusable]
+    if missing:
+        raise SystemExit(f"{missing} are not compared: {ranking.refused | ranking.unusable}")
+    for alias in aliases:
+        if alias not in predicted:
+            (predicted[alias],) = Candidates(get_catalog(), workload).rank([alias]).candidates
+    return {alias: predicted[alias] for alias in aliases}
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Spearman's coefficient."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (one, other)]
-    return statistics.correlation(*ranks)
-
-
-def compare(model: str, machine: Machine) -> None:
-    """Print the rows of a model."""
-    predicted = predict(model, machine)
-    rounds: dict[str, list[tuple[float, float]]] = {alias: [] for alias in STRATEGIES}
-    for _ in range(ROUNDS):
-        for alias in STRATEGIES:
-            ranks = run_in_team(run, RANKS, alias=alias, model=model)
-            rounds[alias].append((max(wall for wall, _ in ranks), max(processor for _, processor in ranks)))
-    columns = [
-        {alias: statistics.median(times[column] for times in rounds[alias]) for alias in STRATEGIES}
+def compare(case: Case, machine: Machine, rounds: int) -> Comparison:
+    """Measure a case, and print its rows."""
+    _, batch = MODELS[case.model]()
+    candidates = predict(machine, case.model, case.ranks, case.batch * len(batch), case.strategies)
+    predicted = {alias: one.time.total for alias, one in candidates.items()}
+    samples: dict[str, list[tuple[float, float]]] = {alias: [] for alias in case.strategies}
+    for _ in range(rounds):
+        for alias in case.strategies:
+            ranks = run_in_team(run, case.ranks, alias=alias, model=case.model, batch=case.batch)
+            samples[alias].append((max(wall for wall, _ in ranks), max(processor for _, processor in ranks)))
+    wall, processor = (
+        {alias: statistics.median(times[column] for times in samples[alias]) for alias in case.strategies}
         for column in (0, 1)
-    ]
-    print(f"\n{model + ', ms':<24}{'predicted':>12}{'wall':>12}{'error':>8}{'processor':>12}{'error':>8}")
-    for alias in STRATEGIES:
-        cells = [f"{1000 * one[alias]:>12.1f}{predicted[alias] / one[alias] - 1:>+8.0%}" for one in columns]
-        print(f"{alias:<24}{1000 * predicted[alias]:>12.1f}{''.join(cells)}")
-    for name, measured in zip(("wall", "processor"), columns, strict=True):
-        print(f"{name} time: {summary(predicted, measured)}")
+    )
+    comparison = Comparison(predicted=predicted, measured=wall)
+    print(f"\n{f'{case}, ms':<40}{'predicted':>10}{'wall':>10}{'error':>8}{'processor':>12}")
+    for alias in case.strategies:
+        error = predicted[alias] / wall[alias] - 1
+        times = f"{1000 * predicted[alias]:>10.1f}{1000 * wall[alias]:>10.1f}{error:>+8.0%}"
+        print(f"{alias:<40}{times}{1000 * processor[alias]:>12.1f}")
+    print(comparison, flush=True)
+    return comparison
 
 
-def summary(predicted: dict[str, float], measured: dict[str, float]) -> str:
-    """Return how good the order and the values of predictions are."""
-    best = min(predicted, key=predicted.__getitem__)
-    correlation = rank_correlation([*predicted.values()], [*measured.values()])
-    error = statistics.median(abs(predicted[alias] / measured[alias] - 1) for alias in measured)
-    loss = measured[best] / min(measured.values())
-    return f"rank correlation {correlation:.2f}, median error {error:.0%}, predicted best / measured best {loss:.2f}"
+def compare_memory(models: Sequence[str], machine: Machine) -> list[float]:
+    """Measure the peak of each strategy on two ranks, print it beside the prediction, and return the errors."""
+    print(f"\n{'memory of a rank, MiB':<40}{'predicted':>10}{'measured':>10}{'error':>8}")
+    errors = []
+    for model in models:
+        _, batch = LARGE_MODELS[model]()
+        for alias, one in predict(machine, model, 2, len(batch), STRATEGIES[2]).items():
+            measured = max(run_job(largest_memory, 2, seconds=120, alias=alias, model=model))
+            errors.append(one.peak / measured - 1)
+            sizes = f"{one.peak / MIB:>10.0f}{measured / MIB:>10.0f}{errors[-1]:>+8.1%}"
+            print(f"{f'{model}, {alias}':<40}{sizes}", flush=True)
+    return [abs(error) for error in errors]
 
 
 def main() -> None:
-    """Measure the machine, and compare the models."""
-    machine: Machine = run_in_team(measure_machine, RANKS)[0]
-    print(
-        f"matrix product {machine.flops['float32'] / 1e9:.1f} GFLOP/s, copy {machine.memory_bandwidth / 1e9:.2f} GB/s"
-    )
-    for model in sys.argv[1:] or MODELS:
-        compare(model, machine)
+    """Measure the machine, compare the cases, and print the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
+    parser.add_argument("--short", action="store_true", help="one size of batches and one round")
+    arguments = parser.parse_args()
+    unknown = set(arguments.models) - MODELS.keys()
+    if unknown:
+        parser.error(f"there is no model {', '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
+    batches, rounds = (BATCHES[:1], 1) if arguments.short else (BATCHES, ROUNDS)
+    comparisons, machines = [], {}
+    for ranks in STRATEGIES:
+        machine: Machine = run_in_team(measure_machine, ranks)[0]
+        machines[ranks] = machine
+        rates = f"{machine.flops['float32'] / 1e9:.1f} GFLOP/s, copy {machine.memory_bandwidth / 1e9:.2f} GB/s"
+        print(f"\n{ranks} ranks: matrix product {rates}", flush=True)
+        cases = [
+            Case(model=model, ranks=ranks, batch=batch) for model in arguments.models or MODELS for batch in batches
+        ]
+        comparisons += [compare(case, machine, rounds) for case in cases]
+    large = [name for name in LARGE_MODELS if name.removeprefix("large_") in (arguments.models or MODELS)]
+    memory = compare_memory(large, machines[2]) if large else []
+    correlations = [one.rank_correlation for one in comparisons]
+    times = [error for one in comparisons for error in one.errors]
+    near = sum(one.loss <= NEAR for one in comparisons)
+    print(f"\n{len(comparisons)} cases, {len(times)} layouts")
+    print(f"rank correlation     median {statistics.median(correlations):.2f}, least {min(correlations):.2f}")
+    print(f"time of a step       error: median {statistics.median(times):.0%}, largest {max(times):.0%}")
+    if memory:
+        shown = f"median {statistics.median(memory):.1%}, largest {max(memory):.1%} (goal 5%)"
+        print(
+            f"memory of a rank     error: {shown}, {sum(error <= 0.05 for error in memory)} of {len(memory)} within 5%"
+        )
+    print(f"the predicted best is within 10% of the measured best in {near} of {len(comparisons)} (goal 20 of 24)")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from dstrat.cli.measure.machine import Machine
     from dstrat.testing.ranks.team import RankContext
 
-RANKS, WARM_UP, STEPS = 2, 2, 4
+WARM_UP, STEPS = 2, 4
+MMAP_THRESHOLD = -3  # of mallopt
 
 
 class Wide(nn.Module):
@@ -61,13 +64,26 @@ def deep() -> tuple[nn.Module, torch.Tensor]:
     return Wide(256, 16), torch.ones(512, 256)
 
 
+def large_transformer() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose activations take as much as its parameters."""
+    return Transformer(768, 6), torch.ones(8, 128, 768)
+
+
+def large_wide() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of 50 million parameters."""
+    return Wide(2048, 12), torch.ones(256, 2048)
+
+
 MODELS = {"transformer": transformer, "wide": wide, "deep": deep}
+LARGE_MODELS = {"large_transformer": large_transformer, "large_wide": large_wide}
 
 
 def launch(context: RankContext, strategy: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function in a rank that exists already, with one thread."""
     torch.set_num_threads(1)
-    built = dstrat.build(strategy=strategy, accelerator="cpu", devices=RANKS, plugins=[context.cluster])
+    built = dstrat.build(
+        strategy=strategy, accelerator="cpu", devices=context.cluster.world_size, plugins=[context.cluster]
+    )
     return OwnLoop(built).launch(function, *arguments)
 
 
@@ -77,21 +93,64 @@ def measure_machine(context: RankContext) -> Machine:
     return machine
 
 
-def run(context: RankContext, alias: str, model: str) -> tuple[float, float]:
-    """Return the measured times of a step, in a rank."""
-    seconds: tuple[float, float] = launch(context, alias, train, model)
+def run(context: RankContext, alias: str, model: str, batch: int) -> tuple[float, float]:
+    """Return the measured times of a step, in a rank.
+
+    Args:
+        context: The rank.
+        alias: The strategy.
+        model: Name of the model.
+        batch: Size of the batch, in batches of the model.
+    """
+    seconds: tuple[float, float] = launch(context, alias, train, model, batch)
     return seconds
 
 
-def train(loop: OwnLoop, model: str) -> tuple[float, float]:
+def train(loop: OwnLoop, model: str, batch: int) -> tuple[float, float]:
     """Return the median wall time and processor time of a step in seconds."""
-    module, batch = MODELS[model]()
+    module, samples = MODELS[model]()
+    samples = torch.cat([samples] * batch)
     loop.setup(module, lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4))
     times = []
     for _ in range(WARM_UP + STEPS):
         begin = time.perf_counter(), time.process_time()
-        loop.backward(loop.compute(module, batch))
+        loop.backward(loop.compute(module, samples))
         loop.step()
         times.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
     wall, processor = zip(*times[WARM_UP:], strict=True)
     return statistics.median(wall), statistics.median(processor)
+
+
+def largest_memory(context: RankContext, alias: str, model: str) -> int:
+    """Return the bytes that training needs at its peak, in a new rank."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)  # memory that is freed goes back to the system
+    size: int = launch(context, alias, train_large, model)
+    return size
+
+
+def train_small_layer() -> None:
+    """Take a step of everything that the models have."""
+    layer = Transformer(8, 1)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 2, 8)).backward()
+    optimizer.step()
+
+
+def train_large(loop: OwnLoop, model: str) -> int:
+    """Return the largest resident memory in steps after the first one, above that before there was a model."""
+    train_small_layer()  # loads modules and kernels, which take up to 100 MiB
+    before = resident("VmRSS")
+    with loop.strategy.model_sharded_context():
+        module, batch = LARGE_MODELS[model]()
+    loop.setup(module, lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4))
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        loop.backward(loop.compute(module, batch))
+        loop.step()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    """Return what this process has in memory (VmRSS), or had at most (VmHWM), in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

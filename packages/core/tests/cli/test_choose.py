@@ -11,9 +11,10 @@ from torch import nn
 
 from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.cli.choose.candidates import in_order
+from dstrat.cli.choose.candidates import in_order, undominated
 from dstrat.cli.choose.cost import StepTime, collective_seconds, step_time
-from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.cli.choose.sizes import TrainingSizes
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training, read_training
 from dstrat.cli.main import commands
 from dstrat.cli.measure.machine import Link, Machine
 from dstrat.errors import RequestError
@@ -101,9 +102,10 @@ def adamw(module):
 def choose(tmp_path):
     path = tmp_path / "machine.json"
 
-    def run(*options, factory="plain", of=None):
+    def run(*options, factory="plain", of=None, all_precisions=False):
         path.write_text((of or machine()).to_json())
-        arguments = ["choose", f"{MODULE}:{factory}", "--machine", str(path), *options]
+        one = () if "--precision" in options or all_precisions else ("--precision", "32-true")
+        arguments = ["choose", f"{MODULE}:{factory}", "--machine", str(path), *one, *options]
         return CliRunner().invoke(commands, arguments)
 
     return run
@@ -263,6 +265,10 @@ class Ranked:
     peak: int = 1
 
     @property
+    def alias(self):
+        return self.strategy.partition("(")[0]
+
+    @property
     def time(self):
         return StepTime(compute=self.seconds, communication=0.0, idle=0.0, optimizer=0.0, offload=0.0)
 
@@ -275,8 +281,127 @@ def test_of_layouts_that_take_as_long_to_the_models_precision_the_usual_one_is_f
         Ranked("slow", 1.03),
         Ranked("usual", 1.2),
     ]
-    found = [one.strategy for one in in_order(layouts, {"usual": 100, "rare": 0})]
+    found = [one.strategy for one in in_order(layouts, {"usual": (-100, 0), "rare": (0, 0)})]
     assert found == ["usual(option=1)", "small", "rare", "slow", "usual"]
+
+
+def test_among_equally_fast_layouts_the_simple_one_is_first():
+    layouts = [
+        Ranked("library", 1.0, peak=1),
+        Ranked("mesh(pp=2, microbatches=4)", 1.0, peak=1),
+        Ranked("mesh(tp=2)", 1.0, peak=2),
+        Ranked("plain", 1.01, peak=9),
+    ]
+    ordered = [one.strategy for one in in_order(layouts, {"library": (0, 1)})]
+    assert ordered == ["plain", "mesh(tp=2)", "mesh(pp=2, microbatches=4)", "library"]
+
+
+def test_layouts_that_another_of_the_strategy_beats_are_left_out():
+    layouts = [
+        Ranked("mesh", 1.0, peak=5),
+        Ranked("mesh(tp=2)", 1.1, peak=6),
+        Ranked("ddp", 1.2, peak=9),
+        Ranked("mesh(pp=2)", 1.3, peak=4),
+        Ranked("mesh(cp=2)", 1.4, peak=4),
+    ]
+    assert [one.strategy for one in undominated(layouts)] == ["mesh", "ddp", "mesh(pp=2)"]
+
+
+def test_without_a_precision_those_of_the_machine_are_compared(choose):
+    options = ("--devices", "2", "--strategy", "ddp")
+    shown = ranking(choose(*options, "--json", all_precisions=True))
+    assert [one["precision"] for one in shown["candidates"]] == ["bf16-mixed", "32-true"]  # products are faster
+    assert 'precision="bf16-mixed"' in shown["candidates"][0]["trainer"]
+    table = choose(*options, all_precisions=True).stdout.splitlines()
+    assert table[0].split()[-1] == "precision"
+    assert table[1].split()[-1] == "bf16-mixed"
+    single = machine(flops={"float32": 1e9})
+    assert len(ranking(choose(*options, "--json", of=single, all_precisions=True))["candidates"]) == 1
+
+
+def test_a_legacy_strategy_is_compared_only_when_it_is_named(choose):
+    pytest.importorskip("dstrat_fairscale")
+    pytest.importorskip("fairscale")
+    refused = ranking(choose("--devices", "2", "--json"))["refused"]
+    assert refused["ddp_sharded"].startswith("FairScale is no longer developed")
+    assert refused["ddp_sharded"].endswith("(--strategy compares it)")
+    (named,) = ranking(choose("--devices", "2", "--strategy", "ddp_sharded", "--json"))["candidates"]
+    assert named["strategy"] == "ddp_sharded"
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_a_picture_of_time_and_memory_is_written(choose, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    path = tmp_path / f"layouts.{suffix}"
+    assert choose("--devices", "2", *DDP_AND_FSDP, "--plot", str(path)).exit_code == 0
+    content = path.read_bytes()
+    if suffix == "png":
+        assert content.startswith(b"\x89PNG")
+    else:
+        for text in ("ms of a step", "GiB of a device at its peak", "90% of the device", "optimizer step"):
+            assert text in content.decode()
+
+
+def test_a_picture_of_another_format_is_refused_before_anything_is_measured(choose):
+    shown = choose("--devices", "2", "--plot", "layouts.txt", factory="missing")
+    assert isinstance(shown.exception, RequestError)
+    assert str(shown.exception) == "--plot 'layouts.txt' must end in one of .html, .pdf, .png, .svg"
+
+
+# Sizes of batches
+
+
+@pytest.fixture
+def measured():
+    """Batch sizes that were measured."""
+    return []
+
+
+def sizes_of(factory, measured):
+    def measure(batch_size):
+        measured.append(batch_size)
+        return measure_training(
+            lambda: read_training(factory(), "a test"),
+            TruePrecision(),
+            device_type="cpu",
+            world_size=2,
+            ranks_per_machine=2,
+            batch_size=batch_size,
+        )
+
+    return TrainingSizes(measure), measure
+
+
+def test_after_three_batches_on_a_line_no_other_is_measured(measured):
+    sizes, measure = sizes_of(attending, measured)
+    assert sizes.of_training().batch_size == BATCH
+    derived = {count: sizes.of(count) for count in (2, 4, 16, 6, 1)}
+    assert measured == [None, 2, 4, 1]
+    for count in (16, 6):
+        real = measure(count)
+        assert derived[count].batch_size == count
+        for name in ("timeline", "outputs", "saved", "work", "optimizer_state"):
+            assert getattr(derived[count], name) == getattr(real, name)
+
+
+class ComparesSamples(nn.Module):
+    """Attends between samples, so that its work grows with their square."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        output = self.layer(x)
+        return (output @ output.T).square().mean()
+
+
+def test_every_batch_is_measured_where_they_are_not_on_a_line(measured):
+    sizes, _ = sizes_of(lambda: (ComparesSamples(), torch.zeros(BATCH, WIDTH)), measured)
+    for count in (BATCH, 2, 4, 16, 16):
+        sizes.of(count)
+    assert measured == [BATCH, 2, 4, 16]
 
 
 # The model of the time

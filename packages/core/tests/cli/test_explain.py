@@ -1,11 +1,15 @@
 """``dstrat explain``."""
 
 import json
+import re
 
+import pytest
 import torch
 from click.testing import CliRunner
 
+from dstrat import Trainer
 from dstrat.cli.main import commands
+from dstrat.errors import ConflictError, RequestError
 
 
 def explain(*options):
@@ -59,3 +63,89 @@ def test_a_plan_that_cannot_be_is_one_line_on_stderr_and_exits_with_2(installed_
     assert shown.stderr.startswith("dstrat: ")
     assert "Traceback" not in shown.stderr
     assert shown.stderr.count("\n") == 1
+
+
+def dry_run(*options):
+    model = ("--model", f"{__name__}:factory", "--nodes", "2", "--devices", "4")
+    return CliRunner().invoke(commands, ["explain", "--accelerator", "cpu", *model, *options])
+
+
+def test_a_dry_run_shows_processes_memory_and_traffic():
+    pytest.importorskip("dstrat_ddp")
+    shown = json.loads(dry_run("--strategy", "ddp", "--json").stdout)
+    plan = {row["subject"]: row for row in shown["plan"]}
+    assert (plan["processes"]["value"], plan["processes"]["reason"]) == ("4", "2 on each of 2 machines")
+    assert (plan["batch"]["value"], plan["batch"]["reason"]) == ("4 samples", "1 for each of 4 groups of ranks")
+    (memory,) = shown["memory"]
+    assert (memory["ranks"], memory["parameters"]) == ([0, 3], 2**22)
+    assert shown["sent"] == {"between machines": 2 * 3 / 4 * 2**22}
+    text = dry_run("--strategy", "ddp").stdout
+    assert "all layers" in text
+    assert re.search(r"all_reduce +2 +0\.01 +4 ranks +0, 1, 2, 3 +between machines", text)
+    assert "0.01 GiB between machines, 0.0 GiB by all ranks of a machine" in text
+
+
+def test_a_dry_run_has_the_time_of_a_known_machine():
+    pytest.importorskip("dstrat_ddp")
+    shown = dry_run("--strategy", "ddp", "--machine", "h100x8").stdout
+    assert re.search(r"a step takes \d+ ms: compute \d+", shown)
+
+
+def test_a_dry_run_refuses_a_batch_that_does_not_divide():
+    pytest.importorskip("dstrat_ddp")
+    shown = dry_run("--strategy", "ddp", "--batch", "6")
+    assert shown.exit_code == 1
+    assert "refused: 6 samples do not divide among 4 groups of ranks: give a multiple of 4" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nodes", "3"), "--devices 4 do not divide among --nodes 3"),
+        (("--num-nodes", "2"), "--nodes and --num-nodes are both numbers of machines"),
+        (("--devices", "auto"), "--nodes needs --model package.module:factory, and --devices with a number"),
+    ],
+)
+def test_contradictory_options_of_a_dry_run_are_refused(options, message):
+    shown = dry_run(*options)
+    assert isinstance(shown.exception, RequestError)
+    assert str(shown.exception).startswith(message)
+
+
+def test_the_batch_of_a_dry_run_needs_its_machines():
+    shown = explain("--batch", "8")
+    assert isinstance(shown.exception, ConflictError)
+    assert "--batch and --machine are for a dry run: give --nodes" in str(shown.exception)
+
+
+def deep():
+    return torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8))), torch.zeros(1, 512)
+
+
+MODEL = ("--devices", "2", "--model", f"{__name__}:deep")  # 8 MiB of parameters, 40 MiB of ddp
+
+
+def test_the_plan_of_auto_recommends_a_strategy_by_memory():
+    pytest.importorskip("dstrat_fsdp")
+    shown = json.loads(explain(*MODEL, "--memory", "36MiB", "--json").stdout)
+    assert shown["strategy"] == "ddp"
+    assert shown["recommended"]["strategy"] not in ("ddp", "single_device")
+    assert shown["recommended"]["reason"].startswith("shards least of those that fit: it needs 0.0 GiB of 0.0 GiB")
+    assert json.loads(explain(*MODEL, "--json").stdout)["recommended"]["strategy"] == "ddp"
+
+
+def test_auto_by_memory_takes_the_recommended_strategy():
+    pytest.importorskip("dstrat_fsdp")
+    shown = explain("--strategy", "auto(memory)", *MODEL, "--memory", "36MiB")
+    recommended = json.loads(explain(*MODEL, "--memory", "36MiB", "--json").stdout)["recommended"]
+    assert (shown.exit_code, shown.stdout.split()[:2]) == (0, ["strategy", recommended["strategy"]])
+    assert recommended["reason"] in shown.stdout.splitlines()[0]
+    none = explain("--strategy", "auto(memory)", *MODEL, "--memory", "1MiB")
+    assert isinstance(none.exception, RequestError)
+    assert "no strategy fits into 0.0 GiB with a tenth to spare" in str(none.exception)
+
+
+def test_auto_by_memory_needs_the_model():
+    assert "needs --model" in str(explain("--strategy", "auto(memory)").exception)
+    with pytest.raises(RequestError, match="depends on the model, which is not known before fit: run `dstrat explain"):
+        Trainer(strategy="auto(memory)", accelerator="cpu", devices=2)

@@ -135,7 +135,8 @@ class DDPStrategy(ParallelStrategy):
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         layout, buckets = training.replicated, training.trainable_parameters
         if self._ddp_kwargs.get("gradient_as_bucket_view"):
-            return dataclasses.replace(layout, gradients=0, buffers=buckets)  # gradients are views of the buckets
+            # Gradients are views of the buckets, also those of earlier batches.
+            return dataclasses.replace(layout, gradients=0, accumulated=0, buffers=buckets)
         return dataclasses.replace(layout, buffers=buckets)
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:

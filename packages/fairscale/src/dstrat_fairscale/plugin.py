@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dstrat.plugins.component import Component, hookimpl
 
+_LEGACY = "FairScale is no longer developed; fsdp or deepspeed_stage_2 do the same"
+
 _SHARDED = Component(
     kind="strategy",
     alias="ddp_sharded",
     target="dstrat_fairscale.sharded:DDPShardedStrategy",
     summary="FairScale: whole parameters, sharded gradients and optimizer state",
     requires=("fairscale==0.4.13",),
+    legacy=_LEGACY,
     options={"start_method": "popen"},
     device_types=("cpu", "cuda"),
     uses_torch_distributed=True,
@@ -29,6 +32,7 @@ _FULLY_SHARDED = Component(
     target="dstrat_fairscale.fully_sharded:DDPFullyShardedStrategy",
     summary="FairScale's fully sharded training, on CUDA devices; fsdp runs on any",
     requires=("fairscale==0.4.13",),
+    legacy=_LEGACY,
     options={"start_method": "popen"},
     device_types=("cuda",),
     uses_torch_distributed=True,

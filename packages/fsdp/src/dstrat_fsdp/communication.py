@@ -112,7 +112,7 @@ def split_collectives(training: TrainingSize, blocks: Sequence[Module], num_spli
     """
     if num_splits == 1:
         return ()
-    pairs = [min(2, math.ceil(sum(one.dim() > 1 for one in block.parameters()) / 2)) for block in blocks]
+    pairs = [_pairs(block) for block in blocks]
     sizes = block_outputs(training, blocks)
     return (
         Collective(
@@ -122,6 +122,41 @@ def split_collectives(training: TrainingSize, blocks: Sequence[Module], num_spli
             ranks=num_splits,
         ),
     )
+
+
+def split_activation_share(training: TrainingSize, blocks: Sequence[Module], num_splits: int) -> float:
+    """Return the share of a device's activations that a rank has, if matrices are split as for the all-reduces.
+
+    What norms save, and the sum after each pair of matrices, is in all ranks.  The rest of what blocks save is divided,
+    and what is outside of blocks is not.
+
+    Args:
+        training: Sizes of the training on one device, with what layers save.
+        blocks: The layers that are split.
+        num_splits: Number of ranks that each matrix is split over.
+    """
+    if num_splits == 1 or not training.activations:
+        return 1.0
+    names = {layer: name for name, layer in training.module.named_modules()}
+
+    def saved(layer: Module) -> int:
+        return training.saved.get(names[layer], 0)
+
+    divided = 0
+    for block, output in zip(blocks, block_outputs(training, blocks), strict=True):
+        replicated = _pairs(block) * output + sum(saved(layer) for layer in block.modules() if _is_norm(layer))
+        divided += max(0, saved(block) - replicated)
+    return 1 - (1 - 1 / num_splits) * divided / training.activations
+
+
+def _is_norm(layer: Module) -> bool:
+    parameters = [parameter.dim() for parameter in layer.parameters()]
+    return bool(parameters) and max(parameters) == 1
+
+
+def _pairs(block: Module) -> int:
+    """Return the number of pairs of matrices of a block."""
+    return min(2, math.ceil(sum(one.dim() > 1 for one in block.parameters()) / 2))
 
 
 def block_outputs(training: TrainingSize, blocks: Sequence[Module]) -> list[int]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.memory import TrainingSize
 
-MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks; activations not split"
+MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
 
 
@@ -52,13 +52,15 @@ def sharded_layout(
     gradients = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in trainable)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
     step_buffers = _gathered(blocks, parameters, policy, frees_blocks=frees_blocks, num_splits=num_splits)
+    accumulated = 0
     if training.accumulate_grad_batches > 1:
-        step_buffers += _bytes_in(trainable, "summed", policy=policy, num_splits=num_splits) // num_stages
+        accumulated = _bytes_in(trainable, "summed", policy=policy, num_splits=num_splits) // num_stages
     layout = MemoryLayout(
         parameters=shards + training.module_buffers,
         gradients=gradients,
         optimizer_state=int(share * training.optimizer_state),
         optimizer_temporaries=int(share * training.optimizer_temporaries),
+        accumulated=accumulated,
         step_buffers=step_buffers,
     )
     if not offloads or training.device_type == "cpu":  # a CPU is the host
@@ -67,6 +69,7 @@ def sharded_layout(
         parameters=training.module_buffers,
         gradients=0,
         optimizer_state=0,
+        accumulated=accumulated,
         step_buffers=layout.step_buffers,
         host=shards + gradients + layout.optimizer_state + layout.optimizer_temporaries,
     )

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_collectives
+from dstrat_fsdp.communication import (
+    copied_bytes,
+    sharded_collectives,
+    split_activation_share,
+    split_collectives,
+)
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
@@ -111,22 +116,25 @@ class ModelParallelStrategy(SharedBatchStrategy):
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over the ranks that share a batch.
 
-        Which layers are split is decided in ``configure_model``, in the ranks.  Activations are those of one device:
-        the most, since split layers divide theirs too.
+        Which layers are split is decided in ``configure_model``, in the ranks.
         """
         data, tensor = parallel_sizes(
             *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
         )
+        blocks = blocks_of(training.module, None)
         layout = sharded_layout(
             training,
-            blocks_of(training.module, None),
+            blocks,
             num_shards=data,
             num_splits=tensor,
             policy=precision_policy(None, training.precision),
             frees_blocks=True,
             offloads=False,
         )
-        return layout if tensor == 1 else dataclasses.replace(layout, assumption=MATRICES_SPLIT.format(tensor))
+        if tensor == 1:
+            return layout
+        share = split_activation_share(training, blocks, tensor)
+        return dataclasses.replace(layout, activation_share=share, assumption=MATRICES_SPLIT.format(tensor))
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         data, tensor = parallel_sizes(

@@ -23,6 +23,8 @@ _MEANINGS = {
 }
 _MICROBATCHES = 4  # of each stage, so that a fifth of the time is idle
 _MOST_GROUPS = 8  # in a row of the plan
+_MOST_RANKS = 64  # of a job whose groups are shown in full
+_FEW_GROUPS, _FEW_RANKS = 2, 4  # of a larger one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,13 +138,20 @@ class Axes:
         first = (rank for rank in range(math.prod(self.shape)) if rank // stride % size == 0)
         return [[rank + stride * step for step in range(size)] for rank in first]
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return the rows of the plan: the mesh, and the groups along each axis that has more than one rank."""
+    def rows(self, ranks_per_machine: int) -> list[tuple[str, str, str]]:
+        """Return the rows of the plan: the mesh, and the groups along each axis that has more than one rank.
+
+        Args:
+            ranks_per_machine: Number of ranks of each machine.
+        """
         used = [(name, size) for name, size in zip(self.names, self.shape, strict=True) if size > 1]
         mesh = " x ".join(f"{name} {size}" for name, size in used) or "one process"
         rows = [("mesh", mesh, "the outermost axis first")]
         names = [name for name, _ in used] + ([EXPERT] if self.ep > 1 else [])
-        return rows + [(f"  {name}", _shown(self.groups(name)), _MEANINGS[name]) for name in names]
+        for name in names:
+            groups = self.groups(name)
+            rows.append((f"  {name}", _shown(groups), f"{_MEANINGS[name]}{_scope(groups, ranks_per_machine)}"))
+        return rows
 
 
 def layouts(world_size: int, ranks_per_machine: int) -> list[Axes]:
@@ -175,5 +184,21 @@ def checked_size(name: str, value: Any, *, or_auto: bool = False) -> Any:
 
 
 def _shown(groups: Sequence[Sequence[int]]) -> str:
-    texts = [f"[{', '.join(map(str, group))}]" for group in groups[:_MOST_GROUPS]]
-    return " ".join(texts) + (f" and {len(groups) - _MOST_GROUPS} more" if len(groups) > _MOST_GROUPS else "")
+    if sum(map(len, groups)) > _MOST_RANKS:
+        texts = [_group_text(group) for group in groups[:_FEW_GROUPS]]
+    else:
+        texts = [str(group) for group in groups[:_MOST_GROUPS]]
+    return " ".join(texts) + (f" and {len(groups) - len(texts)} more" if len(groups) > len(texts) else "")
+
+
+def _group_text(group: Sequence[int]) -> str:
+    return str(group) if len(group) <= _FEW_RANKS else f"[{group[0]}, {group[1]}, ..., {group[-1]}]"
+
+
+def _scope(groups: Sequence[Sequence[int]], ranks_per_machine: int) -> str:
+    """Return a clause that says whether groups are inside a machine, in a job of several."""
+    ranks = sum(map(len, groups))
+    if ranks <= ranks_per_machine:
+        return ""
+    inside = all(group[0] // ranks_per_machine == group[-1] // ranks_per_machine for group in groups)
+    return ", inside a machine" if inside else ", between machines"

@@ -92,11 +92,15 @@ class Schedule:
     @property
     def activation_share(self) -> float:
         """The largest share of a batch's activations on the first rank, which holds those of most microbatches."""
+        return self.batch_share(0) / self.ranks
+
+    def batch_share(self, rank: int) -> float:
+        """Return the largest share of a batch whose activations a rank holds at one time, of its stages."""
         largest = held = 0
-        for one in self.passes(0):
+        for one in self.passes(rank):
             held += -1 if one.is_backward else 1
             largest = max(largest, held)
-        return largest / (self.microbatches * self.num_stages)
+        return largest / (self.microbatches * self.stages_per_rank)
 
     def passes(self, rank: int) -> Iterator[Pass]:
         """Yield the passes of a rank in their order.

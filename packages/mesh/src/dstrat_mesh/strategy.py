@@ -14,11 +14,12 @@ from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
+from dstrat.interfaces.memory import Stage
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
-from dstrat_fsdp.communication import copied_bytes, sharded_collectives
+from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_activation_share
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
@@ -196,7 +197,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     @override
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
-        rows = self._axes_of(world_size).rows()
+        rows = self._axes_of(world_size).rows(ranks_per_machine)
         if self._cp > 1:
             rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))
         if self._pp > 1:
@@ -336,6 +337,23 @@ class MeshStrategy(SharedBatchStrategy):
                 ring = ", or context_parallel='ring'" if count % self._tp == 0 else ""
                 raise RequestError(f"{product} does not divide the {count} heads of {name}: choose smaller sizes{ring}")
 
+    def stages(self, training: TrainingSize) -> Sequence[Stage]:
+        if self._pp == 1:
+            return ()
+        axes = self._axes_of(training.world_size)
+        share = split_activation_share(training, blocks_of(training.module, self._auto_wrap_policy), axes.tp)
+        pipeline = pipeline_of(training.module)
+        names = Stages.of(training.module, pipeline, self._pp, self._schedule.stages_per_rank).names
+        ranks_of_stage = training.world_size // self._pp  # the outermost axis
+        return [
+            Stage(
+                layers=tuple(name for stage in names[position :: self._pp] for name in stage),
+                ranks=range(position * ranks_of_stage, (position + 1) * ranks_of_stage),
+                batch_share=share * self._schedule.batch_share(position) / axes.cp,
+            )
+            for position in range(self._pp)
+        ]
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
 
@@ -345,9 +363,10 @@ class MeshStrategy(SharedBatchStrategy):
             return None
         axes = self._axes_of(training.world_size)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
+        blocks = blocks_of(training.module, self._auto_wrap_policy)
         layout = sharded_layout(
             self._with_microbatches(training),
-            blocks_of(training.module, self._auto_wrap_policy),
+            blocks,
             num_shards=axes.mesh[SHARD],
             num_splits=axes.tp,
             num_stages=axes.pp,
@@ -362,7 +381,9 @@ class MeshStrategy(SharedBatchStrategy):
             optimizer_state=layout.optimizer_state // axes.pp,
             optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
             host=layout.host // axes.pp,
-            activation_share=self._schedule.activation_share / axes.cp,
+            activation_share=split_activation_share(training, blocks, axes.tp)
+            * self._schedule.activation_share
+            / axes.cp,
             assumption=_assumption(axes),
         )
 

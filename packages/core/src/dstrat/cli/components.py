@@ -1,4 +1,4 @@
-"""``dstrat strategies``, ``accelerators``, ``show``, ``explain`` and ``plugins``."""
+"""``dstrat strategies``, ``accelerators``, ``show`` and ``plugins``."""
 
 from __future__ import annotations
 
@@ -245,6 +245,7 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
     yield kind_label(component.kind), component.alias
     yield "also called", ", ".join([*component.synonyms, *component.groups])
     yield "what it is", component.summary
+    yield "legacy", component.legacy
     yield "from", offer.owner_label
     yield "class", component.target_name.replace(":", ".")
     yield "docstring", first_line(component.target_name)
@@ -343,60 +344,6 @@ def _fact_text(fact: bool | None, yes: str, no: str) -> str:
     if fact is None:
         return _UNDECLARED
     return yes if fact else no
-
-
-# ``dstrat explain``: the plan for some options, with the reason for each choice
-
-
-@click.command(short_help="Explain what would run, and why.")
-@click.option("--strategy", default="auto", show_default=True, help='Alias of a strategy, or "alias(option=value)".')
-@click.option("--accelerator", default="auto", show_default=True, help='Alias of an accelerator, or "gpu".')
-@click.option("--devices", default="auto", show_default=True, help='How many or which: "4", "0,1", "-1".')
-@click.option("--num-nodes", default=1, show_default=True, help="Number of machines.")
-@click.option("--precision", default=None, help='Such as "bf16-mixed".')
-@click.option("--model", help="Function that returns the training, as package.module:factory: shows memory per rank.")
-@json_option
-def explain(
-    strategy: str,
-    accelerator: str,
-    devices: str,
-    num_nodes: int,
-    precision: str | None,
-    model: str | None,
-    as_json: bool,
-) -> None:
-    """Explain what a Trainer with these options would run, and why.
-
-    The function of --model is that of dstrat estimate.
-    """
-    from dstrat.resolve import Request, make_plan
-
-    request = Request(
-        strategy=strategy, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision
-    )
-    catalog = loaded_catalog()
-    plan = make_plan(request, catalog=catalog)
-    rows = [(row.subject, row.value, row.reason, row.owner) for row in plan.choices]
-    answer = plan.to_dict()
-    if model is not None:
-        from dstrat.cli.estimate.command import make_estimates, memory_text
-
-        estimates, reasons = make_estimates(
-            catalog,
-            model,
-            [plan.to_dict()["catalog_names"]["strategy"]],
-            accelerator=plan.accelerator,
-            devices=plan.num_devices,
-            num_nodes=plan.num_nodes,
-            precision=plan.precision,
-        )
-        value, reason = memory_text(estimates[0]) if estimates else ("unknown", *reasons.values())
-        rows.append(("memory per rank", value, reason, model))
-        answer["memory_per_rank"] = asdict(estimates[0]) if estimates else None
-    if as_json:
-        print_json(answer)
-    else:
-        print_table(rows)
 
 
 # ``dstrat plugins``: the installed plugins, their state, and the reason for it

@@ -21,7 +21,7 @@ _HOMES = {
     "choose": "dstrat.cli.choose.command",
     "doctor": "dstrat.cli.doctor",
     "estimate": "dstrat.cli.estimate.command",
-    "explain": "dstrat.cli.components",
+    "explain": "dstrat.cli.explain.command",
     "fit": "dstrat.cli.training.commands",
     "measure": "dstrat.cli.measure.command",
     "new": "dstrat.cli.new.command",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.nn import Module
 
@@ -53,6 +53,7 @@ class TrainingSize:
         batch_size: Number of samples of a batch; 0 if a batch has no tensor with a first dimension.
         accumulate_grad_batches: Number of batches of an optimizer step.
         outputs: Bytes of the tensors that each layer returns in a forward pass, by its name in the module.
+        saved: Bytes of activations that the forward pass of each layer leaves for the backward pass, likewise.
         heads: Numbers of heads of torch's attention, of queries and of keys; empty without attention.
         work: Computation of a forward and a backward pass.
         optimizer_work: Computation of an optimizer step.
@@ -74,6 +75,7 @@ class TrainingSize:
     batch_size: int = 0
     accumulate_grad_batches: int = 1
     outputs: Mapping[str, int] = field(default_factory=dict)
+    saved: Mapping[str, int] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
     work: Work = Work()
     optimizer_work: Work = Work()
@@ -100,6 +102,7 @@ class TrainingSize:
             gradients=self.trainable_parameters,
             optimizer_state=self.optimizer_state,
             optimizer_temporaries=self.optimizer_temporaries,
+            accumulated=self.trainable_parameters if self.accumulate_grad_batches > 1 else 0,
         )
 
     def peak(self, layout: MemoryLayout) -> int:
@@ -107,7 +110,10 @@ class TrainingSize:
         # Gradients that the rank shards, or frees early, grow in a backward pass as all of them do on one device.
         always = layout.parameters + layout.optimizer_state + layout.buffers
         share = layout.gradients / self.trainable_parameters if self.trainable_parameters else 0.0
-        live = (layout.activation_share * activations + share * gradients for activations, gradients in self.timeline)
+        live = (
+            layout.activation_share * activations + max(layout.accumulated, share * gradients)
+            for activations, gradients in self.timeline
+        )
         backward = max(live, default=0.0)
         # Activations are freed before the optimizer steps, so that the two phases do not add up.
         step = layout.gradients + layout.optimizer_temporaries
@@ -123,6 +129,7 @@ class MemoryLayout:
         gradients: Gradients on the device, when all of them are computed.
         optimizer_state: State of the optimizers on the device, with copies of parameters that are optimized.
         optimizer_temporaries: Temporary memory of an optimizer step on the device.
+        accumulated: Gradients of a step's earlier batches, which are there in all passes but the first.
         buffers: What a strategy keeps besides from the first step on, such as buckets of gradients.
         step_buffers: What it needs in forward and backward passes only, such as layers that are gathered.
         host: Memory on the host, to which something is offloaded.
@@ -134,8 +141,24 @@ class MemoryLayout:
     gradients: int
     optimizer_state: int
     optimizer_temporaries: int = 0
+    accumulated: int = 0
     buffers: int = 0
     step_buffers: int = 0
     host: int = 0
     activation_share: float = 1.0
     assumption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Layers that some ranks have and others have not, such as a stage of a pipeline.
+
+    Attributes:
+        layers: Their names in the module.
+        ranks: The ranks that have them.
+        batch_share: Largest share of a batch whose activations these ranks hold at one time, of their layers.
+    """
+
+    layers: tuple[str, ...]
+    ranks: Sequence[int]
+    batch_share: float

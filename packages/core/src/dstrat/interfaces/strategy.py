@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.launcher import Launcher
-    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.memory import MemoryLayout, Stage, TrainingSize
     from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
 
@@ -367,6 +367,19 @@ class Strategy(ABC):
             training: Sizes of the training on one device, and the ranks that are to share it.
         """
         return None
+
+    def stages(self, training: TrainingSize) -> Sequence[Stage]:
+        """Return the layers of the ranks, where they have different ones; empty where each rank has all layers.
+
+        :meth:`memory_layout` is that of stages with equal layers; ``dstrat explain`` shows the memory of each.
+
+        Args:
+            training: Sizes of the training on one device, and the ranks that are to share it.
+
+        Raises:
+            DstratError: The layers cannot be divided so.
+        """
+        return ()
 
     @classmethod
     def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:

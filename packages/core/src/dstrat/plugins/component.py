@@ -67,6 +67,7 @@ _FIELD_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "target": (_is_target, "a string or a class"),
     "summary": (_is_text, "a string"),
     "requires_note": (_is_text, "a string"),
+    "legacy": (_is_text, "a string"),
     "options": (_is_options, "a dict of arguments by their names"),
     "strategies": (_is_redirections, "a dict of aliases by aliases"),
     "auto": _NUMBER,
@@ -117,6 +118,8 @@ class Component:
         requires: Requirement strings (``"acme-runtime>=1.2"``), checked against installed metadata.
         pip_options: Options of ``pip install`` for the requirements (``"--index-url=https://..."``).
         requires_note: Note for users who lack a requirement, a sentence without a full stop; shown after the command.
+        legacy: Why new programs should use something else, a clause without a full stop; empty where they need not.
+            Nothing recommends such a component; whoever asks for it gets it.
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
@@ -151,6 +154,7 @@ class Component:
     requires: tuple[str, ...] = ()
     pip_options: tuple[str, ...] = ()
     requires_note: str = ""
+    legacy: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: int | None = None
     groups: tuple[str, ...] = ()

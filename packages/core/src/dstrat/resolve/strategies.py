@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dstrat.errors import CatalogError, ClusterError, ConflictError, DeviceError, DstratError
+from dstrat.errors import CatalogError, ClusterError, ConflictError, DeviceError, DstratError, RequestError
 from dstrat.plugins.known import FOR_SEVERAL_DEVICES, known_requirement, pip_command
 from dstrat.plugins.options import options_text, parse_alias
 from dstrat.resolve.cluster import check_cluster
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dstrat.resolve.compatibility import Constraints, Incompatibility
     from dstrat.resolve.request import Requested, Subject
     from dstrat.resolve.selection import Selection
+
+AUTO_BY_MEMORY = "auto(memory)"
+"""The strategy that shards least of those that fit, where the model is known."""
 
 _MOST_SUGGESTIONS = 4
 
@@ -113,6 +116,11 @@ def requested_strategy(value: object, catalog: Catalog) -> RequestedStrategy | N
     """
     if isinstance(value, str) and value == "auto":
         return None
+    if value == AUTO_BY_MEMORY:
+        raise RequestError(
+            f"strategy={value!r} depends on the model, which is not known before fit: run `dstrat explain --strategy "
+            f'"{value}" --model package.module:factory`, and give the strategy that it selects'
+        )
     text = parse_alias(value) if isinstance(value, str) else None
     # An owner is insisted on, and a class or an instance is no alias.
     names = () if text is None or text.owner is not None else _all_names(text.alias, catalog)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dstrat.cli.choose.cost import step_time
+from dstrat.cli.choose.sizes import TrainingSizes
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory
 from dstrat.errors import DstratError, RequestError
+from dstrat.plugins.options import options_text, parse_alias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     from dstrat.cli.measure.machine import Machine
     from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
+    from dstrat.plugins.offer import Offer
 
 T = TypeVar("T")
 
@@ -36,7 +41,7 @@ class Workload:
         machine: The machines.
         devices: Number of devices of the workload.
         batch_size: Samples of an optimizer step of all ranks; None for the batch of the function on each device.
-        precision: Flag of the precision.
+        precisions: Flags of the precisions that are compared.
         memory: Memory of a device in bytes.
     """
 
@@ -44,7 +49,7 @@ class Workload:
     machine: Machine
     devices: int
     batch_size: int | None
-    precision: str
+    precisions: Sequence[str]
     memory: int
 
     @property
@@ -64,6 +69,7 @@ class Candidate:
 
     Attributes:
         strategy: Alias with its options.
+        precision: Flag of the precision.
         training: Sizes of the training with the batch of a rank.
         memory: What a rank holds.
         communication: What a rank communicates.
@@ -72,11 +78,17 @@ class Candidate:
     """
 
     strategy: str
+    precision: str
     training: TrainingSize
     memory: MemoryLayout
     communication: CommunicationLayout
     peak: int
     time: StepTime
+
+    @property
+    def alias(self) -> str:
+        """Alias without options."""
+        return self.strategy.partition("(")[0]
 
     def on(self, machine: Machine) -> Candidate:
         """Return the candidate with its time on another machine."""
@@ -109,100 +121,187 @@ class Candidates:
 
     def __init__(self, catalog: Catalog, workload: Workload) -> None:
         self._catalog, self._workload = catalog, workload
-        self._cases = Cases(
-            catalog, workload.machine.device_type, workload.ranks_per_machine, workload.num_nodes, workload.precision
-        )
-        self._sizes: dict[Any, TrainingSize] = {}
+        self._sizes: dict[Any, TrainingSizes] = {}
 
     def rank(self, aliases: Sequence[str]) -> LayoutRanking:
         """Return the ranking of the layouts.
 
         Args:
-            aliases: Strategies to compare; empty for all that are installed.
+            aliases: Strategies to compare; empty for all that are installed, but for those that are legacy.
         """
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
         refused: dict[str, str] = {}
-        for alias, make_strategy in self._strategies(aliases):
-            strategy = _value_or_reason(make_strategy)
-            if isinstance(strategy, str):
-                unusable[alias] = strategy
-                continue
-            candidate = _value_or_reason(partial(self._fitting, alias, strategy))
-            if isinstance(candidate, str):
-                refused[alias] = candidate
-            else:
-                candidates.append(candidate)
-        priorities = {offer.component.alias: offer.component.auto or 0 for offer in self._catalog.offers("strategy")}
-        ranked = tuple(in_order(_distinct(candidates), priorities))
+        for precision in self._workload.precisions:
+            cases = self._cases(precision)
+            for alias, make_strategy in self._strategies(cases, aliases, refused):
+                strategy = value_or_reason(make_strategy)
+                if isinstance(strategy, str):
+                    unusable[alias] = strategy
+                    continue
+                candidate = value_or_reason(partial(self._fitting, alias, strategy, cases))
+                if isinstance(candidate, str):
+                    refused[alias] = candidate
+                else:
+                    candidates.append(candidate)
+        preferences = {offer.component.alias: _preference(offer) for offer in self._catalog.offers("strategy")}
+        # What fits in one of the precisions is neither refused nor unusable.
+        names = {one.strategy for one in candidates}
+        refused = {name: reason for name, reason in refused.items() if name not in names}
+        unusable = {name: reason for name, reason in unusable.items() if name not in names | refused.keys()}
+        ranked = tuple(in_order(_distinct(candidates), preferences))
         return LayoutRanking(candidates=ranked, refused=refused, unusable=unusable)
 
-    def _strategies(self, aliases: Sequence[str]) -> Iterator[tuple[str, Callable[[], Strategy]]]:
-        for alias, make_strategy in self._cases.strategies(aliases):
+    def _cases(self, precision: str) -> Cases:
+        workload = self._workload
+        return Cases(
+            self._catalog, workload.machine.device_type, workload.ranks_per_machine, workload.num_nodes, precision
+        )
+
+    def _strategies(
+        self, cases: Cases, aliases: Sequence[str], refused: dict[str, str]
+    ) -> Iterator[tuple[str, Callable[[], Strategy]]]:
+        """Yield the layouts, each with a function that constructs its strategy; add the legacy ones to the refused."""
+        for alias, make_strategy in cases.strategies(aliases):
             offer = self._catalog.find("strategy", alias)
+            if offer.component.legacy and not aliases:
+                refused[alias] = f"{offer.component.legacy} (--strategy compares it)"
+                continue
             if "(" in alias or self._catalog.missing_requirements(offer):
                 yield alias, make_strategy
                 continue
-            options = self._catalog.load(offer).layout_options(self._workload.devices, self._workload.ranks_per_machine)
-            named = [f"{alias}({', '.join(f'{name}={value!r}' for name, value in one.items())})" for one in options]
-            yield from self._cases.strategies([name.removesuffix("()") for name in named])
+            layouts = self._catalog.load(offer).layout_options(self._workload.devices, self._workload.ranks_per_machine)
+            # Another alias presets an option differently.
+            layouts = [options for options in layouts if not options.keys() & offer.component.options.keys()]
+            yield from cases.strategies([f"{alias}{options_text(options)}" for options in layouts])
 
-    def _fitting(self, alias: str, strategy: Strategy) -> Candidate:
+    def _fitting(self, alias: str, strategy: Strategy, cases: Cases) -> Candidate:
         """Return the candidate with the fewest batches of a step that fits.
 
         Raises:
             DstratError: None fits, or the strategy cannot train so, or does not say what it needs.
         """
-        too_large = ""
-        for training in self._trainings(strategy):
-            problem = _value_or_reason(partial(strategy.check_training, training))
-            if problem is not None:  # smaller batches are tried for their memory only
-                raise RequestError(too_large or problem)
-            memory, communication = strategy.memory_layout(training), strategy.communication_layout(training)
-            if memory is None or communication is None:
-                missing = "memory_layout" if memory is None else "communication_layout"
-                raise RequestError(f"it does not declare its {missing}")
-            peak = training.peak(memory)
-            if peak <= MOST_OF_MEMORY * self._workload.memory:
+        layouts = self._layouts(strategy, cases)
+        first, *_ = layouts
+        strategy.check_training(first.training)
+        # More batches need less memory, but for the second one, with which gradients are accumulated.
+        limit = MOST_OF_MEMORY * self._workload.memory
+        smallest = 0 if first.peak <= limit else bisect_left(layouts, True, 1, key=lambda one: one.peak <= limit)
+        problem = "a step has no sample"
+        if smallest < len(layouts):
+            fitting = layouts[smallest]
+            reason = value_or_reason(partial(strategy.check_training, fitting.training))
+            if reason is not None:
+                problem = reason
+            else:
                 return Candidate(
                     strategy=alias,
-                    training=training,
-                    memory=memory,
-                    communication=communication,
-                    peak=peak,
-                    time=step_time(self._workload.machine, training, memory, communication),
+                    precision=cases.precision,
+                    training=fitting.training,
+                    memory=fitting.memory,
+                    communication=fitting.communication,
+                    peak=fitting.peak,
+                    time=step_time(self._workload.machine, fitting.training, fitting.memory, fitting.communication),
                 )
-            too_large = _too_large(training, memory, peak)
-        raise RequestError(too_large or "a step has no sample")
+        # Smaller batches were tried for their memory only.
+        for layout in reversed(layouts[:smallest]):
+            if value_or_reason(partial(strategy.check_training, layout.training)) is None:
+                problem = _too_large(layout)
+                break
+        raise RequestError(problem)
 
-    def _trainings(self, strategy: Strategy) -> Iterator[TrainingSize]:
-        """Yield the training with batches of a rank from the largest to one sample."""
-        first = self._size(strategy, None)
+    def _layouts(self, strategy: Strategy, cases: Cases) -> list[_Layout]:
+        """Return the layouts with batches of a rank from the largest to one sample.
+
+        Raises:
+            DstratError: The strategy does not say what it needs, or the samples do not divide.
+        """
+        workload = self._workload
+
+        def make_precision() -> Precision:
+            return strategy.precision_for(cases.precision) or cases.new_precision()
+
+        precision = make_precision()
+        sizes = self._sizes_with(precision, make_precision)
+        first = dataclasses.replace(sizes.of_training(), precision=precision)
         communication = strategy.communication_layout(first)
-        groups = self._workload.devices // (1 if communication is None else communication.ranks_per_batch)
-        batch_size = self._workload.batch_size or first.batch_size * self._workload.devices
+        groups = workload.devices // (1 if communication is None else communication.ranks_per_batch)
+        batch_size = workload.batch_size or first.batch_size * workload.devices
         if batch_size % groups:
             raise RequestError(f"{batch_size} samples do not divide among {groups} groups of ranks")
         of_group = batch_size // groups
-        for batches in (count for count in range(1, of_group + 1) if of_group % count == 0):
-            yield self._size(strategy, of_group // batches).for_steps_of(batches)
+        return [
+            _Layout(strategy=strategy, sizes=sizes, precision=precision, batch_size=of_group // count, batches=count)
+            for count in range(1, of_group + 1)
+            if of_group % count == 0
+        ]
 
-    def _size(self, strategy: Strategy, batch_size: int | None) -> TrainingSize:
-        precision = strategy.precision_for(self._workload.precision) or self._cases.new_precision()
-        key = precision.param_dtype, precision.compute_dtype, batch_size
-        if key not in self._sizes:
-            self._sizes[key] = measure_factory(
-                self._workload.model,
-                self._cases.device_type,
-                self._workload.ranks_per_machine,
-                self._workload.num_nodes,
+    def _sizes_with(self, precision: Precision, make_precision: Callable[[], Precision]) -> TrainingSizes:
+        """Return the sizes of the training, which depend on a precision by its dtypes only."""
+        workload, key = self._workload, (precision.param_dtype, precision.compute_dtype)
+
+        def measure(batch_size: int | None) -> TrainingSize:
+            return measure_factory(
+                workload.model,
+                workload.machine.device_type,
+                workload.ranks_per_machine,
+                workload.num_nodes,
                 batch_size,
-                precision,
+                make_precision(),
             )
-        return dataclasses.replace(self._sizes[key], precision=precision)
+
+        return self._sizes.setdefault(key, TrainingSizes(measure))
 
 
-def _value_or_reason(function: Callable[[], T]) -> T | str:
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """A layout with one batch size; computed when it is needed.
+
+    Attributes:
+        strategy: The strategy.
+        sizes: Sizes of the training.
+        precision: The precision.
+        batch_size: Number of samples of a batch.
+        batches: Number of batches of a step.
+    """
+
+    strategy: Strategy
+    sizes: TrainingSizes
+    precision: Precision
+    batch_size: int
+    batches: int
+
+    @cached_property
+    def training(self) -> TrainingSize:
+        size = self.sizes.of(self.batch_size).for_steps_of(self.batches)
+        return dataclasses.replace(size, precision=self.precision)
+
+    @cached_property
+    def memory(self) -> MemoryLayout:
+        return _declared(self.strategy.memory_layout(self.training), "memory_layout")
+
+    @cached_property
+    def communication(self) -> CommunicationLayout:
+        return _declared(self.strategy.communication_layout(self.training), "communication_layout")
+
+    @cached_property
+    def peak(self) -> int:
+        return self.training.peak(self.memory)
+
+
+def _declared(layout: T | None, name: str) -> T:
+    if layout is None:
+        raise RequestError(f"it does not declare its {name}")
+    return layout
+
+
+def _preference(offer: Offer) -> tuple[int, int]:
+    """Return a key that is smaller for strategies that are chosen automatically, and for those that need no library."""
+    component = offer.component
+    return -(component.auto or 0), len(component.requires)
+
+
+def value_or_reason(function: Callable[[], T]) -> T | str:
     """Return the result of a function, or the text of its error about the request."""
     try:
         return function()
@@ -210,36 +309,58 @@ def _value_or_reason(function: Callable[[], T]) -> T | str:
         return str(error)
 
 
-def _too_large(training: TrainingSize, memory: MemoryLayout, peak: int) -> str:
+def _too_large(layout: _Layout) -> str:
+    memory = layout.memory
     sizes = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer_state,
-        "activations": int(memory.activation_share * training.activations),
+        "activations": int(memory.activation_share * layout.training.activations),
         "other": memory.buffers + memory.step_buffers,
     }
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes.items() if size)
-    return f"it needs {peak / 2**30:.1f} GiB with batches of {training.batch_size} ({parts})"
+    return f"it needs {layout.peak / 2**30:.1f} GiB with batches of {layout.training.batch_size} ({parts})"
 
 
-def in_order(candidates: Iterable[Candidate], priorities: Mapping[str, int]) -> Iterator[Candidate]:
-    """Yield candidates from the fastest on; among those that take as long, by priority, and then by their memory.
+def in_order(candidates: Iterable[Candidate], preferences: Mapping[str, tuple[int, int]]) -> Iterator[Candidate]:
+    """Yield candidates from the fastest on; among those that take as long the usual and simple ones, which need less.
 
     Args:
         candidates: The candidates.
-        priorities: Priorities of automatic choice, by alias.
+        preferences: Sort keys of the strategies, by alias.
     """
+
+    def key(one: Candidate) -> tuple[Any, ...]:
+        return preferences.get(one.alias, (0, 0)), len(parse_alias(one.strategy).options), one.peak
+
     remaining = sorted(candidates, key=lambda one: one.time.total)
     while remaining:
         equal = [one for one in remaining if one.time.total <= (1 + SAME_TIME) * remaining[0].time.total]
         remaining = remaining[len(equal) :]
-        yield from sorted(equal, key=lambda one: (-priorities.get(one.strategy.partition("(")[0], 0), one.peak))
+        yield from sorted(equal, key=key)
+
+
+def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates that need less memory than all layouts of the same strategy before them."""
+    smallest: dict[str, int] = {}
+    remaining = []
+    for one in candidates:
+        if one.peak < smallest.get(one.alias, one.peak + 1):
+            smallest[one.alias] = one.peak
+            remaining.append(one)
+    return remaining
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return one candidate of those with the same memory, communication and time: the first, such as of variants."""
     first: dict[Any, Candidate] = {}
     for one in candidates:
-        key = one.memory, one.communication, one.training.batch_size, one.training.accumulate_grad_batches
+        key = (
+            one.precision,
+            one.memory,
+            one.communication,
+            one.training.batch_size,
+            one.training.accumulate_grad_batches,
+        )
         first.setdefault(key, one)
     return [*first.values()]

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ import click
 from dstrat.cli.components import loaded_catalog
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, read_size
 from dstrat.cli.output import json_option, print_json, print_table
+from dstrat.cli.runs.charts import check_suffix
 from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,13 +42,14 @@ _VERBS = {
 @click.option("--machine", "machine_name", required=True, help="Known machine such as h100x8, or a file.")
 @click.option("--device-memory", help="Memory of a device, such as 80GiB.  By default the machine's.")
 @click.option("--batch", type=click.IntRange(1), help="Samples of a step.  By default the factory's on each device.")
-@click.option("--precision", default="32-true", show_default=True, help='Such as "bf16-mixed".')
+@click.option("--precision", help='Such as "bf16-mixed".  By default 32-true and bf16-mixed are compared.')
 @click.option(
     "--strategy",
     "aliases",
     multiple=True,
     help='Alias, or "alias(option=value)"; several times for several.  By default all.',
 )
+@click.option("--plot", type=click.Path(path_type=Path), help="Write a picture: .png, .svg, .pdf or .html.")
 @json_option
 def choose(
     training: str,
@@ -54,8 +57,9 @@ def choose(
     machine_name: str,
     device_memory: str | None,
     batch: int | None,
-    precision: str,
+    precision: str | None,
     aliases: tuple[str, ...],
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Rank the layouts of a training on a machine by the predicted time of an optimizer step, before anything runs.
@@ -63,9 +67,10 @@ def choose(
     TRAINING is script.py:factory or package.module:factory, the function of dstrat estimate.  Every installed strategy
     and every mesh of the devices is compared, with the largest batch that fits.  The time is that of a model: work of a
     step on tensors without values, over rates of the machine, and what each strategy says that it communicates.
-    Machines are known by datasheets, or described by a file of dstrat measure.  Exits with 1 if nothing fits.
+    Machines are known by datasheets, or described by a file of dstrat measure.  The table has the fastest layouts, of
+    each strategy those that need less memory than its faster ones.  Exits with 1 if nothing fits.
     """
-    from dstrat.cli.choose.candidates import Candidates, Workload
+    from dstrat.cli.choose.candidates import Candidates, Workload, undominated
     from dstrat.cli.measure.machine import read_machine
 
     machine = read_machine(machine_name)
@@ -79,10 +84,16 @@ def choose(
         machine=machine,
         devices=devices,
         batch_size=batch,
-        precision=precision,
+        precisions=_precisions(machine) if precision is None else (precision,),
         memory=machine.memory if device_memory is None else read_size(device_memory, "--device-memory"),
     )
+    if plot is not None:
+        check_suffix(plot, "--plot")
     ranking = Candidates(loaded_catalog(), workload).rank(aliases)
+    if plot is not None and ranking.candidates:
+        from dstrat.cli.choose.picture import save_picture
+
+        save_picture(plot, undominated(ranking.candidates)[:_SHOWN], workload)
     if as_json:
         listed = [_as_dict(one, workload) for one in ranking.candidates]
         print_json({"candidates": listed, "refused": ranking.refused, "unusable": ranking.unusable})
@@ -92,10 +103,17 @@ def choose(
         sys.exit(1)
 
 
+def _precisions(machine: Machine) -> tuple[str, ...]:
+    """Return the precisions that keep parameters in float32, of those whose products the machine has a rate of."""
+    dtypes = {"32-true": "float32", "bf16-mixed": "bfloat16"}
+    return tuple(flag for flag, dtype in dtypes.items() if dtype in machine.flops)
+
+
 def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
     communication = asdict(candidate.communication)
     return {
         "strategy": candidate.strategy,
+        "precision": candidate.precision,
         "batch_size": candidate.training.batch_size,
         "accumulate_grad_batches": candidate.training.accumulate_grad_batches,
         "memory": asdict(candidate.memory) | {"peak": candidate.peak},
@@ -109,13 +127,20 @@ def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
 
 
 def _print(ranking: LayoutRanking, workload: Workload) -> None:
+    from dstrat.cli.choose.candidates import undominated
+
     candidates = ranking.candidates
     width = shutil.get_terminal_size().columns
     if candidates:
         headers = ["ms of a step", "total", "compute", "comm", "idle", "optim", "host", "batch", "GiB"]
-        print_table([_row(one) for one in candidates[:_SHOWN]], headers, unbroken=headers[1:])
-        if len(candidates) > _SHOWN:
-            click.echo(f"and {len(candidates) - _SHOWN} more that fit")
+        shown = undominated(candidates)[:_SHOWN]
+        rows = [_row(one) for one in shown]
+        if len(workload.precisions) > 1:
+            headers.append("precision")
+            rows = [(*row, one.precision) for row, one in zip(rows, shown, strict=True)]
+        print_table(rows, headers, unbroken=headers[1:])
+        if len(candidates) > len(shown):
+            click.echo(f"and {len(candidates) - len(shown)} more that fit")
         click.echo()
         for sentence in (*reasons(candidates, workload), *_assumptions(candidates[0])):
             click.echo(textwrap.fill(sentence, width))
@@ -146,9 +171,10 @@ def _milliseconds(seconds: float) -> str:
 
 def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     """Return sentences that say why the first candidate wins, and what would change the choice."""
-    from dstrat.cli.choose.candidates import SAME_TIME
+    from dstrat.cli.choose.candidates import SAME_TIME, undominated
 
-    first, *remaining = candidates
+    first = candidates[0]
+    remaining = [one for one in undominated(candidates) if one.strategy != first.strategy]
     if not remaining:
         return [f"{first.strategy} is the only layout that fits."]
     second = remaining[0]
@@ -169,7 +195,7 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
         machine = _with_links(workload.machine, factor)
         faster = min((one.on(machine) for one in candidates), key=lambda one: one.time.total)
-        if (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
+        if faster.strategy != first.strategy and (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
             sentences.append(f"With links {change}, {faster.strategy} is the fastest.")
     return sentences
 
@@ -209,7 +235,7 @@ def trainer_line(candidate: Candidate, workload: Workload) -> str:
         "accelerator": workload.machine.device_type,
         "devices": workload.ranks_per_machine,
         **({"num_nodes": workload.num_nodes} if workload.num_nodes > 1 else {}),
-        **({"precision": workload.precision} if workload.precision != "32-true" else {}),
+        **({"precision": candidate.precision} if candidate.precision != "32-true" else {}),
         **({"accumulate_grad_batches": batches} if batches > 1 else {}),
     }
     arguments = ", ".join(f"{name}={_literal(value)}" for name, value in options.items())

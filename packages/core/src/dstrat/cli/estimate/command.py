@@ -23,6 +23,7 @@ from dstrat.errors import ConflictError, DstratError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from dstrat.cli.estimate.fake_step import TrainingSetup
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
@@ -118,9 +119,8 @@ def estimate(
         batch_size=batch_size,
         limit=limit,
     )
-    priorities = {offer.component.alias: offer.component.auto or 0 for offer in catalog.offers("strategy")}
-    estimates = ranked(_merged(estimates), limit, priorities)
-    recommended = next((one.strategy for one in estimates if limit is not None and _has_room(one, limit)), None)
+    estimates = in_order(_merged(estimates), limit, catalog)
+    recommended = None if limit is None else recommendation(estimates, limit)
     if as_json:
         listed = [asdict(one) for one in estimates]
         print_json({"memory": limit, "recommended": recommended, "estimates": listed, "not_estimated": silent})
@@ -198,6 +198,19 @@ def read_size(text: str, argument: str = "--memory") -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
+def in_order(estimates: Sequence[Estimate], limit: int | None, catalog: Catalog) -> list[Estimate]:
+    """Return the estimates in the order of :func:`ranked`, legacy strategies last."""
+    components = {offer.component.alias: offer.component for offer in catalog.offers("strategy")}
+    priorities = {alias: component.auto or 0 for alias, component in components.items()}
+    legacy = {alias for alias, component in components.items() if component.legacy}
+    return sorted(ranked(estimates, limit, priorities), key=lambda one: one.strategy.partition("(")[0] in legacy)
+
+
+def recommendation(estimates: Iterable[Estimate], limit: int) -> str | None:
+    """Return the first strategy that fits with memory to spare, of estimates in order; None without one."""
+    return next((one.strategy for one in estimates if _has_room(one, limit)), None)
+
+
 # The training
 
 
@@ -214,17 +227,28 @@ def measure_factory(
         batch_size: Of a rank; None for that of the factory's batch.
         precision: The dtypes; it is connected to the module.
     """
-    from dstrat.cli.estimate.fake_step import measure_training, read_training
+    from dstrat.cli.estimate.fake_step import measure_training
 
-    factory = load_factory(model)
     return measure_training(
-        lambda: read_training(factory(), f"--model {model!r}"),
+        training_maker(model),
         precision,
         device_type=device_type,
         world_size=devices * num_nodes,
         ranks_per_machine=devices,
         batch_size=batch_size,
     )
+
+
+def training_maker(model: str) -> Callable[[], TrainingSetup]:
+    """Return a function that makes the training of a factory.
+
+    Args:
+        model: Name of the factory.
+    """
+    from dstrat.cli.estimate.fake_step import read_training
+
+    factory = load_factory(model)
+    return lambda: read_training(factory(), f"--model {model!r}")
 
 
 def load_factory(name: str, argument: str = "--model") -> Callable[[], Any]:
@@ -277,6 +301,7 @@ class Cases:
 
     Attributes:
         device_type: Type of the accelerator's devices.
+        precision: Flag of the precision.
     """
 
     def __init__(self, catalog: Catalog, accelerator: str, devices: int, num_nodes: int, precision: str) -> None:
@@ -286,10 +311,10 @@ class Cases:
 
         selection = _select_accelerator(accelerator, catalog)
         self.device_type = device_type_of(selection)
-        self._catalog, self._flag = catalog, precision
+        self._catalog, self.precision = catalog, precision
         self._constraints = Constraints(
             accelerator=selection,
-            precision=self._precision(),
+            precision=self._select_precision(),
             num_devices=devices,
             num_nodes=num_nodes,
             cluster=select_offer(catalog.find_default("cluster_environment", LOCAL), catalog, {}),
@@ -297,14 +322,14 @@ class Cases:
             interactive=False,
         )
 
-    def _precision(self) -> Selection[Precision]:
+    def _select_precision(self) -> Selection[Precision]:
         from dstrat.resolve.selection import select_offer
 
-        return select_offer(self._catalog.find("precision", self._flag), self._catalog)
+        return select_offer(self._catalog.find("precision", self.precision), self._catalog)
 
     def new_precision(self) -> Precision:
         """Return a new object of the precision, as each is connected to a module."""
-        return self._precision().instance
+        return self._select_precision().instance
 
     def strategies(self, aliases: Sequence[str]) -> Iterator[tuple[str, Callable[[], Strategy]]]:
         """Yield aliases, each with a function that constructs the strategy.

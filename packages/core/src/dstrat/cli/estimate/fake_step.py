@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
 from dstrat.parallel.internals import DispatchMode
+from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,13 +120,7 @@ def measure_training(
         MisuseError: The training cannot run on fake tensors, for example as it reads values.
     """
     with _quiet(), _explained():
-        # On the meta device a model of any size can be made; its initialization computes nothing there.
-        with torch.device("meta"), precision.tensor_init_context():
-            training = make_training()
-            configure_model = getattr(training.module, "configure_model", None)
-            if configure_model is not None:
-                configure_model()
-            module = precision.connect(training.module)
+        training, module = _make_on_meta(make_training, precision)
         # Converted before, on the meta device: torch cannot convert modules of fake tensors.
         with FakeTensorMode(allow_non_fake_inputs=True):
             replace_by_fake(module)
@@ -134,7 +131,7 @@ def measure_training(
             with memory, work, attention, kernels_of(device_type, precision):
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
-                outputs = _record_outputs(module)
+                outputs, saved = _record_layers(module, memory)
                 _run(step, batch, precision, memory, module)
                 work_of_batch = work.take()
                 memory.begin_optimizer_step()
@@ -142,28 +139,109 @@ def measure_training(
                     optimizer.step()
                 state = _bytes(_state_tensors(optimizers))
                 temporaries = memory.largest_in_optimizer_step(state)
-    parameters = list(module.parameters())
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    return TrainingSize(
-        module=module,
-        precision=precision,
-        device_type=device_type,
-        world_size=world_size,
-        ranks_per_machine=ranks_per_machine,
-        parameters=_bytes(parameters),
-        trainable_parameters=_bytes(trainable),
-        trainable_numel=sum(parameter.numel() for parameter in trainable),
-        largest_parameter=max((_bytes([parameter]) for parameter in parameters), default=0),
-        module_buffers=_bytes(module.buffers()),
+    size = _size_of_module(
+        module, precision, device_type=device_type, world_size=world_size, ranks_per_machine=ranks_per_machine
+    )
+    return dataclasses.replace(
+        size,
         optimizer_state=state,
         optimizer_temporaries=temporaries,
         timeline=tuple(memory.timeline),
         batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
         outputs=outputs,
+        saved=saved,
         heads=frozenset(attention.heads),
         work=work_of_batch,
         optimizer_work=work.take(),
     )
+
+
+def measure_module(
+    make_training: Callable[[], TrainingSetup],
+    precision: Precision,
+    *,
+    device_type: str,
+    world_size: int,
+    ranks_per_machine: int,
+) -> TrainingSize:
+    """Return the sizes of a training's module, without those of a step, which takes longer to measure.
+
+    Args:
+        make_training: As of :func:`measure_training`.
+        precision: The dtypes; it is connected to the module.
+        device_type: Type of the devices.
+        world_size: Number of devices of the job.
+        ranks_per_machine: Number of them on each machine.
+
+    Raises:
+        MisuseError: The module cannot be made on the meta device.
+    """
+    with _quiet(), _explained():
+        _, module = _make_on_meta(make_training, precision)
+    return _size_of_module(
+        module, precision, device_type=device_type, world_size=world_size, ranks_per_machine=ranks_per_machine
+    )
+
+
+def _make_on_meta(make_training: Callable[[], TrainingSetup], precision: Precision) -> tuple[TrainingSetup, nn.Module]:
+    """Return a training, and its module with the dtypes of a precision.
+
+    On the meta device a model of any size can be made; its initialization computes nothing there.
+    """
+    with torch.device("meta"), precision.tensor_init_context():
+        training = make_training()
+        _configure(training.module)
+        return training, precision.connect(training.module)
+
+
+def _size_of_module(module: nn.Module, precision: Precision, **devices: Any) -> TrainingSize:
+    parameters = list(module.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    return TrainingSize(
+        module=module,
+        precision=precision,
+        **devices,
+        parameters=_bytes(parameters),
+        trainable_parameters=_bytes(trainable),
+        trainable_numel=sum(parameter.numel() for parameter in trainable),
+        largest_parameter=max((_bytes([parameter]) for parameter in parameters), default=0),
+        module_buffers=_bytes(module.buffers()),
+        optimizer_state=0,
+        optimizer_temporaries=0,
+        timeline=(),
+    )
+
+
+class _SplitsLayers(Exception):  # noqa: N818 - not an error: it ends configure_model
+    """The module has reached for its mesh, over which it splits its layers."""
+
+
+class _NoMesh:
+    """The mesh of a module that is measured on one device."""
+
+    def __getitem__(self, name: object) -> Any:
+        raise _SplitsLayers
+
+    def __getattr__(self, name: str) -> Any:
+        raise _SplitsLayers
+
+
+def _configure(module: Any) -> None:
+    """Run ``configure_model`` of a module up to where it splits layers over a mesh, of which there is none."""
+    configure_model = getattr(module, "configure_model", None)
+    if configure_model is None:
+        return
+    mesh = _NoMesh()
+    if isinstance(module, TrainerAccess):
+        module.attach(cast("Any", SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh))))
+    else:
+        module.device_mesh = mesh
+    with suppress(_SplitsLayers):
+        configure_model()
+    if isinstance(module, TrainerAccess):
+        module.attach(None)
+    else:
+        del module.device_mesh
 
 
 def replace_by_fake(module: nn.Module) -> None:
@@ -194,16 +272,22 @@ def _run(
     precision.backward(loss)
 
 
-def _record_outputs(module: nn.Module) -> dict[str, int]:
-    """Return a dict that a forward pass fills with the bytes of each layer's outputs."""
+def _record_layers(module: nn.Module, memory: LiveMemory) -> tuple[dict[str, int], dict[str, int]]:
+    """Return dicts that a forward pass fills with the bytes of each layer's outputs, and of what it saves."""
     outputs: dict[str, int] = {}
+    saved: dict[str, int] = {}
 
-    def record(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+    def begin(name: str, _layer: nn.Module, _inputs: Any) -> None:
+        saved[name] = saved.get(name, 0) - memory.live
+
+    def end(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        saved[name] += memory.live
         outputs[name] = outputs.get(name, 0) + sum(tensor.nbytes for tensor in tensors_in(output))
 
     for name, layer in module.named_modules():
-        layer.register_forward_hook(partial(record, name))
-    return outputs
+        layer.register_forward_pre_hook(partial(begin, name))
+        layer.register_forward_hook(partial(end, name))
+    return outputs, saved
 
 
 def _step_of(training: TrainingSetup, module: Any) -> Callable[[Any], Tensor]:
@@ -312,6 +396,11 @@ class LiveMemory(DispatchMode):
         self._live = self._live_gradients = self._largest = self._before_step = 0
         self.timeline: list[tuple[int, int]] = []
         self._is_in_step = False
+
+    @property
+    def live(self) -> int:
+        """Bytes of the storages that live now."""
+        return self._live
 
     def begin_step(self, batch: Any) -> None:
         """Begin the timeline; the batch counts as activations."""

@@ -51,7 +51,7 @@ def measure(loop: OwnLoop, name: str) -> Machine:
         device=accelerator.get_device_name(clock.device) or f"{os.cpu_count()} processors",
         device_type=clock.device.type,
         devices=clock.ranks_per_machine,
-        memory=_memory(clock),
+        memory=device_memory(clock.device, clock.ranks_per_machine),
         flops=flops,
         memory_bandwidth=_copy_bandwidth(clock),
         operation_latency=_operation_latency(clock),
@@ -155,11 +155,11 @@ def _host_bandwidth(clock: _Clock) -> float:
     return _COPIED / clock.seconds(lambda: target.copy_(on_host, non_blocking=True))
 
 
-def _memory(clock: _Clock) -> int:
+def device_memory(device: torch.device, ranks_per_machine: int) -> int:
     """Return the memory of a device in bytes; for CPUs, a rank's share of the machine's memory."""
-    if clock.device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // clock.ranks_per_machine
-    return int(torch.get_device_module(clock.device).mem_get_info(clock.device)[1])
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_machine
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 # Collectives

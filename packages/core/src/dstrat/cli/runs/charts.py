@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
+from dstrat.errors import RequestError
 from dstrat.training.loggers.logger import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from matplotlib.figure import Figure
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 # Colours that differ for most colour-blind people, on white and on black (after Okabe and Ito).
 COLORS = ("#2f8fd6", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56d0e9", "#999999", "#b8860b")
 _INK = "#010203"  # stands for the colour of the page's text, which depends on its theme
+_FORMATS = (".html", ".pdf", ".png", ".svg")
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
 
 
@@ -108,6 +111,28 @@ def _line(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[int, int]]:
 # With matplotlib
 
 
+def check_suffix(path: Path, option: str) -> None:
+    """Raise RequestError if a file that an option names has no suffix of a picture."""
+    if path.suffix not in _FORMATS:
+        raise RequestError(f"{option} {str(path)!r} must end in one of {', '.join(_FORMATS)}")
+
+
+@contextmanager
+def chart_style(ink: str = "black") -> Iterator[None]:
+    """Let figures that are made within have the style of all charts, with text and axes in a colour.
+
+    Raises:
+        MissingRequirementError: matplotlib is not installed.
+    """
+    require("matplotlib", "a chart", extra="report")
+    import matplotlib as mpl
+
+    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    colors: dict[Any, Any] = dict.fromkeys(names, ink)
+    with mpl.rc_context({**colors, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        yield
+
+
 def make_figure(title: str, curves: Sequence[Curve], *, ink: str = "black", unit: str = "") -> Figure:
     """Return a chart of curves over the optimizer step.
 
@@ -120,13 +145,9 @@ def make_figure(title: str, curves: Sequence[Curve], *, ink: str = "black", unit
     Raises:
         MissingRequirementError: matplotlib is not installed.
     """
-    require("matplotlib", "a chart", extra="report")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    with chart_style(ink):
+        from matplotlib.figure import Figure
 
-    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    colors: dict[Any, Any] = dict.fromkeys(names, ink)
-    with mpl.rc_context({**colors, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         axes = figure.subplots()
         for number, curve in enumerate(curves):
@@ -144,10 +165,19 @@ def make_figure(title: str, curves: Sequence[Curve], *, ink: str = "black", unit
 
 
 def make_svg(title: str, curves: Sequence[Curve], *, unit: str = "") -> str:
-    """Return a chart as the SVG element of a page, with the colour of the page's text."""
+    """Return a chart of curves as the SVG element of a page, with the colour of the page's text."""
+    return svg_of(lambda ink: make_figure(title, curves, ink=ink, unit=unit))
+
+
+def svg_of(make: Callable[[str], Figure]) -> str:
+    """Return a chart as the SVG element of a page, with the colour of the page's text.
+
+    Args:
+        make: Returns the chart with text and axes in a colour.
+    """
+    figure, file = make(_INK), io.StringIO()  # before the import, so that a missing matplotlib is explained
     import matplotlib as mpl
 
-    figure, file = make_figure(title, curves, ink=_INK, unit=unit), io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text, which can be found and copied
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     _, start, rest = file.getvalue().partition("<svg ")  # without the XML header

@@ -8,13 +8,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from dstrat.cli.runs.charts import Curve, draw_in_terminal, make_svg, render, save_figure
+from dstrat.cli.runs.charts import Curve, check_suffix, draw_in_terminal, make_svg, render, save_figure
 from dstrat.cli.runs.command import NO_RUNS
 from dstrat.cli.runs.record import check_metric, find_runs, select_runs
 from dstrat.errors import RequestError
 
 _MOST_RUNS = 6  # that are drawn where none are named
-_FORMATS = (".html", ".pdf", ".png", ".svg")
 _LINES = 16
 
 
@@ -29,8 +28,8 @@ def plot(metric: str, runs: tuple[str, ...], output: Path | None) -> None:
     the newest below the working directory are drawn.  Files need the extra dstrat[report]; an HTML page is one file,
     which needs no network.
     """
-    if output is not None and output.suffix not in _FORMATS:
-        raise RequestError(f"--output {str(output)!r} must end in one of {', '.join(_FORMATS)}")
+    if output is not None:
+        check_suffix(output, "--output")
     listed = select_runs(runs) if runs else find_runs([Path()])
     if not listed:
         raise RequestError(NO_RUNS)

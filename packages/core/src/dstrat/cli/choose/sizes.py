@@ -1,0 +1,100 @@
+"""Sizes of a training for batches of any size: a few are measured, and others are on the line through them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dstrat.interfaces.memory import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dstrat.interfaces.memory import TrainingSize
+
+_MEASURED = 3
+"""Number of sizes after which a line through the first two can be checked."""
+
+
+class TrainingSizes:
+    """Sizes of a training with one precision.
+
+    A step on fake tensors takes seconds for a large model.  Bytes and operations of most models grow with the batch
+    along a line: once three measured batches show that, no other is measured.  Batches of one sample are, as torch
+    views tensors there that it copies otherwise.
+
+    Args:
+        measure: Returns the sizes for a batch size; None is the batch of the training.
+    """
+
+    def __init__(self, measure: Callable[[int | None], TrainingSize]) -> None:
+        self._measure = measure
+        self._measured: dict[int, TrainingSize] = {}
+        self._default: TrainingSize | None = None
+        self._grows_along_line = False
+
+    def of_training(self) -> TrainingSize:
+        """Return the sizes for the batch of the training."""
+        if self._default is None:
+            self._default = self._measure(None)
+            self._add(self._default)
+        return self._default
+
+    def of(self, batch_size: int) -> TrainingSize:
+        """Return the sizes for a batch size."""
+        if batch_size in self._measured:
+            return self._measured[batch_size]
+        if self._grows_along_line and batch_size > 1:
+            first, second, *_ = self._several()
+            return _on_line(first, second, batch_size)
+        size = self._measure(batch_size)
+        self._add(size, batch_size)
+        return size
+
+    def _add(self, size: TrainingSize, batch_size: int | None = None) -> None:
+        self._measured[size.batch_size if batch_size is None else batch_size] = size
+        several = self._several()
+        if len(several) == _MEASURED:
+            first, second, third = several
+            self._grows_along_line = _is_on_line(first, second, third)
+
+    def _several(self) -> list[TrainingSize]:
+        # A training without tensors of samples has one size for all batches.
+        return [size for batch_size, size in self._measured.items() if size.batch_size == batch_size > 1]
+
+
+def _is_on_line(first: TrainingSize, second: TrainingSize, third: TrainingSize) -> bool:
+    if len({len(one.timeline) for one in (first, second, third)}) > 1:
+        return False
+    return _growing(_on_line(first, second, third.batch_size)) == _growing(third)
+
+
+def _growing(size: TrainingSize) -> tuple[Any, ...]:
+    return size.timeline, size.outputs, size.saved, size.work
+
+
+def _on_line(first: TrainingSize, second: TrainingSize, batch_size: int) -> TrainingSize:
+    """Return the sizes on the line through two others, of the same operations."""
+    offset, distance = batch_size - first.batch_size, second.batch_size - first.batch_size
+
+    def between(one: int, other: int) -> int:
+        return one + (other - one) * offset // distance
+
+    def of_layers(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+        return {name: between(value, other[name]) for name, value in one.items()}
+
+    return dataclasses.replace(
+        first,
+        batch_size=batch_size,
+        timeline=tuple(
+            (between(activations, other), gradients)
+            for (activations, gradients), (other, _) in zip(first.timeline, second.timeline, strict=True)
+        ),
+        outputs=of_layers(first.outputs, second.outputs),
+        saved=of_layers(first.saved, second.saved),
+        work=Work(
+            flops=between(first.work.flops, second.work.flops),
+            moved=between(first.work.moved, second.work.moved),
+            operations=first.work.operations,
+        ),
+    )
