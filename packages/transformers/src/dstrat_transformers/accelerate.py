@@ -1,0 +1,226 @@
+"""Accelerate's Accelerator with a strategy of dstrat; nothing of Accelerate's that is private is used."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_to_fp32
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from dstrat.errors import ConflictError, MisuseError
+from dstrat_transformers.prepared_model import PreparedModel, names_in_groups
+from dstrat_transformers.session import current_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from dstrat.interfaces.strategy import Strategy
+
+_PLUGINS = {  # of the state of an Accelerator, and how a program asks for them
+    "fsdp_plugin": "fsdp",
+    "deepspeed_plugin": "deepspeed",
+    "megatron_lm_plugin": "megatron_lm_plugin",
+    "parallelism_config": "parallelism_config",
+}
+
+
+class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by mypy
+    """An Accelerator whose models are trained by the strategy that :func:`use` has selected.
+
+    It takes the arguments of Accelerator, whose processes, precision, data, trackers and files it has; the strategy
+    wraps or shards the model, synchronizes gradients, clips, and steps.  One model is prepared at a time, together with
+    its optimizers, and stays the same object.
+
+    Args:
+        *args: As of Accelerator.
+        **kwargs: As of Accelerator.
+
+    Raises:
+        MisuseError: No strategy has been selected, or Accelerate has been used before.
+        ConflictError: Another way of distribution was requested from Accelerate.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._select_strategy()
+
+    @classmethod
+    def convert(cls, accelerator: Accelerator) -> None:
+        """Turn an Accelerator that another library has made, and not used yet, into one with a strategy."""
+        accelerator.__class__ = cls
+        accelerator._select_strategy()  # noqa: SLF001 - of this class
+
+    def _select_strategy(self) -> None:
+        session = current_session()
+        if self.num_processes != session.world_size:
+            raise MisuseError(
+                f"Accelerate knows of {self.num_processes} processes, and there are {session.world_size}: call "
+                "dstrat_transformers.use before TrainingArguments, Accelerator or PartialState are made"
+            )
+        for name, option in _PLUGINS.items():
+            if getattr(self.state, name, None) is not None:
+                raise ConflictError(
+                    f"{option} distributes the model in Accelerate, and dstrat_transformers.use has selected the "
+                    f"strategy {session.request.strategy!r}: leave one of the two out"
+                )
+        if self.state.dynamo_plugin.backend.value != "NO":
+            raise ConflictError(
+                "torch_compile, or Accelerate's dynamo_backend, compiles the model around the strategy's step, which "
+                "is not possible: leave it out"
+            )
+        self._strategy = session.make_strategy(self.mixed_precision)
+        self._prepared: PreparedModel | None = None
+        self.native_amp, self.scaler = False, None  # the strategy's precision has both
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, with its environment set up."""
+        return self._strategy
+
+    @property
+    def prepared_model(self) -> PreparedModel:
+        """The model that was prepared.
+
+        Raises:
+            MisuseError: None was.
+        """
+        if self._prepared is None:
+            raise MisuseError("no model is prepared: call accelerator.prepare(model, optimizer) first")
+        return self._prepared
+
+    # Preparation
+
+    @override
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        models = [one for one in args if isinstance(one, Module)]
+        optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, StrategyOptimizer)]
+        if len(models) > 1:
+            raise ConflictError(
+                f"prepare got {len(models)} models, and a strategy has one: prepare the one that is trained, and put "
+                "further ones on accelerator.device"
+            )
+        if optimizers and not models:
+            raise MisuseError("prepare got an optimizer without its model, which the strategy may shard: pass both")
+        wrapped: dict[int, Any] = {}
+        if optimizers:
+            prepared = self._set_up(models[0], optimizers)
+            wrapped = {id(one): StrategyOptimizer(one, prepared) for one in optimizers}
+        return super().prepare(*(wrapped.get(id(one), one) for one in args), device_placement=device_placement)
+
+    @override
+    def prepare_model(self, model: Module, device_placement: Any = None, evaluation_mode: bool = False) -> Module:
+        if self._prepared is None or PreparedModel.of(model) is not self._prepared:
+            self._set_up(model, [])
+        if not any(one is model for one in self._models):
+            self._models.append(model)
+        return model
+
+    def _set_up(self, model: Module, optimizers: list[Optimizer]) -> PreparedModel:
+        names = {one: names_in_groups(one, model) for one in optimizers}  # before parameters are replaced
+        earlier = PreparedModel.of(model)
+        if earlier is not None and earlier is not self._prepared:  # of another Accelerator
+            earlier.release()
+        if self._prepared is not None:
+            self._prepared.release()
+            self._strategy = current_session().make_strategy(self.mixed_precision)
+        convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
+        self._prepared = PreparedModel(model, self._strategy, names, convert, earlier)
+        return self._prepared
+
+    # Steps
+
+    @override
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if "learning_rate" in kwargs:
+            raise ConflictError(
+                "LOMO steps within the backward pass, and a strategy after it: choose another optimizer"
+            )
+        steps = self.gradient_accumulation_steps
+        self.prepared_model.backward(loss if steps == 1 else loss / steps, **kwargs)
+
+    @contextmanager
+    @override
+    def no_sync(self, model: Module) -> Iterator[None]:
+        with self._strategy.no_backward_sync():
+            yield
+
+    @contextmanager
+    @override
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        with self._strategy.precision_plugin.forward_context():
+            yield
+
+    @override
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        self.prepared_model.unscale()
+
+    @override
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
+        if norm_type != 2:
+            raise ConflictError(f"clip_grad_norm_ got norm_type={norm_type!r}, and strategies clip by the 2-norm")
+        self._check_all(parameters, "clip_grad_norm_")
+        return self.prepared_model.clip_by_norm(float(max_norm))
+
+    @override
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        self._check_all(parameters, "clip_grad_value_")
+        for optimizer in self._strategy.optimizers:
+            self._strategy.clip_gradients(optimizer, clip_value, "value")
+
+    def _check_all(self, parameters: Iterable[Tensor], caller: str) -> None:
+        """Refuse to clip the gradients of some parameters, as strategies clip all that are trained."""
+        present = set(map(id, parameters))
+        trained = (parameter for parameter in self.prepared_model.model.parameters() if parameter.requires_grad)
+        if any(id(parameter) not in present for parameter in trained):
+            raise ConflictError(
+                f"{caller} got some of the trained parameters, and a strategy clips all of them: pass "
+                "model.parameters()"
+            )
+
+    # State
+
+    @override
+    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
+        prepared = PreparedModel.of(model)
+        if prepared is not None:
+            return prepared.state_dict()
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return state
+
+
+class StrategyOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not imported by mypy
+    """An optimizer that steps by its model's strategy, where the accumulated gradients are complete.
+
+    Args:
+        optimizer: The program's optimizer.
+        prepared: The model.
+    """
+
+    def __init__(self, optimizer: Optimizer, prepared: PreparedModel) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._prepared = prepared
+        self._is_accelerate_prepared = True  # by which an Accelerator knows those that it has prepared
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self._prepared.step(self.optimizer, closure)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._prepared.optimizer_state(self.optimizer)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._prepared.load_optimizer_state(self.optimizer, state_dict)
+
+
+def _unchanged(output: Any) -> Any:
+    return output

@@ -1,0 +1,216 @@
+"""A model that a strategy has set up for the loop of another library."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import ConflictError, MisuseError
+from dstrat.own_loop.steps import FunctionSteps, Settings
+from dstrat_transformers.models import is_peft, is_pretrained_model
+from dstrat_transformers.module import HFModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.strategy import Strategy
+
+
+class PreparedModel:
+    """A model with its optimizers in a strategy, from its set-up to :meth:`release`.
+
+    The model stays the object that the program has: its ``forward`` is replaced by one that runs it as a step of the
+    strategy, a training step where gradients are enabled.  Optimizers stay too, and get the parameters that the
+    strategy has made of the model's.
+
+    Args:
+        model: The model; one of transformers or peft gets an HFModule, which knows its layers.
+        strategy: The strategy, with its environment set up.
+        names: For each optimizer, the result of :func:`names_in_groups`.
+        convert_output: Converts the output of each call.
+        earlier: The model's last preparation, which was released; None for a model that had none.
+
+    Attributes:
+        model: The model.
+        module: The module that the strategy has: the model, or the HFModule with it.
+        strategy: The strategy.
+        optimizers: The program's optimizers.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        strategy: Strategy,
+        names: Mapping[Optimizer, Sequence[Sequence[str]]],
+        convert_output: Callable[[Any], Any],
+        earlier: PreparedModel | None = None,
+    ) -> None:
+        self.model, self.strategy, self.optimizers = model, strategy, list(names)
+        self._names, self._convert_output, self._is_running = names, convert_output, False
+        self.module: Any = model
+        if earlier is not None:
+            self.module = earlier.module  # a strategy may have parked its shards
+        elif is_pretrained_model(model) or is_peft(model):
+            self.module = HFModule(model)
+        strategy.connect(self.module)
+        if isinstance(self.module, HFModule):
+            self.module.prepare(strategy)
+        strategy.step_methods = FunctionSteps
+        make_optimizers = self._with_new_parameters if names else None
+        strategy.setup(Settings(strategy=strategy, make_optimizers=make_optimizers))
+        if names:
+            strategy.check_set_up()
+        if strategy.compiled_steps() is not None:
+            raise ConflictError(
+                f"{type(strategy).__name__} runs forward and backward passes together here, which the loops of other "
+                "libraries take apart: use dstrat.Trainer with it, or choose another layout"
+            )
+        self._forward = model.forward
+
+        @functools.wraps(self._forward)  # by which libraries read the signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(*args, **kwargs)
+
+        # On the instance, as Accelerate itself does it for autocast: the model's class and hooks stay.
+        model.forward = forward
+        forward.prepared_model = self  # type: ignore[attr-defined]  # which lives as long as the model
+
+    @staticmethod
+    def of(model: Any) -> PreparedModel | None:
+        """Return the preparation of a model; None if no strategy has set it up."""
+        return getattr(model.__dict__.get("forward"), "prepared_model", None)
+
+    def _with_new_parameters(self, _: Module) -> list[Optimizer]:
+        """Return the optimizers with the parameters that the model has now, by name."""
+        parameters = dict(self.model.named_parameters())
+        for optimizer, names in self._names.items():
+            for group, names_of_group in zip(optimizer.param_groups, names, strict=True):
+                group["params"] = [parameters[name] for name in names_of_group]
+        return self.optimizers
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model was set up with optimizers."""
+        return bool(self.optimizers)
+
+    # Steps
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's ``forward`` as a step."""
+        if self._is_running:  # called by itself, or by the strategy
+            return self._forward(*args, **kwargs)
+        is_training = self.is_trained and torch.is_grad_enabled()
+        run_step = self.strategy.training_step if is_training else self.strategy.validation_step
+        self._is_running = True
+        try:
+            # Keyword arguments are the batch of a step, as a strategy may divide one.
+            output = run_step(lambda batch: self._forward(*args, **batch), kwargs)
+        finally:
+            self._is_running = False
+        if not is_training:
+            self.strategy.accelerator.end_graph("evaluation_step")
+        return self._convert_output(output)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of a loss."""
+        self.strategy.backward(loss, **kwargs)
+        self.strategy.accelerator.end_graph("backward")
+
+    def unscale(self) -> None:
+        """Undo a loss scale in the gradients."""
+        for optimizer in self.strategy.optimizers:
+            self.strategy.unscale_gradients(optimizer)
+
+    def clip_by_norm(self, limit: float) -> Tensor | None:
+        """Clip all gradients to a norm, and return their norm before; collective.
+
+        Returns:
+            The norm; None where only the strategy's step knows it.
+        """
+        self.unscale()
+        norm = _total_norm(self.model.parameters())
+        if not math.isinf(limit):
+            for optimizer in self.strategy.optimizers:
+                self.strategy.clip_gradients(optimizer, limit)
+        return norm
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Step one of the program's optimizers; the closure computes the loss again, for those that need it."""
+        self.strategy.optimizer_step(self._stepped(optimizer), closure or (lambda: None), self.strategy.model)
+        self.strategy.accelerator.end_graph("optimizer_step")
+
+    def _stepped(self, optimizer: Optimizer) -> Optimizer:
+        """Return the strategy's optimizer for one of the program's, which it may have replaced."""
+        return self.strategy.optimizers[next(i for i, one in enumerate(self.optimizers) if one is optimizer)]
+
+    # State, by the names that the program knows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state of the model; of a strategy that shards it on global rank 0 only; collective."""
+        prefix = self._prefix
+        return {name.removeprefix(prefix): value for name, value in self.strategy.module_state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a full state of the model, of which that of global rank 0 counts; collective."""
+        self.strategy.load_module_state_dict({self._prefix + name: value for name, value in state.items()})
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.module is self.model else "model."
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer as its ``state_dict`` has it; collective if the strategy shards it."""
+        if self.strategy.replicates_state:
+            return optimizer.state_dict()
+        return self.strategy.optimizer_state(self._stepped(optimizer))
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a full state of an optimizer, as its ``state_dict`` has it; collective."""
+        self.strategy.load_optimizer_state(self._stepped(optimizer), state)
+
+    # The end
+
+    def release(self) -> None:
+        """Give the model back its ``forward``, and end the strategy, without the communication of the program."""
+        del self.model.forward
+        # It belongs to the session, and other strategies use it.
+        self.strategy.close_communication = lambda **_: None  # type: ignore[attr-defined]
+        self.strategy.teardown()
+
+
+def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer.
+
+    Raises:
+        MisuseError: The model does not have one of them.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    try:
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise MisuseError(
+            f"{type(optimizer).__name__} has a parameter that {type(model).__name__} does not have: prepare a model "
+            "together with the optimizers of its parameters"
+        ) from None
+
+
+@torch.no_grad()
+def _total_norm(parameters: Iterable[Parameter]) -> Tensor | None:
+    """Return the norm of all gradients, of sharded ones over their ranks; collective; None without gradients."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+    full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: Tensor | None = torch.linalg.vector_norm(torch.stack(full)) if len(full) > 1 else next(iter(full), None)
+    return total

@@ -1,0 +1,145 @@
+"""transformers' Trainer with a strategy of dstrat; what is private to the Trainer of versions 5 is named here only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer
+
+from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.strategy_state import read_checkpoint
+from dstrat.errors import CheckpointError, ConflictError
+from dstrat.own_loop import checkpoint
+from dstrat_transformers.accelerate import DstratAccelerator
+from dstrat_transformers.models import is_peft, is_pretrained_model
+from dstrat_transformers.prepared_model import PreparedModel
+from dstrat_transformers.saving import save_pretrained
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from dstrat.interfaces.strategy import Strategy
+
+SHARDS = "dstrat"
+"""Name of the folder in a checkpoint of the Trainer with the state of a strategy that shards it."""
+
+_ARGUMENTS, _SCHEDULER = "training_args.bin", "scheduler.pt"  # names of the Trainer's files
+
+
+class StrategyTrainer:
+    """Base of a Trainer whose model is trained by the strategy that :func:`use` has selected.
+
+    It comes before a Trainer among the bases of a class; :func:`with_strategy` makes one.  Data, loss, loop, callbacks,
+    logs and files are the Trainer's.  Where the strategy shards the state, checkpoints have the weights for
+    ``from_pretrained``, and in the folder ``dstrat`` the portable format, instead of ``optimizer.pt``.
+    """
+
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, with its environment set up."""
+        strategy: Strategy = self.accelerator.strategy
+        return strategy
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether each process has shards of the model now."""
+        return PreparedModel.of(self.model) is not None and not self.strategy.replicates_state
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
+        DstratAccelerator.convert(self.accelerator)
+        if self.args.save_only_model and self.args.load_best_model_at_end and not self.strategy.replicates_state:
+            raise ConflictError(
+                "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True "
+                "loads a model: leave one of the two out"
+            )
+
+    def _move_model_to_device(self, model: Module, device: torch.device) -> None:
+        """Do nothing: the strategy moves the model, or its shards only."""
+
+    def get_tp_size(self) -> int:
+        """Return the number of processes that read the same batch."""
+        readers = self.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+        return self.strategy.world_size // readers
+
+    def _has_mixed_mesh_grads(self, model: Module) -> bool:  # noqa: ARG002 - the Trainer's signature
+        return False  # the accelerator computes the norm over all meshes
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if PreparedModel.of(self.model) is None:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        with self.strategy.evaluation_context():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # Files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self._is_sharded:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        trainer: Any = self
+        folder = Path(output_dir or self.args.output_dir)
+        if is_pretrained_model(self.model) or is_peft(self.model):
+            save_pretrained(self.strategy.module, folder, strategy=self.strategy)
+            if self.args.should_save:
+                processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+                if processing is not None:
+                    processing.save_pretrained(folder)
+                torch.save(self.args, folder / _ARGUMENTS)
+        else:
+            trainer._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))  # noqa: SLF001 - the Trainer's
+        if self.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_sharded:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        path = Path(output_dir, SHARDS)
+        if self.strategy.broadcast(path.exists()):  # the Trainer writes over checkpoints of an earlier run
+            self.strategy.remove_checkpoint(path)
+            self.strategy.barrier("remove_checkpoint")
+        checkpoint.save(self.strategy, path, {}, (), ())
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))  # type: ignore[attr-defined]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Module | None = None) -> None:
+        if not self._is_sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif not Path(resume_from_checkpoint, SHARDS).exists():  # otherwise loaded with the optimizer
+            raise CheckpointError(
+                f"checkpoint {resume_from_checkpoint!r} has no folder {SHARDS!r}, and the model is sharded already: "
+                "resume in a new Trainer, before train or evaluate"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        path = None if checkpoint_folder is None else Path(checkpoint_folder, SHARDS)
+        if path is None or not path.exists():
+            super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
+            return
+        checkpoint.load(self.strategy, path, (), ())
+        scheduler = torch.load(path.with_name(_SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)  # type: ignore[attr-defined]
+
+    def _load_best_model(self) -> None:
+        if not self._is_sharded:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        path = Path(self.state.best_model_checkpoint, SHARDS)
+        read_checkpoint(self.strategy, io_for(path, self.strategy.checkpoint_io), path, has_optimizers=False)
+
+
+def with_strategy(trainer_class: type[Any]) -> type[Any]:
+    """Return a class of Trainers, such as ``trl.SFTTrainer``, with the strategy that :func:`use` has selected."""
+    return type(trainer_class.__name__, (StrategyTrainer, trainer_class), {"__module__": trainer_class.__module__})
+
+
+class DstratTrainer(StrategyTrainer, Trainer):  # type: ignore[misc]  # not imported by mypy
+    """transformers' Trainer with the strategy that :func:`use` has selected; its arguments are those of the Trainer."""

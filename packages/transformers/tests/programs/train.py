@@ -1,0 +1,142 @@
+"""A program that trains with transformers' Trainer, its own or with a strategy, and writes what it has logged.
+
+    python train.py OUT STRATEGY DEVICES '{"name": {"learning_rate": 0.1}}'
+
+STRATEGY is ``own`` for the Trainer itself, in this process or under torchrun.  The last argument has one training after
+the other: arguments of TrainingArguments, and those of ``train`` below.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+
+OUT, STRATEGY, DEVICES = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+if STRATEGY != "own":
+    import dstrat_transformers
+
+    dstrat_transformers.use(STRATEGY, accelerator="cpu", devices=DEVICES)
+
+import numpy as np  # noqa: E402 - the process that starts others needs none of these
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+Trainer = transformers.Trainer if STRATEGY == "own" else dstrat_transformers.DstratTrainer
+
+DEFAULTS = {
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 1,
+    "eval_strategy": "epoch",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+def rows(number):
+    """Sequences of which different numbers of tokens count."""
+    made = []
+    for index in range(number):
+        tokens = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[3 + index % 9 :] = -100
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def llama(**changes):
+    torch.manual_seed(1)
+    values = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**values, **changes}))
+
+
+def with_adapters(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+class Events(transformers.TrainerCallback):
+    def __init__(self):
+        self.names = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.names.append("train_begin")
+
+    def on_save(self, args, state, control, **kwargs):
+        self.names.append(f"save {state.global_step}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.names.append("train_end")
+
+
+def accuracy(prediction):
+    predicted = np.argmax(prediction.predictions[:, :-1], axis=-1)
+    labels = prediction.label_ids[:, 1:]
+    return {"accuracy": float((predicted == labels)[labels != -100].mean()), "number": int((labels != -100).sum())}
+
+
+def train(folder, *, resume=None, adapters=False, evaluates_first=False, trainings=1, config=None, **options):
+    model = llama(**(config or {}))
+    events = Events()
+    trainer = Trainer(
+        model=with_adapters(model) if adapters else model,
+        args=transformers.TrainingArguments(output_dir=str(folder), **{**DEFAULTS, **options}),
+        train_dataset=rows(48),
+        eval_dataset=rows(10),
+        compute_metrics=accuracy,
+        callbacks=[events],
+    )
+    first = trainer.evaluate()["eval_loss"] if evaluates_first else None
+    for _ in range(trainings):
+        result = trainer.train(resume_from_checkpoint=resume)
+    evaluation, predictions = trainer.evaluate(), trainer.predict(rows(7)).predictions
+    trainer.save_model(str(folder / "model"))
+    history = trainer.state.log_history
+    return {
+        "first": first,
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "rates": [entry["learning_rate"] for entry in history if "learning_rate" in entry],
+        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "accuracy": evaluation["eval_accuracy"],
+        "number": evaluation["eval_number"],
+        "predicted": list(predictions.shape),
+        "sum": float(np.abs(predictions).sum()),
+        "events": events.names,
+        "training_loss": result.training_loss,
+        "world_size": trainer.args.world_size,
+    }
+
+
+def main():
+    for name, options in json.loads(sys.argv[4]).items():
+        result = train(OUT / name, **options)
+        if result["world_size"] == 1 or torch.distributed.get_rank() == 0:
+            (OUT / name / "result.json").write_text(json.dumps(result))
+
+
+main()
