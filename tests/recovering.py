@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import dstrat.strategies
-from dstrat import Callback, ModelCheckpoint, Trainer, TrainModule
+from dstrat import Callback, InMemoryCheckpoint, ModelCheckpoint, Trainer, TrainModule
 
 NUM_SAMPLES = 200
 
@@ -93,17 +93,19 @@ class Fail(Callback):
 
 def main(strategy, method, case, num_epochs="1"):
     torch.manual_seed(0)
+    in_memory = [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5)]
+    checkpoints = in_memory if case == "killed, in memory" else [ModelCheckpoint(every_n_train_steps=5)]
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=getattr(dstrat.strategies, strategy)(start_method=method),
         max_epochs=int(num_epochs),
-        max_restarts=20 if case == "killed" else 3,
+        max_restarts=20 if case.startswith("killed") else 3,
         log_every_n_steps=1,
         default_root_dir=".",
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(every_n_train_steps=5), Diary(), Fail(case)],
+        callbacks=[*checkpoints, Diary(), Fail(case)],
     )
     trainer.fit(Net(), DataLoader(Numbers(), batch_size=2, shuffle=True))
     if trainer.is_global_zero:

@@ -1,5 +1,6 @@
 """Jobs with ``max_restarts`` whose ranks are killed or raise: no sample is lost or repeated."""
 
+import itertools
 import os
 import random
 import re
@@ -65,6 +66,21 @@ def count_samples(folder):
     return counts
 
 
+def lost_batches(folder):
+    """Return how many batches of each attempt the next one has trained on again."""
+    lost, attempts = [], sorted({int(path.name.split("-")[1]) for path in folder.glob("start-*-0")})
+    for attempt, following in itertools.pairwise(attempts):
+        lines = [line for path in folder.glob(f"batches-{attempt}-*") for line in path.read_text().splitlines()]
+        begin = int((folder / f"start-{following}-0").read_text())
+        lost.append(max([int(line.split()[0]) for line in lines], default=begin) - begin)
+    return lost
+
+
+def memory_of(folder):
+    """Return the folder of checkpoints in memory of the runs in a folder."""
+    return Path(f"/dev/shm/dstrat-{os.geteuid()}", str(folder).lstrip("/"))
+
+
 def logged_steps(folder):
     (table,) = folder.glob("dstrat_logs/version_*/metrics.csv")
     return [int(line.split(",")[0]) for line in table.read_text().splitlines()[1:]]
@@ -117,6 +133,33 @@ def test_killed_ranks_lose_and_repeat_no_sample(start, undisturbed, tmp_path, st
     assert len(re.findall("attempt .* of 21 begins in ", err)) == kills
     assert not list(tmp_path.glob("**/.dstrat-*.tmp"))
     assert len(list(tmp_path.glob("**/checkpoints/*.ckpt"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kills", "num_epochs"),
+    [
+        ("FSDPStrategy", 3, 1),
+        *(
+            pytest.param(strategy, 20, 8, marks=[pytest.mark.variant, pytest.mark.slow, pytest.mark.timeout(900)])
+            for strategy in ("DDPStrategy", "FSDPStrategy")
+        ),
+    ],
+)
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint_in_memory(
+    start, undisturbed, tmp_path, strategy, kills, num_epochs
+):
+    process = start(strategy, "fork", "killed, in memory", num_epochs)
+    killed = kill_ranks(process, tmp_path, kills, seed=len(strategy))
+    out, err = process.communicate(800)
+    assert process.returncode == 0, err
+    assert killed == kills
+    assert f"{kills} restarts, {kills} failed attempts" in out
+    assert count_samples(tmp_path) == dict.fromkeys(((e, i) for e in range(num_epochs) for i in range(NUM_SAMPLES)), 1)
+    assert max(lost_batches(tmp_path)) < 10  # those since a save, or since the one before that was being written
+    weights = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(weights[name], value) for name, value in undisturbed(strategy, num_epochs).items())
+    assert len(list(tmp_path.glob("**/checkpoints/*.ckpt"))) == 1
+    assert not list(memory_of(tmp_path).glob("**/*.ckpt"))
 
 
 def test_same_error_after_the_same_step_ends_the_job(start, tmp_path):

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.gradient_accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
+    from dstrat.training.callbacks.in_memory_checkpoint import InMemoryCheckpoint as InMemoryCheckpoint
     from dstrat.training.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from dstrat.training.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
     from dstrat.training.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
@@ -125,6 +126,7 @@ _HOMES = {
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
     "GradientSyncStrategy": "dstrat.parallel.gradient_sync",
     "HyperparametersMixin": "dstrat.training.module.hyperparameters",
+    "InMemoryCheckpoint": "dstrat.training.callbacks.in_memory_checkpoint",
     "LambdaCallback": "dstrat.training.callbacks.lambda_callback",
     "Launcher": "dstrat.interfaces.launcher",
     "LearningRateFinder": "dstrat.training.callbacks.learning_rate_finder",

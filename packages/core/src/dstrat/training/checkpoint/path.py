@@ -16,6 +16,7 @@ from dstrat.checkpoint.paths import as_path, shown_path
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.checkpoint.torch_file import read_content
 from dstrat.errors import CheckpointError, MisuseError, StoreError
+from dstrat.training.checkpoint.in_memory import existing_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,7 +113,7 @@ def _search(run: Run, requested: CheckpointRequest) -> _SearchResult:
     if requested == "best":
         return _best(run)
     folders = _folders(run)
-    path = _newest(folders, run.strategy.checkpoint_io)
+    path = _newest([*folders, *existing_in_memory(folders)], run.strategy.checkpoint_io)
     if path is not None:
         return _SearchResult(path=str(path))
     if requested == "last":

@@ -1,0 +1,134 @@
+"""Callback that saves checkpoints in the memory of the machine, from which a restarted job resumes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from dstrat.checkpoint.paths import as_path
+from dstrat.checkpoint.strategy_state import unused_path
+from dstrat.errors import CheckpointError, ConflictError
+from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.checkpoint_name import EXTENSION
+from dstrat.training.callbacks.save_schedule import BackgroundSaves, check_count
+from dstrat.training.checkpoint.in_memory import (
+    folder_in_memory,
+    is_in_memory,
+    make_memory_root,
+    remove_empty_folders,
+)
+from dstrat.training.checkpoint.path import default_folder, remove_checkpoint
+from dstrat.training.loops.stopping import Interrupted, Terminated
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    from dstrat.training.module.train_module import TrainModule
+    from dstrat.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class InMemoryCheckpoint(Callback):
+    """Save checkpoints every few steps in the memory of the machine, beside those on the disk.
+
+    A rank that is killed, or an exception, then costs at most ``every_n_train_steps`` steps: ``max_restarts``,
+    ``resume="auto"`` and ``ckpt_path="last"`` take the checkpoint with the most steps, in memory or on the disk.  Each
+    rank copies its shard, and writes the copy in the background to ``/dev/shm``, which outlives all processes of the
+    job, and not the machine.  A ModelCheckpoint still writes those that are to stay.
+
+    The memory holds one complete checkpoint, and a second one while it is written.  It is freed when the fit completes,
+    or when a run that was resumed from it saves its next one; after a failure it stays until then.  As with
+    ``ModelCheckpoint(async_save=True)``, all saves of the run are in the background, one at a time.
+
+    Args:
+        every_n_train_steps: Number of optimizer steps between two saves.
+
+    Attributes:
+        ckpt_path: The checkpoint in memory; empty before the first one, and after a completed fit.
+
+    Raises:
+        RequestError: The number of steps is not positive.
+    """
+
+    runs_last = True
+    saves_checkpoints = True
+
+    def __init__(self, every_n_train_steps: int) -> None:
+        check_count("every_n_train_steps", every_n_train_steps, 1)
+        self.every_n_train_steps = every_n_train_steps
+        self.ckpt_path = ""
+        self._folder: Path | None = None
+        self._background: BackgroundSaves | None = None
+        self._saved_at_step = 0
+        self._is_complete = False
+
+    @override
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if trainer.num_nodes > 1:
+            raise ConflictError(
+                f"InMemoryCheckpoint is for the ranks of one machine, and num_nodes={trainer.num_nodes}: each machine "
+                "has its own memory.  Leave it out, or save to a disk of all machines, "
+                "ModelCheckpoint(every_n_train_steps=..., async_save=True)"
+            )
+        make_memory_root()
+        on_disk = getattr(trainer.checkpoint_callback, "dirpath", None)
+        self._folder = folder_in_memory(default_folder(trainer.run) if on_disk is None else as_path(on_disk))
+        self.ckpt_path, self._is_complete = "", False
+
+    @override
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._background = BackgroundSaves(trainer.strategy)
+        self._saved_at_step = trainer.global_step
+        point = trainer.run.save_point
+        resumed = trainer.ckpt_path if point is None or point.checkpoint is None else point.checkpoint
+        if resumed is not None and is_in_memory(resumed):
+            self.ckpt_path = str(resumed)  # freed as if this run had saved it
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._background is not None  # noqa: S101 - on_train_start comes first
+        self._background.check()  # a failed write ends the run now, not at the next save
+        # A batch may have several steps, and the batches before a step have none.
+        if trainer.global_step // self.every_n_train_steps > self._saved_at_step // self.every_n_train_steps:
+            self._save(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._is_complete = True
+
+    @override
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if self._background is not None and isinstance(exception, Interrupted | Terminated):
+            try:  # now, while the ranks can still communicate
+                self._background.wait()
+            except CheckpointError as error:
+                _log.error("%s", error)
+
+    @override
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        background, self._background = self._background, None
+        if background is None:
+            return
+        background.end()
+        if self._is_complete and self.ckpt_path:
+            path, self.ckpt_path = self.ckpt_path, ""
+            remove_checkpoint(trainer.strategy, path)
+            if trainer.is_global_zero:
+                remove_empty_folders(path)
+
+    def _save(self, trainer: Trainer) -> None:
+        assert self._folder is not None  # noqa: S101 - setup comes first
+        self._saved_at_step = trainer.global_step
+        previous, path = self.ckpt_path, self._folder / f"step={trainer.global_step}{EXTENSION}"
+        self.ckpt_path = str(unused_path(trainer.strategy, path))  # that of a failed run may be there
+        trainer.save_checkpoint(self.ckpt_path)
+        if previous:  # after this one is complete
+            remove_checkpoint(trainer.strategy, previous)

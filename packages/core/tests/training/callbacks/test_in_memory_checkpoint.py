@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dstrat import Callback, InMemoryCheckpoint, ModelCheckpoint
+from dstrat.errors import CheckpointError, ConflictError, RequestError
+from dstrat.training.checkpoint import in_memory
+
+ROOT = Path(f"/dev/shm/dstrat-{os.geteuid()}")
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+
+
+class Break(Callback):
+    """Raises after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("broken")
+
+
+def in_memory_of(folder):
+    return sorted(path.name for path in Path(f"{ROOT}{folder}").glob("**/*.ckpt"))
+
+
+@pytest.fixture
+def run(quiet_trainer, make_line, loader, tmp_path):
+    """Fit for 12 steps with checkpoints in memory after every fourth, until a step."""
+
+    def run(*callbacks, **options):
+        trainer = quiet_trainer(max_steps=12, callbacks=[ModelCheckpoint(), InMemoryCheckpoint(4), *callbacks])
+        trainer.fit(make_line(), loader(), **options)
+        return trainer
+
+    yield run
+    shutil.rmtree(f"{ROOT}{tmp_path}", ignore_errors=True)
+
+
+def test_a_failed_fit_resumes_from_the_newest_checkpoint_in_memory(run, tmp_path, caplog):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(10))
+    assert in_memory_of(tmp_path) == ["step=8.ckpt"]
+    steps = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer, module):
+            steps.append(trainer.global_step)
+
+    with caplog.at_level(logging.WARNING):
+        run(Start(), resume="auto")
+    assert steps == [8]
+    assert f"training resumes from {ROOT}" in caplog.text
+    assert in_memory_of(tmp_path) == []
+
+
+def test_a_completed_fit_frees_the_memory(run, tmp_path):
+    trainer = run()
+    assert in_memory_of(tmp_path) == []
+    assert not Path(f"{ROOT}{tmp_path}").exists()
+    assert trainer.callbacks[-1].ckpt_path == ""
+
+
+def test_a_checkpoint_on_the_disk_with_more_steps_is_taken(run, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(ModelCheckpoint(every_n_train_steps=9, state_key="more", save_top_k=-1), Break(10))
+    trainer = run(resume="auto")
+    assert "step=9" in str(trainer.ckpt_path)
+
+
+def test_a_name_that_a_failed_fit_has_used_is_not_written_over(run, tmp_path):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            run(Break(5))
+    assert in_memory_of(tmp_path) == ["step=4-v1.ckpt", "step=4.ckpt"]
+
+
+def test_several_machines_are_refused():
+    with pytest.raises(ConflictError, match="num_nodes=2: each machine has its own memory"):
+        InMemoryCheckpoint(4).setup(SimpleNamespace(num_nodes=2), None, "fit")
+
+
+def test_a_root_that_others_may_change_is_refused(monkeypatch, tmp_path, run):
+    monkeypatch.setattr(in_memory, "_MEMORY", tmp_path)
+    root = tmp_path / ROOT.name
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(CheckpointError, match="another user has created or may change"):
+        run()
+
+
+def test_a_system_without_such_memory_is_refused(monkeypatch, tmp_path, run):
+    monkeypatch.setattr(in_memory, "_MEMORY", tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="which this system does not have"):
+        run()
+
+
+def test_the_number_of_steps_must_be_positive():
+    with pytest.raises(RequestError, match="every_n_train_steps=0"):
+        InMemoryCheckpoint(0)
