@@ -35,10 +35,11 @@ STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "mesh(tp=
 HAS_NORMS = ("ddp", "fsdp", "mesh(tp=2)")  # DeepSpeed computes the norm within its step
 
 
-def run(folder, strategy, scenarios, devices=2, program="train.py"):
+def run(folder, strategy, scenarios, devices=2, program="train.py", *, by_torchrun=False):
     """Run trainings in one program, and return the folder with their results."""
     is_own = strategy == "own"
-    start = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if is_own and devices > 1 else []
+    by_torchrun |= is_own and devices > 1
+    start = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if by_torchrun else []
     folder.mkdir(exist_ok=True)
     command = [sys.executable, *start, str(PROGRAMS / program), str(folder), strategy, str(devices)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **({"ACCELERATE_USE_CPU": "true"} if is_own else {})}
@@ -62,9 +63,13 @@ def of_strategy(strategy, scenarios):
     return {name: {**batch, **options} for name, options in scenarios.items() if not options.get("adapters")}
 
 
+# TrainingArguments takes bf16 on the CPU only with use_cpu.
+IN_BFLOAT16 = {"bf16": {"bf16": True, "use_cpu": True, "max_steps": 4, "lr_scheduler_type": "constant"}}
+
+
 @pytest.fixture(scope="module")
 def own_ddp(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("own"), "own", SCENARIOS)
+    return run(tmp_path_factory.mktemp("own"), "own", {**SCENARIOS, **IN_BFLOAT16})
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -82,7 +87,7 @@ def trained(tmp_path_factory, strategy, own_ddp):
         "resumed_from_own": {"resume": str(own_ddp / "plain" / "checkpoint-5")},
         "resumed_adapters": {"adapters": True, "resume": str(folder / "adapters" / "checkpoint-5")},
     }
-    return run(folder, strategy, of_strategy(strategy, {**SCENARIOS, **resumed}))
+    return run(folder, strategy, of_strategy(strategy, {**SCENARIOS, **IN_BFLOAT16, **resumed}))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -98,6 +103,12 @@ def test_a_training_is_that_of_its_own_ddp(own_ddp, trained, strategy, name):
         assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     for key in ("rates", "predicted", "number", "events", "accuracy"):
         assert seen[key] == expected[key], key
+
+
+def test_a_training_in_bfloat16_is_close_to_its_own_ddp(own_ddp, trained):
+    seen = result(trained, "bf16")
+    assert seen["losses"] == pytest.approx(result(own_ddp, "bf16")["losses"], rel=5e-3)
+    assert seen["losses"][0] != result(trained, "plain")["losses"][0]  # of the same weights
 
 
 @pytest.mark.parametrize("name", ["resumed", "resumed_from_own", "resumed_adapters"])
@@ -123,6 +134,11 @@ def test_its_own_trainer_resumes_a_training_of_ddp(tmp_path, own_ddp):
     scenario = {"resumed": {"resume": str(trained / "plain" / "checkpoint-5")}}
     seen = result(run(tmp_path / "own", "own", scenario), "resumed")
     assert seen["losses"] == pytest.approx(result(own_ddp, "plain")["losses"], rel=1e-6)
+
+
+def test_processes_of_torchrun_are_taken_over(tmp_path, own_ddp):
+    folder = run(tmp_path, "ddp", {"unclipped": SCENARIOS["unclipped"]}, by_torchrun=True)
+    assert result(folder, "unclipped")["losses"] == pytest.approx(result(own_ddp, "unclipped")["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize("alias", ["ddp", "fsdp"])
@@ -177,6 +193,33 @@ dist.barrier()
     assert "rank 1 of 2 failed: ValueError: broken data" in ended.stderr
 
 
+def test_several_models_have_copies_of_one_strategy(tmp_path):
+    program = """
+from dstrat_fsdp import FSDPStrategy
+dstrat_transformers.use(FSDPStrategy(), accelerator="cpu", devices=2)
+import torch
+def made(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+accelerators = [dstrat_transformers.DstratAccelerator() for _ in range(2)]
+prepared = [accelerator.prepare(*made(seed)) for seed, accelerator in enumerate(accelerators)]
+for seed, (accelerator, (model, optimizer)) in enumerate(zip(accelerators, prepared)):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        plain, plain_optimizer = made(seed)
+        plain(torch.ones(2, 4)).sum().backward()
+        plain_optimizer.step()
+        print("differs by", max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items()))
+"""
+    ended = start(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    differences = [float(line.split()[-1]) for line in ended.stdout.splitlines() if line.startswith("differs by")]
+    assert differences == [pytest.approx(0, abs=1e-6)] * 2
+
+
 PREPARE = """
 use({strategy!r}, **two)
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -193,6 +236,7 @@ optimizer = torch.optim.AdamW(model.parameters())
     [
         (PREPARE.format(strategy="mesh(pp=2)") + "accelerator.prepare(model, optimizer)", "which the loops of other"),
         (PREPARE.format(strategy="mesh(cp=2)") + "accelerator.prepare(model, optimizer)", "leave cp out"),
+        ('use("ddp", **two)\ndstrat_transformers.DstratAccelerator(mixed_precision="fp16")', "choose 'bf16' or 'no'"),
         (PREPARE.format(strategy="ddp") + "accelerator.prepare(model, torch.nn.Linear(2, 2))", "a strategy has one"),
         (PREPARE.format(strategy="ddp") + "accelerator.prepare(optimizer)", "without its model"),
         ('use("ddp", **two)\nuse("ddp", **two)', "use was called twice"),
