@@ -179,6 +179,10 @@ def private_names(tree):
     return touched - own - TORCH_NAMES
 
 
+# Modules that override private methods of a dependency's class, which they import when they are imported.
+OVERRIDES = {"dstrat_transformers.trainer"}
+
+
 @pytest.mark.parametrize(
     ("adapter", "least"),
     [
@@ -198,7 +202,8 @@ def private_names(tree):
 )
 def test_private_names_of_a_dependency_are_in_one_file(trees, adapter, least):
     package = adapter.partition(".")[0]
-    touched = {name: private_names(tree) for name, tree in trees.items() if name.startswith(f"{package}.")}
+    modules = [name for name in trees if name.startswith(f"{package}.") and name not in OVERRIDES]
+    touched = {name: private_names(trees[name]) for name in modules}
     assert len(touched.pop(adapter)) >= least
     assert {name: names for name, names in touched.items() if names} == {}
 

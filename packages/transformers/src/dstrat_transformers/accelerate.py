@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, convert_to_fp32, recursively_apply
+from safetensors.torch import load_file
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -77,7 +81,10 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             )
         self._strategy = session.make_strategy(self.mixed_precision)
         self._prepared: PreparedModel | None = None
+        self._first_readers: list[int] | None = None
+        self._gathers_once = False
         self.native_amp, self.scaler = False, None  # the strategy's precision has both
+        self.register_load_state_pre_hook(self._load_sharded_model)
 
     @property
     def strategy(self) -> Strategy:
@@ -133,6 +140,79 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
         self._prepared = PreparedModel(model, self._strategy, names, convert, earlier)
         return self._prepared
+
+    # Data, of which several processes may read the same
+
+    @property
+    def _num_readers(self) -> int:
+        return self._strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+
+    @property
+    def _shares_batches(self) -> bool:
+        return self._num_readers < self._strategy.world_size
+
+    @override
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        if not self._shares_batches or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if self.dispatch_batches or self.split_batches:
+            raise ConflictError(
+                "dispatch_batches and split_batches divide batches among all processes, and some read the same batch "
+                f"with {type(self._strategy).__name__}: leave them out"
+            )
+        sampler = data_loader.sampler
+        if isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None:
+            # Accelerate gives it one too, where it divides the data: then the order depends on nothing else.
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            sampler.generator = torch.Generator().manual_seed(self._strategy.broadcast(seed))
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self._num_readers,
+            process_index=self._strategy.distributed_sampler_kwargs.get("rank", 0),
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    @override
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if not self._shares_batches:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if use_gather_object:
+            raise ConflictError(
+                f"gather_for_metrics gathers only tensors with {type(self._strategy).__name__}, where some processes "
+                "have the same ones: leave use_gather_object out"
+            )
+        self._gathers_once = True
+        try:
+            return super().gather_for_metrics(input_data)
+        finally:
+            self._gathers_once = False
+
+    @override
+    def gather(self, tensor: Any) -> Any:
+        gathered = super().gather(tensor)
+        return recursively_apply(self._first_of_each_reader, gathered) if self._gathers_once else gathered
+
+    def _first_of_each_reader(self, gathered: Tensor) -> Tensor:
+        """Return the values of one process of those that read the same, in the order of the data."""
+        if self._first_readers is None:
+            index = self._strategy.distributed_sampler_kwargs.get("rank", 0)
+            position = torch.tensor([[index, int(self._strategy.is_first_reader)]], device=self.device)
+            readers = super().gather(position).tolist()
+            first = {index: rank for rank, (index, is_first) in reversed([*enumerate(readers)]) if is_first}
+            self._first_readers = [first[index] for index in sorted(first)]
+        values = gathered.chunk(self.num_processes)
+        return torch.cat([values[rank] for rank in self._first_readers])
 
     # Steps
 
@@ -193,6 +273,18 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             return prepared.state_dict()
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         return state
+
+    def _load_sharded_model(self, models: list[Module], input_dir: str) -> None:
+        """Load the model before ``load_state`` does, which would load full tensors into shards; collective."""
+        prepared = self._prepared
+        if prepared is None or self._strategy.replicates_state:
+            return
+        models.clear()  # by which Accelerate knows that they are loaded
+        state: dict[str, Any] = {}
+        if self.is_main_process:  # whose state is sent to the others
+            path = Path(input_dir, SAFE_WEIGHTS_NAME)
+            state = load_file(path) if path.exists() else torch.load(Path(input_dir, WEIGHTS_NAME), weights_only=True)
+        prepared.load_state_dict(state)
 
 
 class StrategyOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not imported by mypy

@@ -68,6 +68,12 @@ class PreparedModel:
         strategy.setup(Settings(strategy=strategy, make_optimizers=make_optimizers))
         if names:
             strategy.check_set_up()
+        axes = getattr(strategy, "axes", None)
+        if getattr(axes, "cp", 1) > 1:
+            raise ConflictError(
+                f"{type(strategy).__name__} divides sequences, and loops of other libraries do not weigh the losses "
+                "of their parts: leave cp out, or use dstrat.Trainer"
+            )
         if strategy.compiled_steps() is not None:
             raise ConflictError(
                 f"{type(strategy).__name__} runs forward and backward passes together here, which the loops of other "

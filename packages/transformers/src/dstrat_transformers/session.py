@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import Strategy
     from dstrat.parallel.strategy import ParallelStrategy
 
-_PRECISIONS = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}  # of Accelerate, and dstrat's flags
+_PRECISIONS = {"no": None, "bf16": "bf16-mixed"}  # of Accelerate, and dstrat's flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class Session:
         Each training has one, as a strategy has the state of one module.
 
         Args:
-            mixed_precision: Accelerate's name of a precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+            mixed_precision: Accelerate's name of a precision: ``"no"`` or ``"bf16"``.
 
         Raises:
             RequestError: There is no such precision, or the strategy cannot have it.
@@ -47,11 +48,13 @@ class Session:
         """
         if mixed_precision not in _PRECISIONS:
             raise RequestError(
-                f"mixed_precision={mixed_precision!r} is not possible with a strategy of dstrat: choose "
-                f"{', '.join(map(repr, _PRECISIONS))}"
+                f"mixed_precision={mixed_precision!r} is not possible with a strategy of dstrat, as Accelerate does "
+                "not know of the steps that a loss scale skips: choose 'bf16' or 'no'"
             )
-        flag = None if mixed_precision == "no" else _PRECISIONS[mixed_precision]
-        _, strategy = resolve_request(replace(self.request, precision=flag))
+        selected: Any = self.request.strategy
+        selected = selected if isinstance(selected, str) else copy.copy(selected)  # which other trainings use too
+        request = replace(self.request, strategy=selected, precision=_PRECISIONS[mixed_precision])
+        _, strategy = resolve_request(request)
         strategy.setup_environment()
         compiled = strategy.compiled_steps()
         if strategy.accumulates_gradients or (compiled is not None and compiled.optimizer_steps > 0):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHARDS = "dstrat"
 """Name of the folder in a checkpoint of the Trainer with the state of a strategy that shards it."""
 
-_ARGUMENTS, _SCHEDULER = "training_args.bin", "scheduler.pt"  # names of the Trainer's files
+_ARGUMENTS, _OPTIMIZER, _SCHEDULER = "training_args.bin", "optimizer.pt", "scheduler.pt"  # the Trainer's files
 
 
 class StrategyTrainer:
@@ -99,15 +99,17 @@ class StrategyTrainer:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        path = Path(output_dir, SHARDS)
+        # The Trainer writes over checkpoints of an earlier run, which may have been that of another strategy.
+        if self.strategy.broadcast(path.exists()):
+            self.strategy.remove_checkpoint(path)
+            self.strategy.barrier("remove_checkpoint")
         if not self._is_sharded:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        path = Path(output_dir, SHARDS)
-        if self.strategy.broadcast(path.exists()):  # the Trainer writes over checkpoints of an earlier run
-            self.strategy.remove_checkpoint(path)
-            self.strategy.barrier("remove_checkpoint")
         checkpoint.save(self.strategy, path, {}, (), ())
         if self.args.should_save:
+            path.with_name(_OPTIMIZER).unlink(missing_ok=True)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))  # type: ignore[attr-defined]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Module | None = None) -> None:
