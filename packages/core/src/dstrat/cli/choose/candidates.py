@@ -189,7 +189,8 @@ class Candidates:
 
     def _size(self, strategy: Strategy, batch_size: int | None) -> TrainingSize:
         precision = strategy.precision_for(self._workload.precision) or self._cases.new_precision()
-        key = precision.param_dtype, precision.compute_dtype, batch_size
+        saved = strategy.saved_activations
+        key = precision.param_dtype, precision.compute_dtype, saved, batch_size
         if key not in self._sizes:
             self._sizes[key] = measure_factory(
                 self._workload.model,
@@ -198,6 +199,7 @@ class Candidates:
                 self._workload.num_nodes,
                 batch_size,
                 precision,
+                saved,
             )
         return dataclasses.replace(self._sizes[key], precision=precision)
 
