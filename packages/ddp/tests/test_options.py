@@ -34,6 +34,9 @@ def test_the_signature_is_the_known_one():
         ("process_group_backend", None),
         ("timeout", timedelta(seconds=1800)),
         ("start_method", "popen"),
+        ("activation_checkpointing", None),
+        ("activation_checkpointing_policy", None),
+        ("activation_offload", False),
         ("kwargs", inspect.Parameter.empty),
     ]
 

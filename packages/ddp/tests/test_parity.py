@@ -12,6 +12,7 @@ KEYWORDS = {
     "gradients as bucket views": {"gradient_as_bucket_view": True},
     "a search for unused parameters": {"find_unused_parameters": True},
     "many buckets": {"bucket_cap_mb": 0.0001},
+    "some activations computed again": {"activation_checkpointing": "selective"},
 }
 OF_PRECISIONS = {"64-true": 1e-12, "bf16-mixed": 0.02, "16-mixed": 0.01}
 

@@ -4,6 +4,7 @@ import pytest
 from tests.hand_loop import Block, BlockNet, losses_of, parts
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
+from torch import nn
 
 from dstrat_fsdp import FSDPStrategy
 
@@ -15,6 +16,11 @@ OPTIONS = {
     "blocks that are kept": {"reshard_after_forward": False},
     "small blocks": {"auto_wrap_policy": 1},
     "activations computed again": {"activation_checkpointing": Block},
+    "some activations computed again": {"activation_checkpointing": "selective"},
+    "nested layers computed again": {
+        "activation_checkpointing": "selective",
+        "auto_wrap_policy": {Block, nn.Linear},
+    },
 }
 SOME_WAYS = ("accumulation", "clipping by norm")
 

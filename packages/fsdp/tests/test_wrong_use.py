@@ -441,7 +441,7 @@ def test_a_mesh_that_does_not_fit_is_refused(sharding, mesh, kind, message):
         ({"auto_wrap_policy": "Block"}, "auto_wrap_policy 'Block' is not a class of layers such as"),
         ({"auto_wrap_policy": [nn.Linear(1, 1)]}, "a function that returns whether it selects a module, or the least"),
         ({"auto_wrap_policy": True}, "auto_wrap_policy True is not"),
-        ({"activation_checkpointing": 3}, "activation_checkpointing 3 is not a class of layers"),
+        ({"activation_checkpointing": 3}, "activation_checkpointing 3 is not 'full', 'selective', a class of layers"),
         ({"activation_checkpointing_policy": "x"}, "activation_checkpointing_policy 'x' is not"),
         ({"device_mesh": 2}, r"device_mesh 2 is not a tuple of positive numbers, such as \(2, 4\)"),
         ({"device_mesh": (0, 8)}, "is not a tuple of positive numbers"),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dstrat.parallel.collectives import broadcast_tensors as broadcast_tensors
     from dstrat.parallel.collectives import take_from_first_rank as take_from_first_rank
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
+    from dstrat.parallel.muon import Muon as Muon
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
     from dstrat.plugins.component import Adapter as Adapter
     from dstrat.plugins.component import Component as Component
@@ -136,6 +137,7 @@ _HOMES = {
     "ModelCheckpoint": "dstrat.training.callbacks.model_checkpoint",
     "ModelPruning": "dstrat.training.callbacks.model_pruning",
     "ModelSummary": "dstrat.training.callbacks.model_summary",
+    "Muon": "dstrat.parallel.muon",
     "OnExceptionCheckpoint": "dstrat.training.callbacks.on_exception_checkpoint",
     "OwnLoop": "dstrat.own_loop.loop",
     "ParallelStrategy": "dstrat.parallel.strategy",

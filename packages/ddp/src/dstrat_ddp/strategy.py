@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
+from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import TrainerLike
+    from dstrat.parallel.layers import LayerClasses, LayerPolicy
     from dstrat_ddp.comm_hooks import Hook
 
 
@@ -70,6 +72,10 @@ class DDPStrategy(ParallelStrategy):
             ``"powerSGD"`` or ``"post_localSGD"``.
         ddp_comm_wrapper: Wrapper that compresses the hook's communication, ``"fp16_compress"`` or ``"bf16_compress"``.
         model_averaging_period: With ``post_localSGD``, the optimizer steps between two averagings of parameters.
+        activation_checkpointing: What is not saved for the backward pass, and computed again: ``"full"`` or
+            ``"selective"`` for repeated layers, or classes of layers.
+        activation_checkpointing_policy: The layers, as classes or a function of a module.
+        activation_offload: Whether repeated layers save their activations on the host; True, or the layers.
         **kwargs: Passed to DistributedDataParallel, such as ``find_unused_parameters``, ``static_graph``,
             ``gradient_as_bucket_view`` and ``bucket_cap_mb``.
 
@@ -93,6 +99,10 @@ class DDPStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: str = "popen",
+        *,
+        activation_checkpointing: LayerClasses | str | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        activation_offload: bool | LayerPolicy = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -106,6 +116,9 @@ class DDPStrategy(ParallelStrategy):
             start_method,
         )
         check_ddp_keywords(kwargs, type(self))
+        self.saved_activations = ActivationMemory.of(
+            activation_checkpointing, activation_checkpointing_policy, activation_offload
+        )
         self._ddp_kwargs = kwargs
         self._comm_hook = comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         check_averaging_period(model_averaging_period, self._comm_hook)

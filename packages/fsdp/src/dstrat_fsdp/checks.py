@@ -316,16 +316,18 @@ def check_steps_shards(optimizers: Sequence[Optimizer], strategy: str) -> None:
     for optimizer in optimizers:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
-        if sharded is None:
+        if sharded is None or getattr(optimizer, "steps_shards", False):
             continue
         if isinstance(optimizer, torch.optim.LBFGS):
             reason: str | None = "it joins all of them in one vector"
         else:
             reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
         if reason is not None:
+            is_muon = isinstance(optimizer, torch.optim.Muon)
+            other = "dstrat.Muon" if is_muon else "another optimizer, such as torch.optim.AdamW"
             raise MisuseError(
-                f"{type(optimizer).__name__} cannot step parameters as {strategy} shards them ({reason}): take another "
-                "optimizer, such as torch.optim.AdamW, or a strategy that does not shard parameters"
+                f"{type(optimizer).__name__} cannot step parameters as {strategy} shards them ({reason}): take {other}"
+                ", or a strategy that does not shard parameters"
             )
 
 

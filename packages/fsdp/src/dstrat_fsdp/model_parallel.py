@@ -18,7 +18,7 @@ from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
-from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of
+from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,6 @@ class ModelParallelStrategy(SharedBatchStrategy):
             start_method,
         )
         self._requested_sizes = (data_parallel_size, tensor_parallel_size)
-        self._checkpointing = ActivationCheckpointing(None, None)
         self._state_dict_type = state_dict_type_name(state_dict_type)
 
     # The mesh

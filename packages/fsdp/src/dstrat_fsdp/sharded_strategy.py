@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.options import StateDictType
     from dstrat_fsdp.sharded_module import Sharding
-    from dstrat_fsdp.wrap_policy import ActivationCheckpointing
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class ShardedStrategy(ParallelStrategy):
     _sharded: ShardedModule | None = None
     _failed = False
     _state_dict_type: StateDictType
-    _checkpointing: ActivationCheckpointing
 
     # Hooks of subclasses
 
@@ -133,7 +131,6 @@ class ShardedStrategy(ParallelStrategy):
         gathers_root = getattr(module, "automatic_optimization", True)
         if not gathers_root:
             blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
-        self._checkpointing.apply(module)
         self._take_first_values(module)
         computed, foreign = self._divide_layers()
         self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
@@ -195,7 +192,6 @@ class ShardedStrategy(ParallelStrategy):
     def _end_sharding(self) -> None:
         if self._sharded is not None:
             self._sharded.undo()
-            self._checkpointing.undo()
             # To gather is collective, and after an error other ranks may be gone.
             if self._state_dict_type == "full" and not self._failed:
                 gather_parameters(self.module)

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
+from dstrat.parallel.activation_memory import ActivationMemory
+from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import copied_bytes, sharded_collectives
 from dstrat_fsdp.memory import sharded_layout
@@ -27,7 +29,7 @@ from dstrat_fsdp.options import (
 )
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
-from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
+from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +49,9 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
+    from dstrat.parallel.layers import LayerClasses, LayerPolicy
     from dstrat_fsdp.options import ShardingName
-    from dstrat_fsdp.wrap_policy import LayerClasses, LayerPolicy, WrapPolicy
+    from dstrat_fsdp.wrap_policy import WrapPolicy
 
 _logger = logging.getLogger(__name__)
 
@@ -76,8 +79,10 @@ class FSDPStrategy(ShardedStrategy):
             None takes that of the precision plugin.
         auto_wrap_policy: The blocks: classes of layers, a function of a module, or the least number of parameters;
             None takes the module's ``auto_wrap_policy``, if it has one, or else repeated layers.
-        activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
-        activation_checkpointing_policy: As ``activation_checkpointing``, or a function of a module.
+        activation_checkpointing: What is not saved for the backward pass, and computed again: ``"full"`` or
+            ``"selective"`` for repeated layers, or classes of layers.
+        activation_checkpointing_policy: The layers, as classes or a function of a module.
+        activation_offload: Whether repeated layers save their activations on the host; True, or the layers.
         sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"`` keeps blocks gathered until their backward pass;
             ``"HYBRID_SHARD"`` shards inside a machine and replicates between machines; ``"NO_SHARD"`` replicates.
         state_dict_type: The parameters after a run: ``"sharded"``, or ``"full"`` on each rank.
@@ -105,12 +110,13 @@ class FSDPStrategy(ShardedStrategy):
         cpu_offload: bool | CPUOffloadPolicy | CPUOffload | None = None,
         mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
-        activation_checkpointing: LayerClasses | None = None,
+        activation_checkpointing: LayerClasses | str | None = None,
         activation_checkpointing_policy: LayerPolicy | None = None,
         sharding_strategy: str | ShardingStrategy | None = None,
         state_dict_type: str = "sharded",
         device_mesh: DeviceMesh | tuple[int, ...] | None = None,
         *,
+        activation_offload: bool | LayerPolicy = False,
         backward_prefetch: str | BackwardPrefetch | None = None,
         reshard_after_forward: bool | int | None = None,
         start_method: str = "popen",
@@ -130,7 +136,9 @@ class FSDPStrategy(ShardedStrategy):
         self._cpu_offload = cpu_offload
         self._prefetches_backward = prefetches_backward(backward_prefetch)
         self._mixed_precision = mixed_precision
-        self._checkpointing = ActivationCheckpointing(activation_checkpointing, activation_checkpointing_policy)
+        self.saved_activations = ActivationMemory.of(
+            activation_checkpointing, activation_checkpointing_policy, activation_offload
+        )
         self._auto_wrap_policy = checked_policy("auto_wrap_policy", auto_wrap_policy, or_size=True)
         self._sharding_strategy = sharding_name(sharding_strategy)
         self._state_dict_type = state_dict_type_name(state_dict_type)

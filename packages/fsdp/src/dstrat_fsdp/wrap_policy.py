@@ -1,56 +1,22 @@
-"""Blocks of a module that are gathered and freed together, and activation checkpointing."""
+"""Blocks of a module that are gathered and freed together."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from dstrat.errors import ConflictError, RequestError
+from dstrat.errors import RequestError
+from dstrat.parallel.layers import checked_policy, has_forward, num_parameters, repeated_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-
-_SMALL = 0.01
-"""A layer without children is a block by itself from this share of all parameters on."""
-
 WrapPolicy = type | Iterable[type] | Callable[..., bool] | int
-
-
-def checked_policy(option: str, policy: Any, *, or_size: bool) -> Any:
-    """Return a policy of layers, with classes as a tuple.
-
-    Args:
-        option: Name of the option.
-        policy: A class of layers, or several; a function of a module; None.
-        or_size: Whether a number of parameters is allowed too.
-
-    Raises:
-        RequestError: The policy is none of these.
-    """
-    if policy is None or (or_size and isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
-        return policy
-    classes = (policy,) if isinstance(policy, type) else policy
-    if isinstance(classes, Iterable) and not isinstance(classes, str | nn.Module):
-        classes = tuple(classes)
-        if classes and all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
-            return classes
-    elif callable(policy) and not isinstance(policy, nn.Module):
-        return policy
-    size = ", or the least number of parameters of a block" if or_size else ""
-    raise RequestError(
-        f"{option} {policy!r} is not a class of layers such as torch.nn.TransformerEncoderLayer, several of them, a "
-        f"function that returns whether it selects a module{size}"
-    )
 
 
 def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None = None) -> list[Module]:
@@ -70,7 +36,7 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         option = f"{type(module).__name__}.auto_wrap_policy"
         policy = checked_policy(option, getattr(module, "auto_wrap_policy", None), or_size=True)
     if policy is None:
-        return [block for block in _repeated(module) if not _shared_parameters(block, module)]
+        return [block for block in repeated_layers(module, _is_sharded) if not _shared_parameters(block, module)]
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
     matches_elsewhere = root is not None and any(layer is not root for layer in _matching_policy(root, policy))
     if not (blocks or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
@@ -79,7 +45,7 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         )
         raise RequestError(
             f"auto_wrap_policy {policy!r} matches no layer of {type(module).__name__}, which has "
-            f"{_numel(module)} parameters in layers of the classes {classes or '(none)'}"
+            f"{num_parameters(module)} parameters in layers of the classes {classes or '(none)'}"
         )
     for block in blocks:
         _refuse_shared_parameters(block, module)
@@ -106,7 +72,7 @@ def outermost_layers(module: Module) -> list[Module]:
 
 def _callable_layers(module: Module) -> Iterator[Module]:
     if has_forward(module):
-        if _numel(module) and not isinstance(module, FSDPModule):
+        if num_parameters(module) and not isinstance(module, FSDPModule):
             yield module
     else:
         for child in module.children():
@@ -117,11 +83,6 @@ def layers_of_classes(module: Module, classes: Iterable[type]) -> list[Module]:
     """Return the layers of a module that are of one of the classes, inner ones first."""
     accepted = tuple(classes)
     return [layer for layer in _candidate_layers(module) if isinstance(layer, accepted)]
-
-
-def has_forward(module: Module) -> bool:
-    """Return whether a module can be called, unlike a ModuleList."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _matching_policy(module: Module, policy: WrapPolicy) -> list[Module]:
@@ -141,7 +102,7 @@ def _candidate_layers(module: Module) -> Iterator[Module]:
     """Yield the layers that can be sharded and have parameters, inner ones first."""
     sharded = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.modules()}
     for layer in reversed(list(module.modules())):  # torch's order has outer modules first
-        if has_forward(layer) and id(layer) not in sharded and _numel(layer):
+        if has_forward(layer) and id(layer) not in sharded and num_parameters(layer):
             yield layer
 
 
@@ -155,27 +116,8 @@ def _by_size(module: Module, is_block: Callable[[Module, int], bool]) -> list[Mo
     return blocks
 
 
-def _repeated(module: Module) -> list[Module]:
-    # Layers with children first, such as those of a transformer; a plain sequence has none.
-    # Each once: a layer may have several names, such as those of a model that its loss contains too.
-    blocks = dict.fromkeys(_siblings(module, lambda layer: any(True for _ in layer.children())))
-    least = _SMALL * _numel(module)
-    return list(blocks or dict.fromkeys(_siblings(module, lambda layer: _numel(layer) >= least)))
-
-
-def _siblings(module: Module, is_candidate: Callable[[Module], bool]) -> Iterator[Module]:
-    """Yield layers that have siblings of their class, outermost ones only."""
-    if isinstance(module, FSDPModule):
-        return
-    children = list(module.children())
-    candidates = [c for c in children if has_forward(c) and _numel(c) and not isinstance(c, FSDPModule)]
-    candidates = [child for child in candidates if is_candidate(child)]
-    count = Counter(map(type, candidates))
-    repeated = [child for child in candidates if count[type(child)] > 1]
-    yield from repeated
-    for child in children:
-        if not any(child is other for other in repeated):
-            yield from _siblings(child, is_candidate)
+def _is_sharded(layer: Module) -> bool:
+    return isinstance(layer, FSDPModule)
 
 
 def _refuse_shared_parameters(block: Module, module: Module) -> None:
@@ -200,10 +142,6 @@ def _shared_parameters(block: Module, module: Module) -> list[str]:
     return [name for name, parameter in block.named_parameters() if id(parameter) in outside and parameter.dim()]
 
 
-def _numel(module: Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def layers_with_statistics(module: Module) -> list[Module]:
     """Return the layers of a module with running statistics that are not sharded yet."""
     layers = [layer for layer in module.modules() if layer is not module and keeps_statistics(layer)]
@@ -220,61 +158,3 @@ def running_statistics(module: Module) -> list[Tensor]:
     layers = [layer for layer in module.modules() if getattr(layer, "running_mean", None) is not None]
     buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
     return [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
-
-
-# Activation checkpointing
-
-
-LayerClasses = type | Iterable[type]
-LayerPolicy = Iterable[type] | Callable[["Module"], bool]
-
-
-class ActivationCheckpointing:
-    """Activation checkpointing of some layers, which compute their activations again in the backward pass.
-
-    ``forward`` is replaced on the instances.  A wrapper module would change the names of parameters.
-
-    Args:
-        classes: A class of layers, or several.
-        policy: Classes of layers, or a function that returns whether it selects a module.
-
-    Raises:
-        ConflictError: Both are passed.
-        RequestError: A value of another type is passed.
-    """
-
-    def __init__(self, classes: LayerClasses | None, policy: LayerPolicy | None) -> None:
-        if classes is not None and policy is not None:
-            raise ConflictError(
-                "activation_checkpointing and activation_checkpointing_policy both select layers: leave one out"
-            )
-        name = "activation_checkpointing" if policy is None else "activation_checkpointing_policy"
-        self._policy = checked_policy(name, policy if classes is None else classes, or_size=False)
-        self._layers: list[Module] = []
-
-    def apply(self, module: Module) -> None:
-        """Checkpoint the activations of the selected layers of a module.
-
-        Raises:
-            RequestError: The module has no such layers.
-        """
-        if self._policy is None:
-            return
-        if callable(self._policy):
-            self._layers = [layer for layer in module.modules() if self._policy(layer)]
-        else:
-            self._layers = layers_of_classes(module, self._policy)
-        if not self._layers:
-            raise RequestError(
-                f"activation checkpointing of {self._policy!r} matches no layer of {type(module).__name__}"
-            )
-        for layer in self._layers:
-            forward = layer.forward
-            # The reentrant way computes no gradients where no input of the layer requires one.
-            layer.forward = functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False))
-
-    def undo(self) -> None:
-        """Restore the ``forward`` of the layers."""
-        for layer in self._layers:
-            layer.__dict__.pop("forward", None)
-        self._layers = []

@@ -16,6 +16,8 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.memory import Stage
 from dstrat.interfaces.strategy import CompiledSteps
+from dstrat.parallel.activation_memory import ActivationMemory
+from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
@@ -26,7 +28,7 @@ from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
-from dstrat_fsdp.wrap_policy import ActivationCheckpointing, blocks_of, checked_policy
+from dstrat_fsdp.wrap_policy import blocks_of
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import activation_collectives, stage_collectives
@@ -53,7 +55,8 @@ if TYPE_CHECKING:
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
-    from dstrat_fsdp.wrap_policy import LayerClasses, LayerPolicy, WrapPolicy
+    from dstrat.parallel.layers import LayerClasses, LayerPolicy
+    from dstrat_fsdp.wrap_policy import WrapPolicy
 
 _ATTENTION = {"ulysses": "heads exchanged for sequences", "ring": "keys and values from rank to rank"}
 
@@ -110,8 +113,10 @@ class MeshStrategy(SharedBatchStrategy):
         mixed_precision: Torch's policy of dtypes; None takes that of the precision plugin.
         auto_wrap_policy: The blocks that are gathered together: classes of layers, a function of a module, or the least
             number of parameters; None takes the module's ``auto_wrap_policy``, if it has one, or else repeated layers.
-        activation_checkpointing: A class of layers, or several, that keep no activations for the backward pass.
-        activation_checkpointing_policy: As activation_checkpointing, or a function of a module.
+        activation_checkpointing: What is not saved for the backward pass, and computed again: ``"full"`` or
+            ``"selective"`` for repeated layers, or classes of layers.
+        activation_checkpointing_policy: The layers, as classes or a function of a module.
+        activation_offload: Whether repeated layers save their activations on the host; True, or the layers.
         reshard_after_forward: Whether blocks are freed between their forward and backward passes.
         state_dict_type: The parameters after a run: ``"sharded"``, or ``"full"`` on each rank.
 
@@ -142,8 +147,9 @@ class MeshStrategy(SharedBatchStrategy):
         cpu_offload: bool | CPUOffloadPolicy | None = None,
         mixed_precision: MixedPrecisionPolicy | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
-        activation_checkpointing: LayerClasses | None = None,
+        activation_checkpointing: LayerClasses | str | None = None,
         activation_checkpointing_policy: LayerPolicy | None = None,
+        activation_offload: bool | LayerPolicy = False,
         reshard_after_forward: bool = True,
         state_dict_type: str = "sharded",
         start_method: str = "popen",
@@ -189,7 +195,9 @@ class MeshStrategy(SharedBatchStrategy):
         self._cpu_offload = cpu_offload
         self._mixed_precision = mixed_precision
         self._auto_wrap_policy = checked_policy("auto_wrap_policy", auto_wrap_policy, or_size=True)
-        self._checkpointing = ActivationCheckpointing(activation_checkpointing, activation_checkpointing_policy)
+        self.saved_activations = ActivationMemory.of(
+            activation_checkpointing, activation_checkpointing_policy, activation_offload
+        )
         self._reshard_after_forward = reshard_after_forward
         self._state_dict_type = state_dict_type_name(state_dict_type)
 

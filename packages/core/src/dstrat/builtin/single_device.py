@@ -11,12 +11,14 @@ from typing_extensions import override
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
+from dstrat.parallel.activation_memory import ActivationMemory
 
 if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import Precision
+    from dstrat.parallel.layers import LayerClasses, LayerPolicy
 
 
 T = TypeVar("T")
@@ -30,6 +32,14 @@ class SingleDeviceStrategy(Strategy):
         accelerator: The hardware.
         checkpoint_io: How checkpoints reach storage.
         precision_plugin: The precision: dtypes, casts, loss scaling.
+        activation_checkpointing: What is not saved for the backward pass, and computed again: ``"full"`` or
+            ``"selective"`` for repeated layers, or classes of layers.
+        activation_checkpointing_policy: The layers, as classes or a function of a module.
+        activation_offload: Whether repeated layers save their activations on the host; True, or the layers.
+
+    Raises:
+        RequestError: An option has an impossible value.
+        ConflictError: Two options exclude each other.
     """
 
     def __init__(
@@ -38,8 +48,14 @@ class SingleDeviceStrategy(Strategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        activation_checkpointing: LayerClasses | str | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        activation_offload: bool | LayerPolicy = False,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
+        self.saved_activations = ActivationMemory.of(
+            activation_checkpointing, activation_checkpointing_policy, activation_offload
+        )
         if device is not None:
             self.add_components(parallel_devices=(torch.device(device),))
 

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch.nn import Module
 
     from dstrat.interfaces.precision import Precision
+
+
+class SavedActivations(Protocol):
+    """Protocol of how the layers of a module save activations for the backward pass; hashable, as options are."""
+
+    def apply(
+        self, module: Module, device: torch.device, *, has_streams: bool = False, host: str = "cpu"
+    ) -> Callable[[], None]:
+        """Change how the layers of a module save activations; return a function that undoes it.
+
+        Args:
+            module: The module.
+            device: Device of the training.
+            has_streams: Whether copies to the host run beside computation there.
+            host: Device type to which activations are offloaded; ``"meta"`` in an estimate.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +67,7 @@ class TrainingSize:
         optimizer_temporaries: Largest temporary memory in an optimizer step.
         timeline: After each operation of a step, what lives of activations (saved and temporary tensors, the batch)
             and of gradients, ``(activations, gradients)``.
+        offloaded_activations: Largest memory of activations on the host, to which layers offload them.
         batch_size: Number of samples of a batch; 0 if a batch has no tensor with a first dimension.
         accumulate_grad_batches: Number of batches of an optimizer step.
         outputs: Bytes of the tensors that each layer returns in a forward pass, by its name in the module.
@@ -72,6 +90,7 @@ class TrainingSize:
     optimizer_state: int
     optimizer_temporaries: int
     timeline: tuple[tuple[int, int], ...]
+    offloaded_activations: int = 0
     batch_size: int = 0
     accumulate_grad_batches: int = 1
     outputs: Mapping[str, int] = field(default_factory=dict)
@@ -93,6 +112,10 @@ class TrainingSize:
     def activations(self) -> int:
         """Largest memory of activations in a step."""
         return max((activations for activations, _ in self.timeline), default=0)
+
+    def host(self, layout: MemoryLayout) -> int:
+        """Return the memory of a rank on the host."""
+        return layout.host + int(layout.activation_share * self.offloaded_activations)
 
     @property
     def replicated(self) -> MemoryLayout:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.launcher import Launcher
-    from dstrat.interfaces.memory import MemoryLayout, Stage, TrainingSize
+    from dstrat.interfaces.memory import MemoryLayout, SavedActivations, Stage, TrainingSize
     from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
 
@@ -227,6 +227,7 @@ class Strategy(ABC):
         hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
         reaches_other_jobs: Whether its processes communicate with those of other jobs, also on other machines.
             Otherwise a job of one machine communicates on the loopback only.
+        saved_activations: How layers of the module save activations in a training; None for all of them, as they are.
         components: The components; None for those that it lacks yet.
         constructor_components: Those that were passed to the constructor, some as an alias or a class.
         optimizers: The optimizers, after :meth:`setup` of a training.
@@ -251,6 +252,8 @@ class Strategy(ABC):
     timeout: timedelta | None = None
     hang_timeout: timedelta | None = None
     reaches_other_jobs: bool = False
+    saved_activations: SavedActivations | None = None
+    _restore_layers: Callable[[], None] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -546,6 +549,9 @@ class Strategy(ABC):
         self._is_set_up = True
         self._module = self.model = self.precision_plugin.connect(self.module)
         self.model_to_device()
+        if self.saved_activations is not None and trainer.is_fitting:
+            has_streams = self.accelerator.has_streams
+            self._restore_layers = self.saved_activations.apply(self.module, self.root_device, has_streams=has_streams)
         self.wrap_model(trainer)
         if trainer.is_fitting:
             self.setup_optimizers(trainer)  # last, as the steps before may replace parameters
@@ -598,6 +604,9 @@ class Strategy(ABC):
         It is called at the end of every run, also after an error in any of the methods before it.
         """
         self.optimizers, self.lr_schedulers = [], []
+        if self._restore_layers is not None:
+            self._restore_layers()
+            self._restore_layers = None
         with ExitStack() as stack:  # each of them, also where nothing can be copied from a device after its error
             for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
                 stack.callback(component.teardown)

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from dstrat.interfaces.batch import tensors_in
 from dstrat.interfaces.communication import Collective
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from torch import Tensor
 
     from dstrat.interfaces.communication import CollectiveKind
@@ -152,6 +154,27 @@ def _group_of(argument: Any) -> Any:
         with contextlib.suppress(RuntimeError):  # the name of an operation
             return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]  # a name is a str
     return None
+
+
+# Operations and storages
+
+
+def arguments_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the arguments of a call of torch's operator: name, value, and whether the call changes it in place."""
+    for index, argument in enumerate(operation._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        yield argument.name, value, argument.alias_info is not None and argument.alias_info.is_write
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage while that exists; torch has no public one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def has_plain_storage(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor are in one storage, unlike those of nested and wrapped tensors."""
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_strided and not is_traceable_wrapper_subclass(tensor)
 
 
 # Pinned memory

@@ -34,6 +34,19 @@ class LocalBox:
     starts: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """Position and shape of a box in the full tensor, one number per dimension."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The indices of its elements."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+
 def is_distributed(tensor: Tensor | FlatShard) -> bool:
     """Return whether the tensor is a ``DTensor``."""
     # By its attributes: importing torch.distributed.tensor takes half a second, also for a save on one device.
@@ -99,6 +112,16 @@ def local_boxes(tensor: Tensor | FlatShard, name: str = "") -> list[LocalBox]:
             f"{distributed.placements} of a shape of {tuple(tensor.shape)}: only DTensors made by torch can be saved"
         )
     return _boxes(local.detach(), runs)
+
+
+def boxes_at(tensor: Any, coordinate: Sequence[int]) -> list[Extent]:
+    """Return the boxes of a DTensor that the rank at a coordinate of its mesh has, in the order of its local boxes."""
+    runs = _runs(tensor, coordinate, "")
+    return [
+        Extent(starts=tuple(start for start, _ in box), sizes=tuple(size for _, size in box))
+        for box in itertools.product(*runs)
+        if all(size for _, size in box)
+    ]
 
 
 def _flat_boxes(shard: FlatShard) -> list[LocalBox]:

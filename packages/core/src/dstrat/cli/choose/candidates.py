@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dstrat.cli.choose.cost import StepTime
     from dstrat.cli.measure.machine import Machine
     from dstrat.interfaces.communication import CommunicationLayout
-    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.memory import MemoryLayout, SavedActivations, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
@@ -222,7 +222,7 @@ class Candidates:
             return strategy.precision_for(cases.precision) or cases.new_precision()
 
         precision = make_precision()
-        sizes = self._sizes_with(precision, make_precision)
+        sizes = self._sizes_with(precision, make_precision, strategy.saved_activations)
         first = dataclasses.replace(sizes.of_training(), precision=precision)
         communication = strategy.communication_layout(first)
         groups = workload.devices // (1 if communication is None else communication.ranks_per_batch)
@@ -236,9 +236,11 @@ class Candidates:
             if of_group % count == 0
         ]
 
-    def _sizes_with(self, precision: Precision, make_precision: Callable[[], Precision]) -> TrainingSizes:
+    def _sizes_with(
+        self, precision: Precision, make_precision: Callable[[], Precision], saved: SavedActivations | None
+    ) -> TrainingSizes:
         """Return the sizes of the training, which depend on a precision by its dtypes only."""
-        workload, key = self._workload, (precision.param_dtype, precision.compute_dtype)
+        workload, key = self._workload, (precision.param_dtype, precision.compute_dtype, saved)
 
         def measure(batch_size: int | None) -> TrainingSize:
             return measure_factory(
@@ -248,6 +250,7 @@ class Candidates:
                 workload.num_nodes,
                 batch_size,
                 make_precision(),
+                saved,
             )
 
         return self._sizes.setdefault(key, TrainingSizes(measure))

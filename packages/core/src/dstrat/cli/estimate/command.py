@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.cli.estimate.fake_step import TrainingSetup
-    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.memory import MemoryLayout, SavedActivations, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
@@ -169,10 +169,10 @@ def make_estimates(
                 raise
             silent[alias] = str(error)
             continue
-        # A step depends on the strategy by its dtypes only, and is measured once for each pair of them.
-        key = (plugin.param_dtype, plugin.compute_dtype)
+        # A step depends on the strategy by this only, and is measured once for each combination.
+        key = (plugin.param_dtype, plugin.compute_dtype, strategy.saved_activations)
         if key not in sizes:
-            sizes[key] = measure(plugin)
+            sizes[key] = measure(plugin, strategy.saved_activations)
         layout = strategy.memory_layout(dataclasses.replace(sizes[key], precision=plugin))
         if layout is None:
             silent[alias] = "it does not declare its memory_layout"
@@ -215,7 +215,13 @@ def recommendation(estimates: Iterable[Estimate], limit: int) -> str | None:
 
 
 def measure_factory(
-    model: str, device_type: str, devices: int, num_nodes: int, batch_size: int | None, precision: Precision
+    model: str,
+    device_type: str,
+    devices: int,
+    num_nodes: int,
+    batch_size: int | None,
+    precision: Precision,
+    saved_activations: SavedActivations | None = None,
 ) -> TrainingSize:
     """Return the sizes of the training of a factory.
 
@@ -226,6 +232,7 @@ def measure_factory(
         num_nodes: Number of machines.
         batch_size: Of a rank; None for that of the factory's batch.
         precision: The dtypes; it is connected to the module.
+        saved_activations: How layers save activations; None for all of them, as they are.
     """
     from dstrat.cli.estimate.fake_step import measure_training
 
@@ -236,6 +243,7 @@ def measure_factory(
         world_size=devices * num_nodes,
         ranks_per_machine=devices,
         batch_size=batch_size,
+        saved_activations=saved_activations,
     )
 
 
@@ -371,7 +379,7 @@ def _estimate(alias: str, size: TrainingSize, layout: MemoryLayout, limit: int |
         activations=int(layout.activation_share * size.activations),
         other=layout.buffers + max(layout.step_buffers, layout.optimizer_temporaries),
         peak=peak,
-        host=layout.host,
+        host=size.host(layout),
         fits=None if limit is None else peak <= limit,
         assumption=layout.assumption,
     )

@@ -6,9 +6,9 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from dstrat.cli.estimate.work import CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
-from dstrat.parallel.internals import DispatchMode
+from dstrat.parallel.internals import DispatchMode, storage_key
 from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.memory import SavedActivations
     from dstrat.interfaces.precision import Precision
 
 
@@ -104,6 +106,7 @@ def measure_training(
     world_size: int,
     ranks_per_machine: int,
     batch_size: int | None = None,
+    saved_activations: SavedActivations | None = None,
 ) -> TrainingSize:
     """Run two steps of a training on fake tensors, and return its sizes.
 
@@ -115,6 +118,7 @@ def measure_training(
         world_size: Number of devices of the job.
         ranks_per_machine: Number of them on each machine.
         batch_size: Size of a rank's batch, its tensors' first dimension; None leaves it.
+        saved_activations: How layers save activations, as a strategy has it.
 
     Raises:
         MisuseError: The training cannot run on fake tensors, for example as it reads values.
@@ -128,11 +132,18 @@ def measure_training(
             memory = LiveMemory([*module.parameters(), *module.buffers()])
             step = _step_of(training, module)
             work, attention = CountedWork(), RecordedHeads()
-            with memory, work, attention, kernels_of(device_type, precision):
+            kernels = _kernels_of(device_type, precision, module)
+            with memory, work:
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
-                outputs, saved = _record_layers(module, memory)
-                _run(step, batch, precision, memory, module)
+                if saved_activations is not None:
+                    host = _host_of(device_type)
+                    saved_activations.apply(module, torch.device(device_type), has_streams=True, host=host)
+                _count_gradients(module, memory)
+                memory.begin_step(batch)
+                with attention, kernels, precision.forward_context(), _recorded_layers(module, memory) as layers:
+                    loss = step(batch)
+                precision.backward(loss)
                 work_of_batch = work.take()
                 memory.begin_optimizer_step()
                 for optimizer in optimizers:
@@ -147,9 +158,10 @@ def measure_training(
         optimizer_state=state,
         optimizer_temporaries=temporaries,
         timeline=tuple(memory.timeline),
+        offloaded_activations=memory.largest_on_host,
         batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
-        outputs=outputs,
-        saved=saved,
+        outputs=layers.outputs,
+        saved=layers.saved,
         heads=frozenset(attention.heads),
         work=work_of_batch,
         optimizer_work=work.take(),
@@ -244,6 +256,11 @@ def _configure(module: Any) -> None:
         del module.device_mesh
 
 
+def _host_of(device_type: str) -> str:
+    """Return the type of device that stands for the host, as the CPU stands for the device; a CPU has one memory."""
+    return "cpu" if device_type == "cpu" else "meta"
+
+
 def replace_by_fake(module: nn.Module) -> None:
     """Replace the parameters and buffers of a module by fake tensors on the CPU; shared ones stay shared."""
     replaced: dict[int, Any] = {}
@@ -259,35 +276,41 @@ def replace_by_fake(module: nn.Module) -> None:
             setattr(layer, name, replaced[id(buffer)])
 
 
-def _run(
-    step: Callable[[Any], Tensor], batch: Any, precision: Precision, memory: LiveMemory, module: nn.Module
-) -> None:
-    """Run a forward and a backward pass, and count gradients as such when they are accumulated."""
+def _count_gradients(module: nn.Module, memory: LiveMemory) -> None:
+    """Count gradients as such when they are accumulated."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(memory.count_gradient)
-    memory.begin_step(batch)
-    with precision.forward_context():
-        loss = step(batch)
-    precision.backward(loss)
 
 
-def _record_layers(module: nn.Module, memory: LiveMemory) -> tuple[dict[str, int], dict[str, int]]:
-    """Return dicts that a forward pass fills with the bytes of each layer's outputs, and of what it saves."""
-    outputs: dict[str, int] = {}
-    saved: dict[str, int] = {}
+@contextmanager
+def _recorded_layers(module: nn.Module, memory: LiveMemory) -> Iterator[RecordedLayers]:
+    """Record the layers of a forward pass, and not those that a backward pass computes again."""
+    recorded = RecordedLayers({}, {})
 
     def begin(name: str, _layer: nn.Module, _inputs: Any) -> None:
-        saved[name] = saved.get(name, 0) - memory.live
+        recorded.saved[name] = recorded.saved.get(name, 0) - memory.live
 
     def end(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
-        saved[name] += memory.live
-        outputs[name] = outputs.get(name, 0) + sum(tensor.nbytes for tensor in tensors_in(output))
+        recorded.saved[name] += memory.live
+        sizes = (tensor.nbytes for tensor in tensors_in(output))
+        recorded.outputs[name] = recorded.outputs.get(name, 0) + sum(sizes)
 
+    handles = []
     for name, layer in module.named_modules():
-        layer.register_forward_pre_hook(partial(begin, name))
-        layer.register_forward_hook(partial(end, name))
-    return outputs, saved
+        handles.append(layer.register_forward_pre_hook(partial(begin, name)))
+        handles.append(layer.register_forward_hook(partial(end, name)))
+    yield recorded
+    for handle in handles:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLayers:
+    """Bytes of each layer by its name: its outputs, and what its forward pass leaves in memory."""
+
+    outputs: dict[str, int]
+    saved: dict[str, int]
 
 
 def _step_of(training: TrainingSetup, module: Any) -> Callable[[Any], Tensor]:
@@ -343,7 +366,7 @@ def _state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the size of the tensors' storages, each counted once."""
-    return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _prefer_foreach(optimizers: Iterable[Optimizer], device_type: str) -> None:
@@ -385,16 +408,19 @@ class LiveMemory(DispatchMode):
 
     Attributes:
         timeline: ``(activations, gradients)`` in bytes after each operation between the two ``begin`` methods.
+        largest_on_host: Largest memory of tensors on the meta device, which stands for the host.
     """
 
     def __init__(self, persistent: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         # Keys, not tensors, which would keep the storages alive.
-        self._known = {_key(tensor) for tensor in persistent}
+        self._known = {storage_key(tensor) for tensor in persistent}
         self._sizes: dict[int, int] = {}
         self._gradients: set[int] = set()
         self._live = self._live_gradients = self._largest = self._before_step = 0
         self.timeline: list[tuple[int, int]] = []
+        self._on_host: set[int] = set()
+        self._live_on_host = self.largest_on_host = 0
         self._is_in_step = False
 
     @property
@@ -422,7 +448,7 @@ class LiveMemory(DispatchMode):
 
     def count_gradient(self, parameter: Tensor) -> None:
         """Count the storage of a parameter's gradient as such, and no longer as an activation."""
-        key = _key(parameter.grad) if parameter.grad is not None else None
+        key = storage_key(parameter.grad) if parameter.grad is not None else None
         if key in self._sizes and key not in self._gradients:
             self._gradients.add(key)
             self._live_gradients += self._sizes[key]
@@ -436,24 +462,29 @@ class LiveMemory(DispatchMode):
         return output
 
     def _count(self, tensor: Tensor) -> Tensor:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in self._known and key not in self._sizes:
             storage = tensor.untyped_storage()
             self._sizes[key] = storage.nbytes()
-            self._live += storage.nbytes()
+            if tensor.device.type == "meta":
+                self._on_host.add(key)
+                self._live_on_host += storage.nbytes()
+                self.largest_on_host = max(self.largest_on_host, self._live_on_host)
+            else:
+                self._live += storage.nbytes()
             weakref.finalize(storage, self._forget, key)  # when its last tensor is gone, as an allocator frees it
         return tensor
 
     def _forget(self, key: int) -> None:
         size = self._sizes.pop(key)
+        if key in self._on_host:
+            self._on_host.remove(key)
+            self._live_on_host -= size
+            return
         self._live -= size
         if key in self._gradients:
             self._gradients.remove(key)
             self._live_gradients -= size
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the identity of a storage, which has no public one
 
 
 # Differences between the CPU, on which the step runs, and the devices
@@ -480,6 +511,27 @@ class _KernelsOfGPUs(TorchFunctionMode):
     def __init__(self, *, uses_autocast: bool) -> None:
         super().__init__()
         self._uses_autocast = uses_autocast
+        self._is_active = False
+
+    def __enter__(self) -> Self:
+        self._is_active = True
+        super().__enter__()  # type: ignore[no-untyped-call]  # of torch
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_active = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # of torch
+
+    def enter_in(self, layer: nn.Module) -> None:
+        """Enter the context in a layer's forward also in a backward pass, where it computes activations again."""
+        forward = layer.forward
+
+        @wraps(forward)
+        def entering(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self._is_active else self:
+                return forward(*args, **kwargs)
+
+        layer.forward = entering
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -508,11 +560,11 @@ def _in_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-@contextmanager
-def kernels_of(device_type: str, precision: Precision) -> Iterator[None]:
-    """Let operations save the same tensors as on devices of a type."""
+def _kernels_of(device_type: str, precision: Precision, module: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which operations save the same tensors as on devices of a type, also in a backward pass."""
     if device_type == "cpu":
-        yield
-        return
-    with _KernelsOfGPUs(uses_autocast=precision.compute_dtype != precision.param_dtype):
-        yield
+        return nullcontext()
+    kernels = _KernelsOfGPUs(uses_autocast=precision.compute_dtype != precision.param_dtype)
+    for layer in module.modules():
+        kernels.enter_in(layer)
+    return kernels

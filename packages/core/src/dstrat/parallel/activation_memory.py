@@ -1,0 +1,260 @@
+"""Activation memory: layers that compute activations again, or keep them on the host, until the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from typing_extensions import Self
+
+from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.interfaces.batch import tensors_in
+from dstrat.parallel.activation_offload import ActivationOffload
+from dstrat.parallel.internals import arguments_of, storage_key
+from dstrat.parallel.layers import checked_policy, repeated_layers, selected_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.nn import Module
+
+    from dstrat.parallel.layers import LayerClasses, LayerPolicy
+
+Recomputation = Literal["full", "selective"]
+_RECOMPUTATIONS: tuple[Recomputation, ...] = ("full", "selective")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationMemory:
+    """How layers save activations for the backward pass, from the options of a strategy.
+
+    Losses are those without it, bit for bit.
+
+    Attributes:
+        recomputation: ``"full"`` saves a layer's inputs, and computes the rest again in the backward pass;
+            ``"selective"`` also saves the results of matrix products, convolutions and attention, which take most of
+            the time; None saves everything.
+        recomputed: The layers: classes, or a function of a module; None for repeated ones.
+        offloads: Whether layers move what they save to the host, and back for the backward pass.
+        offloaded: These layers; None for ``recomputed``, or repeated ones.
+    """
+
+    recomputation: Recomputation | None = None
+    recomputed: LayerPolicy | None = None
+    offloads: bool = False
+    offloaded: LayerPolicy | None = None
+
+    @classmethod
+    def of(
+        cls,
+        activation_checkpointing: LayerClasses | str | None,
+        activation_checkpointing_policy: LayerPolicy | None,
+        activation_offload: bool | LayerClasses | LayerPolicy = False,
+    ) -> Self | None:
+        """Return the activation memory for options of a strategy; None if they change nothing.
+
+        Args:
+            activation_checkpointing: ``"full"``, ``"selective"``, or classes of layers that recompute everything.
+            activation_checkpointing_policy: Classes of layers, or a function that returns whether it selects a module.
+            activation_offload: True, False, classes of layers, or such a function.
+
+        Raises:
+            ConflictError: Two options select layers.
+            RequestError: An option has another value.
+        """
+        recomputation, classes = _recomputation(activation_checkpointing)
+        if classes is not None and activation_checkpointing_policy is not None:
+            raise ConflictError(
+                "activation_checkpointing and activation_checkpointing_policy both select layers: leave one out"
+            )
+        policy = checked_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        if policy is not None and recomputation is None:
+            recomputation = "full"
+        offloaded = None
+        if not isinstance(activation_offload, bool) and activation_offload is not None:
+            offloaded = checked_policy("activation_offload", activation_offload, or_values=("True", "False"))
+        offloads = bool(activation_offload)
+        if recomputation is None and not offloads:
+            return None
+        return cls(
+            recomputation=recomputation,
+            recomputed=policy if classes is None else classes,
+            offloads=offloads,
+            offloaded=offloaded,
+        )
+
+    def apply(
+        self, module: Module, device: torch.device, *, has_streams: bool = False, host: str = "cpu"
+    ) -> Callable[[], None]:
+        """Change how the layers of a module save activations; return a function that undoes it.
+
+        ``forward`` is replaced on the instances.  A wrapper module would change the names of parameters.
+
+        Args:
+            module: The module.
+            device: Device of the training; activations on a CPU are on the host already.
+            has_streams: Whether copies to the host run beside computation there.
+            host: Device type to which activations are offloaded.
+
+        Raises:
+            RequestError: The module has no such layers.
+        """
+        changed: list[Module] = []
+        names = {id(layer): name for name, layer in module.named_modules()}
+
+        def replace(layer: Module, wrap: Callable[[Module, str], Any]) -> None:
+            layer.forward = functools.wraps(layer.forward)(wrap(layer, names[id(layer)]))
+            changed.append(layer)
+
+        if self.recomputation is not None:
+            for layer in self._layers(module, self.recomputed, "activation_checkpointing"):
+                replace(layer, functools.partial(_recomputing, self.recomputation))
+        if self.offloads and device.type != host:
+            offload = ActivationOffload(host, device, has_streams=has_streams)
+            selection = self.recomputed if self.offloaded is None else self.offloaded
+            for layer in self._layers(module, selection, "activation_offload"):
+                replace(layer, lambda layer, _: offload.offloading(layer))
+
+        def undo() -> None:
+            for layer in changed:
+                layer.__dict__.pop("forward", None)
+
+        return undo
+
+    @staticmethod
+    def _layers(module: Module, policy: LayerPolicy | None, option: str) -> list[Module]:
+        layers = repeated_layers(module) if policy is None else selected_layers(module, policy)
+        if layers:
+            return layers
+        name = type(module).__name__
+        if policy is None:
+            raise RequestError(
+                f"{option} finds no repeated layers in {name}: name the classes of its layers, "
+                f"{'activation_checkpointing_policy' if option == 'activation_checkpointing' else option}={{Block}}"
+            )
+        raise RequestError(f"{option} of {policy!r} matches no layer of {name}")
+
+
+def _recomputation(value: LayerClasses | str | None) -> tuple[Recomputation | None, LayerPolicy | None]:
+    """Return the recomputation and the classes of ``activation_checkpointing``."""
+    if value in _RECOMPUTATIONS:
+        return value, None
+    values = tuple(f"{value!r}" for value in _RECOMPUTATIONS)
+    classes = checked_policy("activation_checkpointing", value, or_values=values)
+    return (None if classes is None else "full"), classes
+
+
+# Computing again
+
+
+def _recomputing(recomputation: Recomputation, layer: Module, name: str) -> Callable[..., Any]:
+    """Return a layer's forward that computes activations again in the backward pass."""
+    # The reentrant way computes no gradients where no input of the layer requires one.
+    options: dict[str, Any] = {"use_reentrant": False}
+    statistics = [one for one in layer.modules() if getattr(one, "running_mean", None) is not None]
+    if recomputation == "selective":
+        label = f"{name} ({type(layer).__name__})"
+        options["context_fn"] = functools.partial(_selective_contexts, label, statistics)
+    elif statistics:
+        options["context_fn"] = functools.partial(_contexts, statistics)
+    return functools.partial(checkpoint, layer.forward, **options)
+
+
+def _selective_contexts(label: str, statistics: list[Module]) -> tuple[Any, Any]:
+    forward, backward = create_selective_checkpoint_contexts(_SavedResults(label).policy)
+    return (forward, _both(_constant(statistics), backward)) if statistics else (forward, backward)
+
+
+def _contexts(statistics: list[Module]) -> tuple[Any, Any]:
+    return _nothing(), _constant(statistics)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextmanager
+def _constant(layers: list[Module]) -> Iterator[None]:
+    """Leave running statistics as they are, which the forward pass has updated already."""
+    # By data: their versions stay, which the graphs of other forward passes check.
+    buffers = [(buffer, buffer.data) for layer in layers for buffer in layer.buffers(recurse=False)]
+    for buffer, values in buffers:
+        buffer.data = values.clone()
+    try:
+        yield
+    finally:
+        for buffer, values in buffers:
+            buffer.data = values
+
+
+_EXPENSIVE = (
+    # Products and convolutions.
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    # Attention, by the kernels of GPUs and CPUs.
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward"),
+)
+_SENT = ("all_reduce", "reduce_scatter_tensor", "all_to_all_single")  # no larger than what a rank sends
+
+
+@functools.cache
+def _saved_operations() -> frozenset[Any]:
+    aten, collectives = torch.ops.aten, torch.ops._c10d_functional  # noqa: SLF001 - the namespace of DTensor's collectives
+    packets = [
+        *(getattr(aten, name) for name in _EXPENSIVE if hasattr(aten, name)),
+        *(getattr(collectives, name) for name in _SENT if hasattr(collectives, name)),
+    ]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+class _SavedResults:
+    """Policy of one forward pass of a layer: which results of operations it saves.
+
+    Args:
+        label: Name of the layer, for an error.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._saved = _saved_operations()
+        self._storages: set[int] = set()  # of results, which torch holds until the backward pass
+
+    def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in self._saved and not _draws_random_numbers(operation, args, kwargs):
+            self._storages.update(map(storage_key, tensors_in(getattr(context, "op_output", None))))
+            return CheckpointPolicy.MUST_SAVE
+        # torch would raise in the backward pass, without the layer's name.
+        if self._storages and any(
+            is_changed and isinstance(value, Tensor) and storage_key(value) in self._storages
+            for _, value, is_changed in arguments_of(operation, args, kwargs)
+        ):
+            raise MisuseError(
+                f"{self._label} changes the result of a matrix product or convolution in place ({operation}), which "
+                "activation_checkpointing='selective' saves: use the operation that returns a new tensor, such as "
+                "with inplace=False, or activation_checkpointing='full'"
+            )
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws_random_numbers(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation draws random numbers, as attention with dropout does.
+
+    It is computed again then: otherwise dropout after it would draw other numbers than in the forward pass.
+    """
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    rates = [value for name, value, _ in arguments_of(operation, args, kwargs) if name == "dropout_p"]
+    return bool(rates[0]) if rates else True

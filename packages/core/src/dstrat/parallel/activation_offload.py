@@ -1,0 +1,220 @@
+"""Offload of activations to the host, beside computation where the device has streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from dstrat.parallel.internals import has_plain_storage, storage_key
+from dstrat.parallel.shards import is_distributed, local_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module
+
+_SMALLEST = 1024
+"""Smallest tensor in bytes that is offloaded; a copy of less takes longer than it is worth."""
+_LAYERS_IN_FLIGHT = 2
+"""Number of layers whose activations are still on the device, while they are copied."""
+
+
+class ActivationOffload:
+    """Moves the tensors that layers save for the backward pass to the host, and back before it needs them.
+
+    Parameters and buffers stay.  With streams, the copies of a layer run while the next one computes, and those for a
+    backward pass while the layer after it computes gradients.
+
+    Args:
+        host: Type of the device that they are moved to; with ``"meta"`` nothing is copied, for an estimate.
+        device: Device of the training.
+        has_streams: Whether its streams copy beside computation; otherwise computation waits.
+    """
+
+    def __init__(self, host: str, device: torch.device, *, has_streams: bool) -> None:
+        self.host, self.device, self.has_streams = host, device, has_streams
+        self.stream = torch.Stream(device) if has_streams and host != "meta" else None
+        self._in_flight: deque[weakref.ref[_SavedTensors]] = deque()
+
+    def offloading(self, layer: Module) -> Callable[..., Any]:
+        """Return a layer's forward that offloads what it saves."""
+        forward = layer.forward
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            saved = _SavedTensors(self, layer, self._in_flight[-1]() if self._in_flight else None)
+            with saved_tensors_hooks(saved.pack, saved.unpack):
+                output = forward(*args, **kwargs)
+            saved.end_forward()
+            self._in_flight.append(weakref.ref(saved))
+            while len(self._in_flight) > (_LAYERS_IN_FLIGHT if self.has_streams else 0):
+                earlier = self._in_flight.popleft()()
+                if earlier is not None:
+                    earlier.free_device()
+            return output
+
+        # What the layer calls may be compiled.
+        uncompiled: Callable[..., Any] = torch.compiler.disable(offloaded, recursive=False)
+        return uncompiled
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Let computation wait for copies."""
+        if event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(event)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    """A saved tensor, as a view of a copied storage.
+
+    Attributes:
+        saved: Has the storage.
+        index: Which of them.
+        size: Size of the view.
+        stride: Its stride.
+        offset: Its first element in the storage.
+        rebuild: Returns the DTensor whose local tensor it is; None for a plain tensor.
+    """
+
+    saved: _SavedTensors
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    rebuild: Callable[[Tensor], Tensor] | None = None
+
+
+class _SavedTensors:
+    """The tensors that one forward pass of a layer saves, each storage once.
+
+    Args:
+        offload: Has the host and the stream.
+        layer: The layer.
+        previous: Those of the layer before it, which the backward pass needs next.
+    """
+
+    def __init__(self, offload: ActivationOffload, layer: Module, previous: _SavedTensors | None) -> None:
+        self._offload = offload
+        self._previous = None if previous is None else weakref.ref(previous)
+        # At this time they are the gathered ones of a sharded layer.
+        self._resident = {
+            storage_key(local_tensor(tensor)) for tensors in (layer.parameters(), layer.buffers()) for tensor in tensors
+        }
+        self._indices: dict[Any, int] = {}
+        self._on_device: list[Tensor] | None = []
+        self._on_host: list[Tensor] = []
+        self._sources: list[torch.device] = []
+        self._copied: torch.Event | None = None
+
+    # Forward pass
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        if is_distributed(tensor):
+            packed = self.pack(local_tensor(tensor))
+            return dataclasses.replace(packed, rebuild=_rebuilding(tensor)) if isinstance(packed, _View) else tensor
+        if (
+            not has_plain_storage(tensor)
+            or tensor.device.type == self._offload.host
+            or tensor.nbytes < _SMALLEST
+            or storage_key(tensor) in self._resident
+        ):
+            return tensor
+        # The storage cannot be freed, nor its address reused, while the list has it.
+        key = storage_key(tensor), tensor._version, tensor.dtype  # noqa: SLF001 - torch documents it in its notes on autograd
+        if key not in self._indices:
+            self._indices[key] = len(self._on_host)
+            self._copy(tensor)
+        return _View(
+            saved=self,
+            index=self._indices[key],
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
+
+    @torch.no_grad()
+    def _copy(self, tensor: Tensor) -> None:
+        """Begin to copy the storage of a tensor to the host."""
+        assert self._on_device is not None  # noqa: S101 - until the end of the forward pass
+        storage = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        self._on_device.append(storage)
+        self._sources.append(storage.device)
+        stream = self._offload.stream
+        if stream is None:
+            self._on_host.append(storage.to(self._offload.host))
+            return
+        host = torch.empty(storage.shape, dtype=storage.dtype, device=self._offload.host, pin_memory=True)
+        stream.wait_stream(torch.accelerator.current_stream(self._offload.device))
+        with stream:
+            host.copy_(storage, non_blocking=True)
+        self._on_host.append(host)
+
+    def end_forward(self) -> None:
+        """Record the end of the copies."""
+        if self._offload.stream is not None:
+            self._copied = self._offload.stream.record_event()
+
+    def free_device(self) -> None:
+        """Free the memory of the device, in which computation goes on when the copies have ended."""
+        self._offload.wait(self._copied)
+        self._on_device = None
+
+    # Backward pass
+
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        on_device = packed.saved.restore()
+        packed.saved.restore_previous()
+        view = on_device[packed.index].as_strided(packed.size, packed.stride, packed.offset)
+        return view if packed.rebuild is None else packed.rebuild(view)
+
+    @torch.no_grad()
+    def restore(self, *, waits: bool = True) -> list[Tensor]:
+        """Return the storages on the device, to which they are copied in this backward pass once."""
+        if self._on_device is None:
+            self._on_device = self._fetch()
+        if waits:
+            self._offload.wait(self._copied)
+            self._copied = None
+        return self._on_device
+
+    def restore_previous(self) -> None:
+        """Begin to restore the layer before this one, whose gradients are computed next."""
+        previous = None if self._previous is None else self._previous()
+        if previous is not None and self._offload.has_streams:
+            previous.restore(waits=False)
+
+    def _fetch(self) -> list[Tensor]:
+        stream, device = self._offload.stream, self._offload.device
+        if stream is None:
+            return [host.to(source) for host, source in zip(self._on_host, self._sources, strict=True)]
+        on_device = [torch.empty_like(host, device=device) for host in self._on_host]
+        # Their memory may still be in use by computation that is queued.
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            for target, host in zip(on_device, self._on_host, strict=True):
+                target.copy_(host, non_blocking=True)
+                target.record_stream(stream)  # an error may free it before the copy has ended
+        self._copied = stream.record_event()
+        return on_device
+
+
+def _rebuilding(tensor: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function that makes a DTensor like another one from its local tensor, without keeping that one."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+
+    def rebuild(local: Tensor) -> Tensor:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return rebuild

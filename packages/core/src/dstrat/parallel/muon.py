@@ -1,0 +1,311 @@
+"""Muon for matrices with AdamW for all other parameters, in one optimizer, on shards as on one device."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from typing_extensions import Self, override
+
+from dstrat.errors import RequestError
+from dstrat.parallel.matrix_exchange import MatrixExchange, Route, plan_routes
+from dstrat.parallel.shards import is_distributed, local_tensor, with_local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch.nn import Module
+
+_BATCH = 2**22
+"""Largest number of elements of matrices that are orthogonalized together, unless one has more; larger ones would
+take more memory, and no less time."""
+
+
+class Muon(Optimizer):
+    """Muon for matrices, and AdamW for all other parameters.
+
+    Muon orthogonalizes the momentum of a matrix, for which it needs all of it.  Where ranks have shards, each gathers
+    some of the matrices, orthogonalizes them, and sends the results back; the momentum stays sharded.  So it trains
+    as on one device with every strategy that keeps the shape of parameters, such as ddp, fsdp and mesh.
+
+    Matrices that Muon is not meant for, such as the last layer, belong to AdamW::
+
+        def configure_optimizers(self):
+            return Muon.of_module(self, adamw_layers=["head"], lr=0.02, adamw={"lr": 3e-4})
+
+    The algorithm and the arguments up to ``adjust_lr_fn`` are those of torch.optim.Muon.
+
+    Args:
+        params: Parameters, with or without names, of which those with two dimensions get Muon; or groups, which say
+            ``"use_muon": False`` for AdamW.
+        lr: Learning rate of Muon.
+        weight_decay: Its weight decay, decoupled as in AdamW.
+        momentum: Its momentum.
+        nesterov: Whether the momentum is that of Nesterov.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration, a polynomial of degree 5.
+        eps: Smallest norm that a matrix is divided by.
+        ns_steps: Number of iterations.
+        adjust_lr_fn: How the rate depends on a matrix's shape: ``"original"``, or ``"match_rms_adamw"`` for rates of
+            AdamW; None for the first.
+        adamw: Options of torch.optim.AdamW for all other parameters.
+        ns_dtype: The dtype of the iterations, in which matrices are sent too.  They amplify the rounding of gradients,
+            and so differences between one device and several: see the guide for how much, in bfloat16 and float32.
+
+    Raises:
+        RequestError: A group with Muon has a parameter that is no matrix, or an option is unknown.
+    """
+
+    steps_shards = True
+    """Whether steps of sharded parameters have the results of full ones, so that no check needs to try it."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if adjust_lr_fn not in (None, *_RATES):
+            raise RequestError(f"adjust_lr_fn {adjust_lr_fn!r} is not one of {', '.join(map(repr, _RATES))}")
+        self.ns_dtype = ns_dtype
+        self._muon_options = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._adamw = AdamW([torch.empty(0)], **(adamw or {}))  # steps the groups without Muon
+        self._routes: tuple[tuple[int, ...], list[Route]] = ((), [])
+        super().__init__(_groups(params), {"lr": lr})
+
+    @classmethod
+    def of_module(cls, module: Module, *, adamw_layers: Iterable[str] = (), **options: Any) -> Self:
+        """Return an optimizer of a module's trained parameters, with Muon for the matrices of all but some layers.
+
+        Args:
+            module: The module, where optimizers are made.
+            adamw_layers: Names of layers for AdamW, with all that they contain; embeddings are so without that.
+            **options: Those of the constructor.
+
+        Raises:
+            RequestError: The module has no layer of such a name.
+        """
+        layers = dict(module.named_modules())
+        names = list(adamw_layers)
+        unknown = [name for name in names if name not in layers]
+        if unknown:
+            raise RequestError(
+                f"adamw_layers has {unknown[0]!r}, and {type(module).__name__} has no such layer: name one of "
+                f"{', '.join(name for name, _ in module.named_children())}, or one in them"
+            )
+        embeddings = [layer for layer in layers.values() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+        excluded = {
+            id(parameter)
+            for layer in (*embeddings, *map(layers.get, names))
+            if layer
+            for parameter in layer.parameters()
+        }
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return cls(_split(trained, lambda one: one.dim() == 2 and id(one) not in excluded), **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        private = {name: vars(self)[name] for name in ("ns_dtype", "_muon_options", "_adamw")}
+        return {**super().__getstate__(), **private, "_routes": ((), [])}
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; without ``"use_muon"`` it is one of matrices."""
+        uses_muon = param_group.get("use_muon", True)
+        options = self._muon_options if uses_muon else self._adamw.defaults
+        group = {"use_muon": uses_muon, **options, **param_group}
+        super().add_param_group(group)
+        if uses_muon:
+            _check_matrices(group["params"])
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient; collective where they are sharded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_matrices()
+        self._adamw.state = self.state
+        self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        self._adamw.step()
+        return loss
+
+    def _step_matrices(self) -> None:
+        matrices = [
+            (parameter, group)
+            for group in self.param_groups
+            if group["use_muon"]
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        _check_matrices([parameter for parameter, _ in matrices])
+        updates = [self._update_momentum(parameter, group) for parameter, group in matrices]
+        is_sharded = self._is_sharded()
+        _orthogonalize(
+            [
+                (local_tensor(update), group)
+                for update, (parameter, group) in zip(updates, matrices, strict=True)
+                if not (is_sharded and is_distributed(parameter))
+            ]
+        )
+        if is_sharded:
+            shards = [index for index, (parameter, _) in enumerate(matrices) if is_distributed(parameter)]
+            self._orthogonalize_shards([updates[index] for index in shards], [matrices[index] for index in shards])
+        for update, (parameter, group) in zip(updates, matrices, strict=True):
+            local, rate = local_tensor(parameter), float(group["lr"])
+            local.mul_(1 - rate * group["weight_decay"])
+            scale = _RATES[group["adjust_lr_fn"] or "original"](*parameter.shape)
+            local.add_(local_tensor(update), alpha=-rate * scale)
+
+    def _update_momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+        """Update the momentum of a matrix; return what is to be orthogonalized, sharded as the matrix is."""
+        assert parameter.grad is not None  # noqa: S101 - selected by the caller
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+        gradient, momentum = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        if group["nesterov"]:
+            update = gradient.lerp(momentum, group["momentum"]).to(self.ns_dtype)
+        else:
+            update = momentum.to(self.ns_dtype, copy=True)
+        return with_local(parameter, update)
+
+    def _is_sharded(self) -> bool:
+        """Return whether ranks have shards; those of other stages of a pipeline are on the meta device."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return False
+        return any(
+            is_distributed(parameter) or parameter.is_meta
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
+
+    def _orthogonalize_shards(self, updates: Sequence[Any], matrices: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+        """Replace updates of sharded matrices by orthogonalized ones; collective over all ranks of the job."""
+        ids = tuple(id(parameter) for parameter, _ in matrices)
+        if self._routes[0] != ids:
+            self._routes = ids, plan_routes([parameter for parameter, _ in matrices])
+        device = self._device()
+        exchange = MatrixExchange(updates, self._routes[1], self.ns_dtype, device)
+        exchange.gather()
+        _orthogonalize([(full, matrices[index][1]) for index, full in exchange.full.items()])
+        exchange.scatter()
+
+    def _device(self) -> torch.device:
+        """Return the device of this rank's shards."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        device: torch.device = next(parameter.device for parameter in parameters if not parameter.is_meta)
+        return device
+
+
+# Groups of parameters
+
+
+def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return groups of parameters; of parameters without groups, one of the matrices and one of all others."""
+    listed = list(params)
+    if listed and isinstance(listed[0], dict):
+        return listed
+    return _split(listed, lambda one: (one[1] if isinstance(one, tuple) else one).dim() == 2)
+
+
+def _split(parameters: Sequence[Any], is_matrix: Callable[[Any], bool]) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [one for one in parameters if is_matrix(one) is uses_muon], "use_muon": uses_muon}
+        for uses_muon in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check_matrices(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dim() != 2:
+            raise RequestError(
+                f"Muon is for matrices, and a parameter has the shape {tuple(parameter.shape)}: put it into a group "
+                'with "use_muon": False, which AdamW steps'
+            )
+
+
+# Orthogonalization
+
+
+def _original_rate(rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns))
+
+
+def _rate_of_adamw(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+_RATES = {"original": _original_rate, "match_rms_adamw": _rate_of_adamw}
+"""Factors of the learning rate by a matrix's shape, as torch.optim.Muon has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """Options of the iteration, and the shape of matrices that are computed together."""
+
+    shape: torch.Size
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+
+
+def _orthogonalize(matrices: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    """Orthogonalize matrices in place, those of one shape together.
+
+    Args:
+        matrices: Each with the options of its group.
+    """
+    batches: dict[_Iteration, list[Tensor]] = defaultdict(list)
+    for matrix, group in matrices:
+        coefficients = tuple(map(float, group["ns_coefficients"]))  # a list, from a checkpoint
+        batches[_Iteration(matrix.shape, coefficients, group["ns_steps"], group["eps"])].append(matrix)  # type: ignore[arg-type]  # three of them
+    for iteration, same in batches.items():
+        size = max(1, _BATCH // max(1, iteration.shape.numel()))
+        for start in range(0, len(same), size):
+            batch = same[start : start + size]
+            for matrix, result in zip(batch, _newton_schulz(torch.stack(batch), iteration), strict=True):
+                matrix.copy_(result)
+
+
+def _newton_schulz(matrices: Tensor, iteration: _Iteration) -> Tensor:
+    """Return approximations of the nearest orthogonal matrices, by the iteration of Jordan et al., 2024 (Muon).
+
+    Args:
+        matrices: ``(batch, rows, columns)``.
+        iteration: The options.
+    """
+    a, b, c = iteration.coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=iteration.eps)  # so that no singular value is above 1
+    for _ in range(iteration.steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
