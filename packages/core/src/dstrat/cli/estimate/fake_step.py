@@ -134,7 +134,7 @@ def measure_training(
             with memory, work, attention, kernels_of(device_type, precision):
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
-                outputs = _record_outputs(module)
+                inputs, outputs = _record_calls(module)
                 _run(step, batch, precision, memory, module)
                 work_of_batch = work.take()
                 memory.begin_optimizer_step()
@@ -160,6 +160,7 @@ def measure_training(
         timeline=tuple(memory.timeline),
         batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
         outputs=outputs,
+        inputs=inputs,
         heads=frozenset(attention.heads),
         work=work_of_batch,
         optimizer_work=work.take(),
@@ -194,16 +195,18 @@ def _run(
     precision.backward(loss)
 
 
-def _record_outputs(module: nn.Module) -> dict[str, int]:
-    """Return a dict that a forward pass fills with the bytes of each layer's outputs."""
+def _record_calls(module: nn.Module) -> tuple[dict[str, tuple[tuple[int, ...], ...]], dict[str, int]]:
+    """Return dicts that a forward pass fills with the shapes of each layer's inputs, and the bytes of its outputs."""
+    inputs: dict[str, tuple[tuple[int, ...], ...]] = {}
     outputs: dict[str, int] = {}
 
-    def record(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+    def record(name: str, _layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs[name] = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
         outputs[name] = outputs.get(name, 0) + sum(tensor.nbytes for tensor in tensors_in(output))
 
     for name, layer in module.named_modules():
-        layer.register_forward_hook(partial(record, name))
-    return outputs
+        layer.register_forward_hook(partial(record, name), with_kwargs=True)
+    return inputs, outputs
 
 
 def _step_of(training: TrainingSetup, module: Any) -> Callable[[Any], Tensor]:
