@@ -48,6 +48,11 @@ def attention_implementation(model: Any) -> str:
     return name
 
 
+def supports_sdpa(model: Any) -> bool:
+    """Return whether a PreTrainedModel can attend by ``scaled_dot_product_attention`` of torch."""
+    return bool(model._supports_sdpa)  # noqa: SLF001 - there is no public name
+
+
 def has_auxiliary_loss(model: Any) -> bool:
     """Return whether the ``forward`` of a PreTrainedModel adds another loss to that of the labels: of its experts."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
