@@ -1,7 +1,11 @@
-"""Pipelines: steps per second over the same layout by hand, and the parameters of a rank over its ideal share."""
+"""Pipelines: steps per second over the same layout by hand, and the parameters of a rank over its ideal share.
+
+The parameters are measured for a module with ``reset_parameters``, and with transformers for models of its own.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -18,6 +22,12 @@ if TYPE_CHECKING:
 LAYOUTS = {2: "stages", 4: "stages and shards"}
 """Names of the layouts, by the number of ranks: two stages, each of which the other ranks shard."""
 
+MODELS = {
+    "deep": "a module of 192 blocks",
+    "new llama": "a Llama of 96 layers from its config",
+    "loaded llama": "a Llama of 96 layers of from_pretrained",
+}
+
 
 def measure(settings: Settings) -> Iterator[Figure]:
     """Measure both layouts, and the parameters with stages and split layers."""
@@ -33,13 +43,17 @@ def measure(settings: Settings) -> Iterator[Figure]:
             samples=speeds,
             note=f"a second arm by hand has {ratio_of(speeds, 'by hand again', over='by hand'):.3f}",
         )
-    held = _run(4, "parameters", repeats=1)
-    yield Figure(
-        name="pp=2, tp=2: parameters of a rank over a quarter of all",
-        value=held["largest"] / held["ideal"],
-        goal=1.02,
-        note="the largest of the four ranks; biases after split layers are on each rank",
-    )
+    for subject, name in MODELS.items():
+        if subject != "deep" and importlib.util.find_spec("transformers") is None:
+            continue
+        held = _run(4, subject, repeats=1)
+        for time in ("while made", "after"):
+            yield Figure(
+                name=f"pp=2, tp=2: parameters of a rank {time} over a quarter of all, {name}",
+                value=held[time] / held["ideal"],
+                goal=1.02,
+                note="the largest of the four ranks; biases after split layers, and norms, are on each rank",
+            )
 
 
 def _run(ranks: int, subject: str, *, repeats: int) -> Any:

@@ -8,6 +8,9 @@ import json
 import os
 import random
 import time
+import warnings
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Pipeline, Trainer, TrainModule
 from dstrat.callbacks import LambdaCallback
+from dstrat.interfaces.batch import tensors_in
+from dstrat.parallel.shards import local_tensor
 
 WIDTH, BLOCKS, BATCH, MICROBATCHES = 512, 8, 64, 4
 WARMUP, STEPS = 5, 30
+NARROW, DEEP = 64, 192  # width and number of blocks, of which one is a small share of a rank's
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -36,9 +44,9 @@ QUIET: dict[str, Any] = {
 class Block(nn.Module):
     """Two layers with a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         computed: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
@@ -70,6 +78,19 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class DeepNet(Net):
+    """A longer chain, which is made when its strategy is known."""
+
+    def __init__(self) -> None:
+        TrainModule.__init__(self)
+        self.net = nn.Sequential()
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(Block(NARROW) for _ in range(DEEP)))
+        super().configure_model()
+
+
 class Clock:
     """Time of the steps after the warm-up."""
 
@@ -87,11 +108,15 @@ class Clock:
 def main() -> None:
     """Measure, and let rank 0 write what was found."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--subject", choices=("speeds", "parameters"), required=True)
+    parser.add_argument("--subject", choices=("speeds", *MODELS), required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    found: Any = speeds(options.out, options.repeats) if options.subject == "speeds" else parameters()
+    found: Any = (
+        speeds(options.out, options.repeats)
+        if options.subject == "speeds"
+        else parameters(*MODELS[options.subject](options.out.parent))
+    )
     if os.environ["RANK"] == "0":
         options.out.write_text(json.dumps(found))
 
@@ -112,9 +137,9 @@ def speeds(out: Path, repeats: int) -> dict[str, list[float]]:
     return samples
 
 
-def loader(readers: int, share: int) -> DataLoader[Any]:
+def loader(readers: int, share: int, width: int = WIDTH) -> DataLoader[Any]:
     """Return the batches of a reader."""
-    inputs = torch.randn(BATCH * (WARMUP + STEPS) // readers, WIDTH, generator=torch.Generator().manual_seed(share))
+    inputs = torch.randn(BATCH * (WARMUP + STEPS) // readers, width, generator=torch.Generator().manual_seed(share))
     return DataLoader(TensorDataset(inputs, inputs.roll(1, 1)), batch_size=BATCH // readers)
 
 
@@ -159,23 +184,104 @@ def with_dstrat(meeting: str, clock: Clock) -> None:
     trainer.fit(Net(), loader(size // 2, int(os.environ["RANK"]) % (size // 2)))
 
 
-def parameters() -> dict[str, float]:
-    """Return the largest number of parameters that a rank has with two stages and split layers, and a quarter."""
-    net, held = Net(), []
+# Parameters with two stages and split layers
 
-    def count(*_: Any) -> None:
-        local = net.trainer.strategy.local_weights().values()
-        own = torch.tensor(
-            sum(value.to_local().numel() if hasattr(value, "to_local") else value.numel() for value in local)
-        )
-        held.append(float(net.trainer.strategy.reduce(own.float(), reduce_op="max")))
 
-    whole = sum(parameter.numel() for parameter in net.parameters())
-    callback = LambdaCallback(on_train_end=count)
-    Trainer(strategy="mesh(pp=2, tp=2)", accelerator="cpu", devices=4, max_steps=1, callbacks=callback, **QUIET).fit(
-        net, loader(1, 0)
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made in this context, while they are in memory.
+
+    Attributes:
+        bytes: Bytes now.
+        largest: Most bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.bytes = self.largest = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # it calls operations of its shards
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(output):
+            if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":  # one of a shape only
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata  # noqa: SLF001 - the identity of a storage, which has no public one
+            if key not in self._known:
+                self._known.add(key)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._forget, key, storage.nbytes())
+        self.largest = max(self.largest, self.bytes)
+        return output
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.bytes -= size
+
+
+def deep(folder: Path) -> tuple[TrainModule, DataLoader[Any], int]:
+    """Return the long chain, its data, and the number of its parameters."""
+    del folder
+    return DeepNet(), loader(1, 0, NARROW), DEEP * sum(parameter.numel() for parameter in Block(NARROW).parameters())
+
+
+def llama(folder: Path, *, is_loaded: bool) -> tuple[TrainModule, DataLoader[Any], int]:
+    """Return a deep Llama, new or of a folder of ``from_pretrained``, its data, and the number of its parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dstrat_transformers import HFModule
+
+    warnings.simplefilter("ignore")  # of transformers
+    config = LlamaConfig(
+        vocab_size=NARROW,
+        hidden_size=NARROW,
+        intermediate_size=2 * NARROW,
+        num_hidden_layers=DEEP // 2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
     )
-    return {"largest": held[0], "ideal": whole / 4}
+    model = LlamaForCausalLM(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    make: Any = partial(LlamaForCausalLM, config)
+    if is_loaded:
+        folder /= os.environ["RANK"]
+        model.save_pretrained(folder)
+        make = partial(LlamaForCausalLM.from_pretrained, folder)
+    rows: Any = [{"input_ids": torch.arange(8) + row, "labels": torch.arange(8) + row} for row in range(8)]
+    return HFModule(make), DataLoader(rows, batch_size=4), total
+
+
+MODELS = {
+    "deep": deep,
+    "new llama": partial(llama, is_loaded=False),
+    "loaded llama": partial(llama, is_loaded=True),
+}
+
+
+def parameters(module: TrainModule, batches: DataLoader[Any], total: int) -> dict[str, float]:
+    """Return the most bytes of parameters that a rank has while they are made, and after it, and a quarter of all."""
+    sizes: list[float] = []
+    live = LiveTensors()
+
+    def count(trainer: Any, *_: Any) -> None:
+        local = trainer.strategy.local_weights()
+        own = sum(local_tensor(local[name]).nbytes for name, _ in module.named_parameters() if name in local)
+        largest = trainer.strategy.reduce(torch.tensor([live.largest, own], dtype=torch.float64), reduce_op="max")
+        sizes.extend(largest.tolist())
+
+    trainer = Trainer(
+        strategy="mesh(pp=2, tp=2)",
+        accelerator="cpu",
+        devices=4,
+        max_steps=1,
+        callbacks=LambdaCallback(on_train_start=count),
+        **QUIET,
+    )
+    with live:
+        trainer.fit(module, batches)
+    return {"while made": sizes[0], "after": sizes[1], "ideal": total * torch.float32.itemsize / 4}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a mesh declares to send in a step is what its ranks send; and what they hold in it."""
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -12,10 +13,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dstrat import Pipeline
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
-from dstrat.parallel.internals import RecordedCollectives
+from dstrat.parallel.internals import DispatchMode, RecordedCollectives
+from dstrat.parallel.shards import local_tensor
 from dstrat_mesh import MeshStrategy
 
 WIDTH, SAMPLES, DATA_RANKS = 6, 4, 2
+EXPERTS, CHOICES = 4, 2
 
 
 class Blocks(Net):
@@ -31,12 +34,42 @@ class Blocks(Net):
         return Pipeline(model=self.layers, loss=lambda output, batch: output.square().mean())
 
 
-def sizes(samples):
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
+
+    def forward(self, tokens, index, weights):
+        return (torch.einsum("tw,tkwo->tko", tokens, self.weight[index]) * weights.unsqueeze(-1)).sum(1)
+
+
+class Mixture(Block):
+    """A block whose experts get as many tokens each."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.experts = Experts()
+
+    def forward(self, x):
+        x = super().forward(x)
+        index = torch.arange(CHOICES * len(x), device=x.device).view(-1, CHOICES) % EXPERTS
+        return x + self.experts(x, index, x[:, :CHOICES].sigmoid())
+
+
+class Mixtures(Blocks):
+    def make_layers(self):
+        self.layers = nn.Sequential(*(Mixture() for _ in range(4)))
+
+    def configure_experts(self):
+        return [layer.experts for layer in self.layers]
+
+
+def sizes(samples, module_class=Blocks):
     """The sizes of a training of the blocks on four ranks."""
 
     def make():
         batch = [torch.zeros(samples, WIDTH), torch.zeros(samples, 3)]
-        return TrainingSetup(module=Blocks(), batch=batch, make_optimizers=lambda one: one.configure_optimizers())
+        return TrainingSetup(module=module_class(), batch=batch, make_optimizers=lambda one: one.configure_optimizers())
 
     return measure_training(make, TruePrecision(), device_type="cpu", world_size=4, ranks_per_machine=4)
 
@@ -50,24 +83,34 @@ def totals(collectives):
     return {kind: (sums[kind], numbers[kind]) for kind in sums}
 
 
-def sent(cluster, **options):
-    """What a rank sends in its second step."""
+def started(cluster, module_class=Blocks, **options):
     strategy = MeshStrategy(**options)
     strategy.receive(parts(cluster))
     strategy.setup_environment()
-    module = Blocks()
+    module = module_class()
     if strategy.tensor_parallel_size > 1:
         for block in module.layers:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, strategy.device_mesh["tp"], plan)
     strategy.connect(module)
     strategy.setup(Run(strategy.module))
-    first, second = batches(2, SAMPLES * strategy.data_parallel_size)
+    return strategy
+
+
+def second_step(strategy, mode, samples=SAMPLES):
+    """Take two steps, the second in a mode that sees each operation, and end the run."""
+    first, second = batches(2, samples * strategy.data_parallel_size)
     one_pass(strategy, first, 0, 1)
     strategy.optimizers[0].zero_grad()
-    with RecordedCollectives() as recorded:
+    with mode:
         one_pass(strategy, second, 1, 1)
     strategy.teardown()
+
+
+def sent(cluster, **options):
+    """What a rank sends in its second step."""
+    recorded = RecordedCollectives()
+    second_step(started(cluster, **options), recorded)
     return totals(recorded.collectives)
 
 
@@ -83,6 +126,80 @@ def test_stages_send_what_is_declared_for_their_microbatches():
         found.pop("broadcast")  # of the loss
         # Torch gathers a block once too often, ahead of a backward pass.
         assert found == {kind: pytest.approx(numbers, rel=0.07) for kind, numbers in expected.items()}
+
+
+def test_experts_exchange_the_declared_tokens():
+    layouts = [{"ep": 2}, {"ep": 4, "tp": 2}, {"ep": 2, "pp": 2, "microbatches": 2}]
+    training = sizes(SAMPLES, Mixtures)
+    cases = {str(one): {"module_class": Mixtures, **one} for one in layouts}
+    first = in_ranks(each, 4, function=sent, cases=cases)[0]
+    for layout in layouts:
+        expected = totals(MeshStrategy(**layout).communication_layout(training).collectives)
+        expected.pop("send", None)  # of stages, as above
+        for kind, (size, messages) in expected.items():
+            numbers_of_tokens = kind == "all_to_all" and 8 * EXPERTS * messages // 5
+            # Torch gathers one of eight blocks once too often, as above.
+            assert first[str(layout)][kind] == pytest.approx((size + numbers_of_tokens, messages), rel=0.13), (
+                layout,
+                kind,
+            )
+
+
+def held(cluster, **options):
+    strategy = started(cluster, module_class=Mixtures, **options)
+    state = strategy.sharded_module_state().values()
+    strategy.teardown()
+    return sum(local_tensor(value).nbytes for value in state)
+
+
+def test_a_rank_holds_the_declared_share_of_the_experts():
+    training = sizes(SAMPLES, Mixtures)
+    layouts = [{"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2}]
+    ranks = in_ranks(each, 4, function=held, cases={str(one): one for one in layouts})
+    for layout in layouts:
+        declared = MeshStrategy(**layout).memory_layout(training)
+        assert max(rank[str(layout)] for rank in ranks) == declared.parameters
+        assert declared.assumption == "all experts get as many tokens"
+
+
+class LiveSends(DispatchMode):
+    """Counts the tensors that were sent and are still in memory."""
+
+    live = largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(cls not in (torch.Tensor, nn.Parameter) for cls in types):
+            return NotImplemented
+        output = function(*args, **(kwargs or {}))
+        if str(function) == "c10d.send.default":
+            for tensor in args[0]:
+                self.live += 1
+                weakref.finalize(tensor.untyped_storage(), self.forget)
+            self.largest = max(self.largest, self.live)
+        return output
+
+    def forget(self):
+        self.live -= 1
+
+
+def live_sends(cluster, samples, **options):
+    mode = LiveSends()
+    second_step(started(cluster, **options), mode, samples)
+    return mode.largest
+
+
+SHORT_AND_LONG = [
+    {"pp": 2, "microbatches": count, "samples": count, "schedule": schedule}
+    for schedule in ("1F1B", "Interleaved1F1B")
+    for count in (4, 16)
+]
+
+
+def test_sent_tensors_are_freed_when_they_have_arrived():
+    for largest in in_ranks(each, 2, function=live_sends, cases={str(one): one for one in SHORT_AND_LONG}):
+        short, long, interleaved, long_interleaved = largest.values()
+        assert 0 < long <= short <= 3
+        assert 0 < long_interleaved <= interleaved <= 8
 
 
 def test_stages_hold_whole_gradients_of_several_microbatches():

@@ -131,7 +131,10 @@ ATTENTION = {
 
 
 def differences(cluster):
-    """Return the largest differences of outputs and gradients from those of one device, by case."""
+    """Return the largest differences of outputs and gradients from those of one device, by case.
+
+    They are relative to the largest element, as sums over thousands of tokens round by more than those over a few.
+    """
     strategy = MeshStrategy()
     strategy.receive(parts(cluster))
     strategy.setup_environment()
@@ -149,24 +152,26 @@ def difference(method="ulysses", heads=4, key_heads=4, length=16, mask=None, dty
     learned = [mask] if mask is not None and mask.is_floating_point() else []
 
     def compute(query, key, value, weights):
-        tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value, *learned)]
+        tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        tensors += [tensor.to(query.dtype, copy=True).requires_grad_() for tensor in learned]
         output = functional.scaled_dot_product_attention(*tensors[:3], tensors[3] if learned else mask, **options)
         (output * weights).sum().backward()
         return [output.detach(), *(tensor.grad for tensor in tensors)]
 
-    expected = compute(*whole)
+    # In double precision, as torch's kernel for whole sequences rounds differently on each processor.
+    expected = compute(*(tensor.double() for tensor in whole))
     with sequences.attention.replacing():
         found = compute(*(sequences.cut(tensor, 2) for tensor in whole))
     if learned:  # each rank has those of its heads
         dist.all_reduce(found[4])
     cut = [*(sequences.cut(tensor, 2) for tensor in expected[:4]), *expected[4:]]
-    return max(float((one - other).abs().max()) for one, other in zip(found, cut, strict=True))
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, cut, strict=True))
 
 
 def test_attention_is_that_of_whole_sequences():
     for found in in_ranks(differences):
         for name, largest in found.items():
-            assert largest == pytest.approx(0, abs=1e-14 if "double" in name else 3e-6)
+            assert largest == pytest.approx(0, abs=1e-14 if "double" in name else 3e-6), name
 
 
 # Loops of one's own

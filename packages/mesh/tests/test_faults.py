@@ -1,4 +1,4 @@
-"""A stage that raises, dies, hangs or returns other shapes ends the job, and the error names its rank."""
+"""Eight faults of a stage, of which each ends the job in a bounded time, and the error names the stage's rank."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from dstrat_mesh import MeshStrategy
 
 
 class Faulty(nn.Linear):
-    """Has a fault in its third forward pass."""
+    """Has a fault in its third forward pass, or in the backward pass of that one."""
 
     fault, passes = "", 0
 
@@ -39,10 +39,20 @@ def hang(output):
     time.sleep(600)
 
 
+def in_backward(fault):
+    def attach(output):
+        output.register_hook(fault)
+        return output
+
+    return attach
+
+
 FAULTS = {
     "raises": fail,
+    "raises in its backward pass": in_backward(fail),
     "dies": die,
     "hangs": hang,
+    "hangs in its backward pass": in_backward(hang),
     "returns another shape": lambda output: torch.cat([output, output]),
     "returns another dtype": torch.Tensor.double,
     "returns no tensor": lambda output: (output, output),
@@ -70,7 +80,14 @@ STAGES = {0: "2", 1: "4"}  # by rank: the name of a layer of its stage
 
 
 @pytest.mark.parametrize("rank", STAGES)
-@pytest.mark.parametrize(("fault", "text"), [("raises", "ValueError: no more"), ("dies", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("raises", "ValueError: no more"),
+        ("raises in its backward pass", "ValueError: no more"),
+        ("dies", "SIGKILL"),
+    ],
+)
 def test_the_rank_of_a_failed_stage_is_named(fault, text, rank):
     with pytest.raises(RankFailedError) as failure:
         fit(fault, int(STAGES[rank]))
@@ -88,9 +105,10 @@ def test_a_stage_that_sends_something_else_is_named(fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", STAGES)
-def test_a_stage_that_hangs_is_waited_for_as_long_as_was_asked(rank):
+@pytest.mark.parametrize("fault", ["hangs", "hangs in its backward pass"])
+def test_a_stage_that_hangs_is_waited_for_as_long_as_was_asked(fault, rank):
     begun = time.monotonic()
     with pytest.raises(RankFailedError) as failure:
-        fit("hangs", int(STAGES[rank]), timeout=timedelta(seconds=5))
+        fit(fault, int(STAGES[rank]), timeout=timedelta(seconds=5))
     assert time.monotonic() - begun < 60
     assert failure.value.rank == rank, failure.value

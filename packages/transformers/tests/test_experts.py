@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from dstrat.errors import MisuseError, RequestError
+from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
 from dstrat_transformers import HFModule, parallelize
 
@@ -87,6 +88,20 @@ def test_experts_of_a_model_with_adapters_have_the_losses_of_one_device(tmp_path
     reference = small.train(tmp_path / "one", model=with_adapters(), **OPTIONS)
     seen = small.train(tmp_path / "several", strategy(ep=2), 2, model=with_adapters(), **OPTIONS)
     assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+
+
+def test_the_loss_of_balance_is_that_of_a_sharded_run(tmp_path):
+    # Each rank computes it for its own batch, so that it is not that of one device with the batches of both.
+    reference = small.train(
+        tmp_path / "fsdp", FSDPStrategy(start_method="fork"), 2, model=small.balanced_experts(), **OPTIONS
+    )
+    seen = small.train(tmp_path / "experts", strategy(ep=2), 2, model=small.balanced_experts(), **OPTIONS)
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    assert seen["val"] == pytest.approx(reference["val"], rel=1e-6)
+
+
+def test_the_loss_of_balance_of_ranks_that_share_a_batch_is_that_of_one_device(tmp_path):
+    check_same(tmp_path, 2, small.balanced_experts, ep=2, tp=2)
 
 
 @pytest.mark.slow

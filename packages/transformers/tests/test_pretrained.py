@@ -1,8 +1,10 @@
-"""Weights of from_pretrained in a model that is made sharded: read layer by layer, the same values, clear errors."""
+"""Weights of from_pretrained in a model that is made sharded: read by each rank, the same values, clear errors."""
 
 from __future__ import annotations
 
 import gc
+import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from dstrat import Callback
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat_fsdp.parameters import materialize
+from dstrat_mesh import MeshStrategy
 from dstrat_transformers import initialization, pretrained
 from dstrat_transformers.initialization import assign
 from dstrat_transformers.pretrained import PretrainedWeights, load_pretrained
@@ -41,9 +44,9 @@ def load_without_memory(factory):
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "mixtral"])  # of the last two, files have other tensors
 def test_a_model_without_memory_gets_the_weights_of_from_pretrained(tmp_path, name, max_shard_size):
-    cls, config, _ = architectures()[name]
+    cls, config, _ = {**architectures(), "mixtral": (transformers.MixtralForCausalLM, experts().config, None)}[name]
     cls(config).save_pretrained(tmp_path, max_shard_size=max_shard_size)
     expected = cls.from_pretrained(tmp_path)
     values = dict(load_without_memory(partial(cls.from_pretrained, tmp_path)).named_parameters())
@@ -84,12 +87,55 @@ def test_each_layer_is_read_when_it_is_sharded_and_not_before(tmp_path, monkeypa
     small.llama().save_pretrained(tmp_path)
     read = []
     read_one = PretrainedWeights.read
-    monkeypatch.setattr(PretrainedWeights, "read", lambda self, key: read.append(key) or read_one(self, key))
+    monkeypatch.setattr(
+        PretrainedWeights, "read", lambda self, key, *box: read.append(key) or read_one(self, key, *box)
+    )
     with parameters_on_meta():
         model = load_pretrained(partial(LlamaForCausalLM.from_pretrained, tmp_path))
     assert read == []
     materialize(model, torch.device("cpu"), lambda layer, name: None)
     assert sorted(read) == sorted(dict(small.llama().named_parameters()))  # each once
+
+
+def experts():
+    """Return a model whose files have a tensor for each of its four experts."""
+    sizes = {
+        name: value for name, value in small.config().to_dict().items() if name not in ("model_type", "architectures")
+    }
+    torch.manual_seed(1)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "divided"), [({"ep": 2}, r"experts\.(\d)\."), ({"pp": 2}, r"layers\.(\d)\.")], ids=["experts", "stages"]
+)
+def test_a_rank_reads_its_own_experts_and_layers_only(tmp_path, monkeypatch, options, divided):
+    model = experts()
+    model.save_pretrained(tmp_path / "weights")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    factory = partial(transformers.MixtralForCausalLM.from_pretrained, tmp_path / "weights")
+    expected = small.train(tmp_path / "whole", model=factory())
+    read, read_one = {}, PretrainedWeights.read
+
+    def watched(self, key, *box):
+        tensor = read_one(self, key, *box)
+        read[key] = tensor.numel()
+        return tensor
+
+    class Notes(Callback):
+        def on_fit_start(self, trainer, module):
+            (tmp_path / f"rank-{trainer.global_rank}").write_text(json.dumps(read))
+
+    monkeypatch.setattr(PretrainedWeights, "read", watched)
+    mesh = MeshStrategy(start_method="fork", **options)
+    seen = small.train(tmp_path / "run", mesh, 2, model=factory, callbacks=[Notes()])
+    assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    ranks = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    first, last = ({match[1] for key in keys if (match := re.search(divided, key))} for keys in ranks)
+    assert first
+    assert last
+    assert not first & last
+    assert max(sum(keys.values()) for keys in ranks) < 0.6 * total
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -124,17 +170,13 @@ def test_what_cannot_be_made_sharded_is_an_error_that_says_so(tmp_path):
     small.llama().save_pretrained(tmp_path / "whole")
     (tmp_path / "empty").mkdir()
     small.config().save_pretrained(tmp_path / "empty")
-    vit, vit_config, _ = architectures()["vit"]  # its layers have other names in files
-    vit(vit_config).save_pretrained(tmp_path / "renamed")
     with parameters_on_meta():
         for folder, options, message in (
             ("base", {}, r"has no tensor 'model.embed_tokens.weight' of shape \(64, 32\) for LlamaForCausalLM"),
             ("whole", {"device_map": "auto"}, "from_pretrained with device_map is not possible"),
-            ("renamed", {}, r"has no tensor 'vit.layers.0.attention.q_proj.weight'"),
             ("empty", {}, "has no model.safetensors and no model.safetensors.index.json"),
         ):
-            cls = vit if folder == "renamed" else LlamaForCausalLM
-            factory = partial(cls.from_pretrained, tmp_path / folder, **options)
+            factory = partial(LlamaForCausalLM.from_pretrained, tmp_path / folder, **options)
             with pytest.raises(MisuseError, match=message):
                 load_pretrained(factory)
 

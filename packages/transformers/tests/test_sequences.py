@@ -109,6 +109,16 @@ def test_a_model_with_a_loss_of_its_experts_is_refused():
     assert str(error.value).startswith("MixtralForCausalLM has config.output_router_logits=True, and")
 
 
+def test_a_model_without_torchs_attention_is_refused_without_advice_that_fails():
+    config = transformers.Gemma2Config(**{**small.config().to_dict(), "head_dim": 8, "model_type": "gemma2"})
+    batch = {name: value[None] for name, value in rows("plain")[0].items()}
+    with pytest.raises(MisuseError) as error:
+        HFModule(transformers.Gemma2ForCausalLM(config)).cut_sequences(batch, lambda tensor: tensor)
+    assert str(error.value) == (
+        "Gemma2ForCausalLM has attn_implementation='eager', and cp divides the sequences of 'sdpa' only: leave cp out"
+    )
+
+
 class Tokens(HFModule):
     def predict_step(self, batch, *_):
         return super().predict_step(batch).logits.argmax(-1)

@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from dstrat.interfaces.communication import Collective
-from dstrat_fsdp.memory import divide_parameters, shard_bytes
+from dstrat_fsdp.memory import divide_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from dstrat.interfaces.memory import TrainingSize
+    from dstrat_fsdp.memory import Division
 
 
 def sharded_collectives(
     training: TrainingSize,
     blocks: Sequence[Module],
     *,
-    num_shards: int,
+    division_of: Callable[[Tensor], Division],
     num_replicas: int = 1,
     policy: MixedPrecisionPolicy,
     frees_blocks: bool,
-    num_splits: int = 1,
 ) -> tuple[Collective, ...]:
     """Return the collectives that gather parameters, and that sum gradients over shards and then over replicas.
 
@@ -37,46 +37,50 @@ def sharded_collectives(
     Args:
         training: Sizes of the training on one device.
         blocks: The layers that are gathered together, inner ones before those that contain them.
-        num_shards: Number of ranks that the parameters are divided among.
-        num_replicas: Number of groups of such ranks.
+        division_of: Returns the division of a parameter, which is the same for all of a block.
+        num_replicas: Number of groups of the ranks that shard parameters.
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
-        num_splits: Number of neighbouring ranks that each matrix is split over before it is sharded.
     """
-    units, root = divide_parameters(blocks, training.module.parameters())
-    gathers_of_block = 2 if frees_blocks else 1
-    gathered = sum(gathers_of_block * _full_bytes(unit, num_shards, num_splits, policy.param_dtype) for unit in units)
-    gathered += _full_bytes(root, num_shards, num_splits, policy.param_dtype)
-    trained = [[parameter for parameter in unit if parameter.requires_grad] for unit in (*units, root)]
-    trained = [unit for unit in trained if unit]
-    summed_dtype = policy.reduce_dtype or policy.param_dtype
-    summed = sum(_full_bytes(unit, num_shards, num_splits, summed_dtype) for unit in trained)
-    gather = Collective(
-        kind="all_gather",
-        bytes=training.accumulate_grad_batches * gathered,
-        messages=training.accumulate_grad_batches * (gathers_of_block * len(units) + bool(root)),
-        ranks=num_shards,
-        stride=num_splits,
-        overlaps=True,
-        in_each_batch=True,
-    )
-    scatter = Collective(
-        kind="reduce_scatter",
-        bytes=summed,
-        messages=len(trained),
-        ranks=num_shards,
-        stride=num_splits,
-        overlaps=True,
-    )
-    reduction = Collective(
-        kind="all_reduce",
-        bytes=summed // num_shards,
-        messages=len(trained),
-        ranks=num_replicas,
-        stride=num_shards * num_splits,
-        overlaps=True,
-    )
-    return tuple(one for one in (gather, scatter, reduction) if one.ranks > 1)
+    blocks_of_parameters, root = divide_parameters(blocks, training.module.parameters())
+    units = [(unit, 2 if frees_blocks else 1) for unit in blocks_of_parameters] + [(root, 1)]  # and how often gathered
+    batches, collectives = training.accumulate_grad_batches, []
+    for division in dict.fromkeys(division_of(unit[0]) for unit, _ in units if unit):
+        gathered = summed = num_gathers = num_sums = 0
+        for unit, times in units:
+            if unit and division_of(unit[0]) == division:
+                trained = [parameter for parameter in unit if parameter.requires_grad]
+                gathered += times * _full_bytes(unit, division, policy.param_dtype)
+                num_gathers += times
+                summed += _full_bytes(trained, division, policy.reduce_dtype or policy.param_dtype)
+                num_sums += bool(trained)
+        gather = Collective(
+            kind="all_gather",
+            bytes=batches * gathered,
+            messages=batches * num_gathers,
+            ranks=division.shards,
+            stride=division.stride,
+            overlaps=True,
+            in_each_batch=True,
+        )
+        scatter = Collective(
+            kind="reduce_scatter",
+            bytes=summed,
+            messages=num_sums,
+            ranks=division.shards,
+            stride=division.stride,
+            overlaps=True,
+        )
+        reduction = Collective(
+            kind="all_reduce",
+            bytes=summed // division.shards,
+            messages=num_sums,
+            ranks=num_replicas,
+            stride=division.shards * division.stride,
+            overlaps=True,
+        )
+        collectives += [gather, scatter, reduction]
+    return tuple(one for one in collectives if one.ranks > 1)
 
 
 def copied_bytes(collectives: Iterable[Collective]) -> int:
@@ -89,16 +93,14 @@ def copied_bytes(collectives: Iterable[Collective]) -> int:
     return sum(2 * one.bytes + 2 * one.bytes // one.ranks for one in packed)
 
 
-def _full_bytes(unit: Iterable[Tensor], num_shards: int, num_splits: int, dtype: torch.dtype | None) -> int:
+def _full_bytes(unit: Iterable[Tensor], division: Division, dtype: torch.dtype | None) -> int:
     """Return the bytes of gathered parameters, whose shards are padded to equal sizes; None is their own dtype."""
-    return sum(
-        num_shards * shard_bytes(parameter, num_shards, num_splits) // parameter.element_size() * size
-        for parameter in unit
-        if (size := (dtype or parameter.dtype).itemsize)
-    )
+    return sum(division.shards * division.shard(parameter) * (dtype or parameter.dtype).itemsize for parameter in unit)
 
 
-def split_collectives(training: TrainingSize, blocks: Sequence[Module], num_splits: int) -> tuple[Collective, ...]:
+def split_collectives(
+    training: TrainingSize, blocks: Sequence[Module], num_splits: int, *, unsplit: Iterable[Module] = ()
+) -> tuple[Collective, ...]:
     """Return the all-reduces of blocks whose matrices are split by columns and rows in turn, as in Megatron-LM.
 
     Each pair of matrices sums its output in the forward pass, and the gradient of its input in the backward pass
@@ -109,10 +111,11 @@ def split_collectives(training: TrainingSize, blocks: Sequence[Module], num_spli
         training: Sizes of the training on one device, with the outputs of layers.
         blocks: The layers that are split.
         num_splits: Number of neighbouring ranks that each matrix is split over.
+        unsplit: Layers in them whose matrices are not split, such as experts.
     """
     if num_splits == 1:
         return ()
-    pairs = [_pairs(block) for block in blocks]
+    pairs = _pairs(blocks, unsplit)
     sizes = block_outputs(training, blocks)
     return (
         Collective(
@@ -124,7 +127,9 @@ def split_collectives(training: TrainingSize, blocks: Sequence[Module], num_spli
     )
 
 
-def split_activation_share(training: TrainingSize, blocks: Sequence[Module], num_splits: int) -> float:
+def split_activation_share(
+    training: TrainingSize, blocks: Sequence[Module], num_splits: int, *, unsplit: Iterable[Module] = ()
+) -> float:
     """Return the share of a device's activations that a rank has, if matrices are split as for the all-reduces.
 
     What norms save, and the sum after each pair of matrices, is in all ranks.  The rest of what blocks save is divided,
@@ -134,6 +139,7 @@ def split_activation_share(training: TrainingSize, blocks: Sequence[Module], num
         training: Sizes of the training on one device, with what layers save.
         blocks: The layers that are split.
         num_splits: Number of ranks that each matrix is split over.
+        unsplit: Layers in them whose matrices are not split, and whose tokens are divided: experts.
     """
     if num_splits == 1 or not training.activations:
         return 1.0
@@ -143,8 +149,8 @@ def split_activation_share(training: TrainingSize, blocks: Sequence[Module], num
         return training.saved.get(names[layer], 0)
 
     divided = 0
-    for block, output in zip(blocks, block_outputs(training, blocks), strict=True):
-        replicated = _pairs(block) * output + sum(saved(layer) for layer in block.modules() if _is_norm(layer))
+    for block, output, pairs in zip(blocks, block_outputs(training, blocks), _pairs(blocks, unsplit), strict=True):
+        replicated = pairs * output + sum(saved(layer) for layer in block.modules() if _is_norm(layer))
         divided += max(0, saved(block) - replicated)
     return 1 - (1 - 1 / num_splits) * divided / training.activations
 
@@ -154,9 +160,11 @@ def _is_norm(layer: Module) -> bool:
     return bool(parameters) and max(parameters) == 1
 
 
-def _pairs(block: Module) -> int:
-    """Return the number of pairs of matrices of a block."""
-    return min(2, math.ceil(sum(one.dim() > 1 for one in block.parameters()) / 2))
+def _pairs(blocks: Iterable[Module], unsplit: Iterable[Module]) -> list[int]:
+    """Return the number of pairs of matrices of each block, without those of some layers."""
+    whole = {id(parameter) for layer in unsplit for parameter in layer.parameters()}
+    matrices = [sum(one.dim() > 1 and id(one) not in whole for one in block.parameters()) for block in blocks]
+    return [min(2, math.ceil(count / 2)) for count in matrices]
 
 
 def block_outputs(training: TrainingSize, blocks: Sequence[Module]) -> list[int]:

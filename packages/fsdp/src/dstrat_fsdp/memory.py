@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from dstrat.interfaces.memory import MemoryLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,15 +22,49 @@ MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """Numbers of ranks that divide a parameter.
+
+    Attributes:
+        shards: Ranks that have different rows, and gather them.
+        splits: Neighbouring ranks that a matrix is split over before it is sharded, by tensor parallelism.
+        experts: Neighbouring ranks that have different rows before that, and never gather them.
+    """
+
+    shards: int
+    splits: int = 1
+    experts: int = 1
+
+    @property
+    def stride(self) -> int:
+        """Distance between neighbouring ranks that gather rows."""
+        return self.splits * self.experts
+
+    def gathered(self, parameter: Tensor) -> int:
+        """Return the number of elements that a rank gathers."""
+        return self._split(math.ceil(parameter.numel() / self.experts), parameter)
+
+    def shard(self, parameter: Tensor) -> int:
+        """Return the number of elements of the largest shard."""
+        if parameter.dim() == 0:
+            return 1
+        rows, *columns = parameter.shape
+        return self._split(math.ceil(math.ceil(rows / self.experts) / self.shards) * math.prod(columns), parameter)
+
+    def _split(self, numel: int, parameter: Tensor) -> int:
+        # Biases and norms are in each rank.
+        return math.ceil(numel / self.splits) if parameter.dim() > 1 else numel
+
+
 def sharded_layout(
     training: TrainingSize,
     blocks: Sequence[Module],
     *,
-    num_shards: int,
+    division_of: Callable[[Tensor], Division],
     policy: MixedPrecisionPolicy,
     frees_blocks: bool,
     offloads: bool,
-    num_splits: int = 1,
     num_stages: int = 1,
 ) -> MemoryLayout:
     """Return the memory of a rank that keeps a shard of each parameter, and gathers blocks of them.
@@ -39,22 +74,21 @@ def sharded_layout(
     Args:
         training: Sizes of the training on one device.
         blocks: The layers that are gathered and freed together, inner ones before those that contain them.
-        num_shards: Number of ranks that the parameters are divided among.
+        division_of: Returns the division of a parameter, which is the same for all of a block.
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
-        num_splits: Number of ranks that each matrix is split over before it is sharded, by tensor parallelism.
         num_stages: Number of stages among which the caller divides the layout, and which accumulate their gradients.
     """
     parameters = list(training.module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    shards = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in parameters)
-    gradients = sum(shard_bytes(parameter, num_shards, num_splits) for parameter in trainable)
+    shards = sum(_shard_bytes(parameter, division_of) for parameter in parameters)
+    gradients = sum(_shard_bytes(parameter, division_of) for parameter in trainable)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
-    step_buffers = _gathered(blocks, parameters, policy, frees_blocks=frees_blocks, num_splits=num_splits)
+    step_buffers = _gathered(blocks, parameters, policy, frees_blocks=frees_blocks, division_of=division_of)
     accumulated = 0
     if training.accumulate_grad_batches > 1:
-        accumulated = _bytes_in(trainable, "summed", policy=policy, num_splits=num_splits) // num_stages
+        accumulated = _bytes_in(trainable, "summed", policy=policy, division_of=division_of) // num_stages
     layout = MemoryLayout(
         parameters=shards + training.module_buffers,
         gradients=gradients,
@@ -75,17 +109,8 @@ def sharded_layout(
     )
 
 
-def shard_bytes(parameter: Tensor, num_shards: int, num_splits: int = 1) -> int:
-    """Return the bytes of the largest shard of a parameter, which is divided by rows, a matrix split before that."""
-    if parameter.dim() == 0:
-        return parameter.element_size()
-    rows, *columns = parameter.shape
-    shard = math.ceil(rows / num_shards) * math.prod(columns)
-    return _split_numel(shard, parameter, num_splits) * parameter.element_size()
-
-
-def _split_numel(numel: int, parameter: Tensor, num_splits: int) -> int:
-    return math.ceil(numel / num_splits) if parameter.dim() > 1 else numel  # biases and norms are in each rank
+def _shard_bytes(parameter: Tensor, division_of: Callable[[Tensor], Division]) -> int:
+    return division_of(parameter).shard(parameter) * parameter.element_size()
 
 
 def _gathered(
@@ -94,7 +119,7 @@ def _gathered(
     policy: MixedPrecisionPolicy,
     *,
     frees_blocks: bool,
-    num_splits: int,
+    division_of: Callable[[Tensor], Division],
 ) -> int:
     """Return the memory of gathered parameters and of gradients that are not reduced yet, at the worst time.
 
@@ -103,7 +128,7 @@ def _gathered(
     full step, and their gradients reduced at its end.
     """
     units, root = divide_parameters(blocks, parameters)
-    bytes_in = partial(_bytes_in, policy=policy, num_splits=num_splits)
+    bytes_in = partial(_bytes_in, policy=policy, division_of=division_of)
     gathered = [bytes_in(unit, "gathered") for unit in units]
     working = [
         bytes_in(unit, "gradients") + bytes_in(unit, "summed") + (2 if frees_blocks else 0) * size
@@ -126,7 +151,9 @@ def divide_parameters(
     return units, [parameter for parameter in parameters if id(parameter) not in seen]
 
 
-def _bytes_in(unit: Iterable[Tensor], stage: str, *, policy: MixedPrecisionPolicy, num_splits: int) -> int:
+def _bytes_in(
+    unit: Iterable[Tensor], stage: str, *, policy: MixedPrecisionPolicy, division_of: Callable[[Tensor], Division]
+) -> int:
     """Return the bytes of a unit's parameters as they are gathered, or of their gradients as computed or summed."""
     total = 0
     for parameter in unit:
@@ -134,5 +161,5 @@ def _bytes_in(unit: Iterable[Tensor], stage: str, *, policy: MixedPrecisionPolic
             continue
         computed = policy.param_dtype or parameter.dtype
         dtype = (policy.reduce_dtype or computed) if stage == "summed" else computed
-        total += _split_numel(parameter.numel(), parameter, num_splits) * dtype.itemsize
+        total += division_of(parameter).gathered(parameter) * dtype.itemsize
     return total

@@ -13,7 +13,7 @@ from dstrat_fsdp.communication import (
     split_activation_share,
     split_collectives,
 )
-from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, Division, sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -124,8 +124,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         layout = sharded_layout(
             training,
             blocks,
-            num_shards=data,
-            num_splits=tensor,
+            division_of=lambda _: Division(shards=data, splits=tensor),
             policy=precision_policy(None, training.precision),
             frees_blocks=True,
             offloads=False,
@@ -143,10 +142,9 @@ class ModelParallelStrategy(SharedBatchStrategy):
         sharded = sharded_collectives(
             training,
             blocks,
-            num_shards=data,
+            division_of=lambda _: Division(shards=data, splits=tensor),
             policy=precision_policy(None, training.precision),
             frees_blocks=True,
-            num_splits=tensor,
         )
         return CommunicationLayout(
             collectives=(*sharded, *split_collectives(training, blocks, tensor)),

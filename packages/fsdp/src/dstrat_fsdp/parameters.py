@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import copy_full, full_tensor
-from dstrat.parallel.meta_device import reset_method
-from dstrat.parallel.shards import local_tensor, with_local
+from dstrat.parallel.meta_device import parameter_reader, reset_method
+from dstrat.parallel.shards import local_boxes, local_tensor, with_local
 from dstrat_fsdp import internals
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def materialize(
     """Allocate the tensors that are on the meta device, each rank its shards, and compute their values.
 
     Layer by layer, ``reset_parameters`` computes full tensors.  All ranks compute the same values, and keep their
-    shards.
+    shards.  Layers with ``read_parameter`` read those of this rank only.
 
     Args:
         module: A sharded module.
@@ -44,7 +44,7 @@ def materialize(
         existing_shard: Returns this rank's shard of a layer's parameter from an earlier run, or None.
         full_module: The module that has further layers, which this rank does not compute; None if there are none.
         foreign: Those of them that were made on the meta device.  They are computed too, one by one, and dropped: so
-            random numbers are those of one device.
+            random numbers are those of one device.  Those that read their values are left out.
 
     Raises:
         MisuseError: A layer has no ``reset_parameters``.
@@ -56,7 +56,7 @@ def materialize(
     for layer in _inner_first(module if full_module is None else full_module):
         if layer in names:
             _fill(layer, names[layer], owned[layer], existing_shard)
-        elif layer in foreign:
+        elif layer in foreign and parameter_reader(layer) is None:
             _reset_layer(layer, _meta_names(layer), set(), device)
 
 
@@ -102,7 +102,13 @@ def _fill(
     layer: Module, names: list[str], owned: set[str], existing_shard: Callable[[Module, str], Tensor | None]
 ) -> None:
     shards = {name: existing_shard(layer, name) for name in owned}
-    if any(shard is None for shard in shards.values()):
+    missing = [name for name, shard in shards.items() if shard is None]
+    read = parameter_reader(layer)
+    if read is not None:
+        for name in missing:
+            for box in local_boxes(getattr(layer, name), name):
+                box.tensor.copy_(read(name, box.slices))
+    elif missing:
         _reset_layer(layer, names, owned)
     for name, shard in shards.items():
         if shard is not None:

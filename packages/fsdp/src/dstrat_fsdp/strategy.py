@@ -16,7 +16,7 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import copied_bytes, sharded_collectives
-from dstrat_fsdp.memory import sharded_layout
+from dstrat_fsdp.memory import Division, sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
     input_dtype,
@@ -159,7 +159,7 @@ class FSDPStrategy(ShardedStrategy):
         return sharded_layout(
             training,
             blocks_of(training.module, self._auto_wrap_policy),
-            num_shards=shape[-1],
+            division_of=lambda _: Division(shards=shape[-1]),
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward is not False,
             offloads=isinstance(offload, CPUOffloadPolicy),
@@ -170,7 +170,7 @@ class FSDPStrategy(ShardedStrategy):
         collectives = sharded_collectives(
             training,
             blocks_of(training.module, self._auto_wrap_policy),
-            num_shards=shape[-1],
+            division_of=lambda _: Division(shards=shape[-1]),
             num_replicas=math.prod(shape[:-1]),
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward is not False,

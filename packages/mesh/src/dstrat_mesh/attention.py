@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat_mesh.exchange import exchange_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -139,26 +140,10 @@ def _mask_of_heads(mask: Tensor, length: int, group: ProcessGroup) -> Tensor:
     return mask.chunk(group.size(), _HEADS)[group.rank()]
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all that divides one dimension of a tensor over ranks, and joins their parts of another one."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, divided: int, joined: int, group: ProcessGroup) -> Tensor:
-        ctx.inverse = joined, divided, group
-        chunks = torch.stack(tensor.chunk(group.size(), divided))
-        received = torch.empty_like(chunks)
-        dist.all_to_all_single(received, chunks, group=group)
-        return torch.cat(received.unbind(), joined)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _exchange(gradient, *ctx.inverse), None, None, None
-
-
 def _exchange(tensor: Tensor, divided: int, joined: int, group: ProcessGroup) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(tensor, divided, joined, group)  # type: ignore[no-untyped-call]  # torch leaves it so
-    return exchanged
+    """Return a tensor of which one dimension is divided over ranks, and the parts of another one are joined."""
+    chunks, ones = torch.stack(tensor.chunk(group.size(), divided)), [1] * group.size()
+    return torch.cat(exchange_rows(chunks, ones, ones, group).unbind(), joined)
 
 
 # Ring of keys and values

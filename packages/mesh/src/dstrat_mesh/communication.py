@@ -1,4 +1,4 @@
-"""Communication of a rank along the axes of a mesh that divide sequences and layers."""
+"""Communication of a rank along the axes of a mesh that divide sequences, layers and experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def activation_collectives(
-    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
+    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str, experts: Sequence[Module]
 ) -> tuple[Collective, ...]:
     """Return the collectives of split layers and of divided sequences, of which split layers have the rank's part.
 
@@ -28,11 +28,13 @@ def activation_collectives(
         blocks: The layers that are split, with an attention each.
         axes: The sizes of the mesh.
         method: Method of attention.
+        experts: Layers of experts, which ``ep`` divides.
     """
-    split = split_collectives(training, blocks, axes.tp)
+    split = split_collectives(training, blocks, axes.tp, unsplit=experts)
     return (
         *(dataclasses.replace(one, bytes=one.bytes // axes.cp) for one in split),
         *_sequence_collectives(training, blocks, axes, method),
+        *_expert_collectives(training, experts, axes),
     )
 
 
@@ -61,6 +63,36 @@ def _sequence_collectives(
             stride=axes.tp,
         ),
     )
+
+
+def _expert_collectives(training: TrainingSize, layers: Sequence[Module], axes: Axes) -> tuple[Collective, ...]:
+    """Return what layers of experts send, if each expert gets as many tokens; without the numbers of tokens.
+
+    In both directions tokens go to their experts, once for each choice, and outputs come back.  Of ranks that have the
+    same tokens, each sends a part of them, and gathers the outputs, and in the backward pass the gradients of tokens
+    and factors.
+
+    Args:
+        training: Sizes of the training on one device, with the inputs and outputs of layers.
+        layers: The layers, which are called with tokens, the experts of each, and factors.
+        axes: The sizes of the mesh.
+    """
+    names = {id(layer): name for name, layer in training.module.named_modules()}
+    called = [names[id(layer)] for layer in layers if names[id(layer)] in training.inputs]
+    batches, rows, gathered = training.accumulate_grad_batches, 0, 0
+    for name in called:
+        tokens, index, *_ = training.inputs[name]
+        output = training.outputs[name] // axes.cp
+        rows += 4 * output * index[1] // axes.tp
+        gathered += 2 * output + output * index[1] // tokens[1]
+    exchange = Collective(
+        kind="all_to_all",
+        bytes=batches * rows,
+        messages=batches * 5 * len(called),  # one of the numbers of tokens
+        ranks=axes.ep,
+    )
+    gather = Collective(kind="all_gather", bytes=batches * gathered, messages=batches * 3 * len(called), ranks=axes.tp)
+    return tuple(one for one in (exchange, gather) if one.ranks > 1 and called)
 
 
 def stage_collectives(

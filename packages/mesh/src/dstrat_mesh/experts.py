@@ -16,6 +16,7 @@ from dstrat.parallel.collectives import gather_tensors
 from dstrat_fsdp import internals
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_mesh.axes import EXPERT, REPLICATE, SHARD
+from dstrat_mesh.exchange import exchange_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,15 +59,14 @@ class ExpertParallelism:
         device_type: str,
         timeout: timedelta,
     ) -> None:
-        self.layers = _layers_of(module)
-        names = {layer: name for name, layer in module.named_modules()}
-        counts = [_number_of_experts(module, layer, names[layer], axes.ep) for layer in self.layers]
+        counts = experts_of(module, axes.ep)
+        self.layers, names = list(counts), {layer: name for name, layer in module.named_modules()}
         sizes = axes.mesh_of_experts
         self._mesh = open_mesh(device_type, tuple(sizes.values()), tuple(sizes), timeout)
         self._replicates = axes.dp_replicate > 1
         self._replaced = {layer: vars(layer).get("forward") for layer in self.layers}
         group, batches = self._mesh.get_group(EXPERT), axes.ep // axes.tp
-        for layer, count in zip(self.layers, counts, strict=True):
+        for layer, count in counts.items():
             experts = RoutedExperts(layer, names[layer], count, group, tensor_group, batches=batches)
             layer.forward = experts.compute
 
@@ -74,12 +74,6 @@ class ExpertParallelism:
     def sharding_mesh(self) -> DeviceMesh:
         """The ranks with the same experts, over which their parameters are sharded."""
         return self._mesh[(REPLICATE, SHARD) if self._replicates else (SHARD,)]
-
-    def as_blocks(self, module: Module, blocks: Sequence[Module]) -> list[Module]:
-        """Return the layers of experts in a module, and the blocks that are not within them."""
-        within = {inner for layer in self.layers for inner in layer.modules()}
-        present = set(module.modules())
-        return [*(layer for layer in self.layers if layer in present), *(b for b in blocks if b not in within)]
 
     @torch.no_grad()
     def divide(self, module: Module) -> None:
@@ -100,6 +94,34 @@ class ExpertParallelism:
             if forward is not None:
                 layer.forward = forward
         internals.release_mesh(self._mesh)
+
+
+def experts_of(module: Module, ranks: int) -> dict[Module, int]:
+    """Return the layers of experts of a module, with the number of their experts.
+
+    Args:
+        module: The module.
+        ranks: Number of ranks that divide them.
+
+    Raises:
+        MisuseError: The module names no such layers, or one has parameters that cannot be divided.
+        RequestError: The ranks do not divide the experts.
+    """
+    names = {layer: name for name, layer in module.named_modules()}
+    return {layer: _number_of_experts(module, layer, names[layer], ranks) for layer in _layers_of(module)}
+
+
+def with_experts(layers: Sequence[Module], module: Module, blocks: Sequence[Module]) -> list[Module]:
+    """Return the blocks of a module with its layers of experts, which are blocks of their own.
+
+    Args:
+        layers: The layers of experts, of this module or others.
+        module: The module.
+        blocks: Its blocks, of which those within experts are left out.
+    """
+    within = {inner for layer in layers for inner in layer.modules()}
+    present = set(module.modules())
+    return [*(layer for layer in layers if layer in present), *(block for block in blocks if block not in within)]
 
 
 def _layers_of(module: Module) -> list[Module]:
@@ -206,11 +228,11 @@ class RoutedExperts:
         dist.all_to_all_single(arriving, counts, group=self._group)
         # Buffers are allocated by the host, which therefore waits for the counts.
         sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        rows = _exchange(tokens[order // index.shape[1]], sent, received, self._group)
+        rows = exchange_rows(tokens[order // index.shape[1]], sent, received, self._group)
         numbers = torch.arange(arriving.shape[1], device=index.device).repeat(arriving.shape[0])
         with self._local_experts():
             outputs = self._compute_rows(rows, numbers.repeat_interleave(arriving.flatten()))
-        outputs = _exchange(outputs, received, sent, self._group)
+        outputs = exchange_rows(outputs, received, sent, self._group)
         selected = outputs[order.argsort()].unflatten(0, index.shape)
         combined = (selected * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
         return combined if self._tensor_group is None else _joined(combined, length, self._tensor_group)
@@ -248,27 +270,6 @@ class RoutedExperts:
             rows, numbers = torch.cat([rows, rows.new_ones(1, *rows.shape[1:])]), numbers.new_zeros(1)
         outputs: Tensor = self._forward(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
         return outputs[:0] if is_empty else outputs
-
-
-class _RowExchange(torch.autograd.Function):
-    """All-to-all of rows, of which each rank sends another number to each other one."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.inverse = received, sent, group
-        output = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _exchange(gradient, *ctx.inverse), None, None, None
-
-
-def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    exchanged: Tensor = _RowExchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it so
-    return exchanged
 
 
 # Ranks of tensor parallelism, which have the same tokens: each sends a part of them

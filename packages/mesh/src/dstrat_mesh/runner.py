@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
+from dstrat_mesh.schedule import Pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -97,8 +98,28 @@ class _Outline:
         return cls(tuple(shape[:dimensions]), _DTYPES[dtype], bool(requires_grad))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Send:
+    """A tensor on its way to another rank, which must stay in memory until it has arrived.
+
+    Attributes:
+        work: Waits for it.
+        tensor: The tensor.
+        rank: The rank that receives it.
+        number: Number of the pass in which that rank receives it.
+    """
+
+    work: Any
+    tensor: Tensor
+    rank: int
+    number: int
+
+
 class StageRunner:
     """Passes of the stages of a rank over the microbatches of a batch, in the order of a schedule.
+
+    What a rank sends is freed as soon as an answer shows that it has arrived: each rank has the same order of passes in
+    every batch, and before it sends anything in one of them, it has received all that it needed for those before.
 
     Args:
         links: The neighbours.
@@ -109,11 +130,15 @@ class StageRunner:
 
     def __init__(self, links: Links, schedule: Schedule, forward: Callable[[int, Any, Any], Any]) -> None:
         self._links, self._schedule, self._forward = links, schedule, forward
+        neighbours = {(links.position + distance) % len(links.ranks) for distance in (-1, 1)}
+        self._numbers = {
+            position: {step: number for number, step in enumerate(schedule.passes(position))} for position in neighbours
+        }
         # By the stage, and what all ranks know of a microbatch: so they agree on when headers are sent.
         self._received: dict[Any, _Outline] = {}
         self._sent: dict[Any, _Outline] = {}
         self._evaluated: dict[Any, _Outline] = {}
-        self._sends: list[tuple[Any, Tensor]] = []
+        self._sends: list[_Send] = []
 
     def train(
         self,
@@ -145,9 +170,12 @@ class StageRunner:
                 if stage in trained:
                     num_computed += 1
                     before_backward(num_computed == len(trained) * len(microbatches))
-                self._run_backward(stage, *pending.pop((stage, index)))
+                self._run_backward(stage, index, *pending.pop((stage, index)))
                 continue
-            received = self._receive(stage, keys[index]) if stage else inputs[index]
+            received = inputs[index]
+            if stage:
+                received = self._receive(stage, keys[index])
+                self._free_sends(stage - 1, index)
             output = self._forward(step.chunk, received, microbatches[index])
             if self._is_last(stage):
                 loss, factor = _checked_loss(output), factors[index]
@@ -157,7 +185,7 @@ class StageRunner:
                 total += loss.detach()
                 output = scale(loss)
             else:
-                self._send(stage, output, keys[index])
+                self._send(stage, output, keys[index], self._number(stage + 1, index))
             if output.requires_grad:
                 trained.add(stage)
             pending[stage, index] = received if stage else None, output
@@ -166,9 +194,25 @@ class StageRunner:
 
     def finish(self) -> None:
         """Wait until the neighbours have received everything."""
-        for work, _ in self._sends:
-            work.wait()
+        for send in self._sends:
+            send.work.wait()
         self._sends = []
+
+    def _free_sends(self, stage: int, microbatch: int, *, is_backward: bool = False) -> None:
+        """Free all that the rank of a stage has received up to one of its passes; wait for it, if it is on its way."""
+        rank, number = self._links.rank_of(stage), self._number(stage, microbatch, is_backward=is_backward)
+        remaining = []
+        for send in self._sends:
+            if send.rank == rank and send.number <= number:
+                send.work.wait()
+            else:
+                remaining.append(send)
+        self._sends = remaining
+
+    def _number(self, stage: int, microbatch: int, *, is_backward: bool = False) -> int:
+        """Return the number of a pass in the order of its rank, a neighbour."""
+        chunk, position = divmod(stage, len(self._links.ranks))
+        return self._numbers[position][Pass(chunk, microbatch, is_backward)]
 
     def evaluate(self, value: Any, batch: Any) -> Tensor:
         """Return the output of all stages for an input, on every rank; collective over the ranks.
@@ -183,7 +227,7 @@ class StageRunner:
             stage = self._stage(chunk)
             output = self._forward(chunk, self._receive(stage, key) if stage else value, batch)
             if not self._is_last(stage):
-                self._send(stage, output, key)
+                self._send(stage, output, key, 0)
         self.finish()
         last = self._schedule.num_stages - 1
         if key not in self._evaluated:
@@ -217,13 +261,13 @@ class StageRunner:
         dist.recv(tensor, source, group=group)
         return tensor.requires_grad_(outline.requires_grad)
 
-    def _send(self, stage: int, output: Any, known: Hashable) -> None:
+    def _send(self, stage: int, output: Any, known: Hashable, number: int) -> None:
         outline, key = _Outline.of(output, stage), (stage, known)
         if key not in self._sent:
             self._sent[key] = outline
-            self._isend(outline.header(self._links.device), stage, stage + 1)
+            self._isend(outline.header(self._links.device), stage, stage + 1, number)
         self._check_same(self._sent[key], outline, f"stage {stage} of the pipeline")
-        self._isend(output.detach(), stage, stage + 1)
+        self._isend(output.detach(), stage, stage + 1, number)
 
     def _check_same(self, earlier: _Outline, outline: _Outline, subject: str) -> None:
         if earlier != outline:
@@ -233,23 +277,25 @@ class StageRunner:
                 "they receive, so they may depend on the shapes of a batch only"
             )
 
-    def _isend(self, tensor: Tensor, origin: int, target: int) -> None:
-        tensor = tensor.contiguous()
-        links = self._links
-        # The tensor must stay in memory until it is sent.
-        self._sends.append((dist.isend(tensor, links.rank_of(target), group=links.group(origin, target)), tensor))
+    def _isend(self, tensor: Tensor, origin: int, target: int, number: int) -> None:
+        tensor, rank = tensor.contiguous(), self._links.rank_of(target)
+        work = dist.isend(tensor, rank, group=self._links.group(origin, target))
+        self._sends.append(_Send(work=work, tensor=tensor, rank=rank, number=number))
 
-    def _run_backward(self, stage: int, received: Tensor | None, output: Tensor) -> None:
+    def _run_backward(self, stage: int, microbatch: int, received: Tensor | None, output: Tensor) -> None:
         links = self._links
         if self._is_last(stage):
             output.backward()
         elif output.requires_grad:
             gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, links.rank_of(stage + 1), group=links.group(stage + 1, stage))
+            self._free_sends(stage + 1, microbatch, is_backward=True)
             output.backward(gradient)
+        else:  # a frozen stage, to which nothing answers
+            self._free_sends(stage + 1, microbatch)
         if received is not None and received.requires_grad:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
-            self._isend(gradient, stage, stage - 1)
+            self._isend(gradient, stage, stage - 1, self._number(stage - 1, microbatch, is_backward=True))
 
 
 def _checked_loss(loss: Any) -> Tensor:

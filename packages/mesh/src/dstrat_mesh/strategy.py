@@ -23,7 +23,7 @@ from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_activation_share
 from dstrat_fsdp.gradients import clip_by_norm
-from dstrat_fsdp.memory import MATRICES_SPLIT, sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, Division, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -32,7 +32,7 @@ from dstrat_fsdp.wrap_policy import blocks_of
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import activation_collectives, stage_collectives
-from dstrat_mesh.experts import ExpertParallelism
+from dstrat_mesh.experts import ExpertParallelism, experts_of, with_experts
 from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, pipeline_of
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
@@ -302,7 +302,7 @@ class MeshStrategy(SharedBatchStrategy):
             )
             layers = self._pipeline.layers
         blocks = blocks_of(layers, self._auto_wrap_policy, root=self.module)
-        return blocks if self._experts is None else self._experts.as_blocks(layers, blocks)
+        return blocks if self._experts is None else with_experts(self._experts.layers, layers, blocks)
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
         layers, foreign = super()._divide_layers()
@@ -335,6 +335,8 @@ class MeshStrategy(SharedBatchStrategy):
             raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
         if self._cp > 1 and not training.heads:
             raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+        if self._ep > 1:
+            experts_of(module, self._ep)
         self._check_heads(name, training.heads)
 
     def _check_heads(self, name: str, heads: Iterable[int]) -> None:
@@ -365,18 +367,16 @@ class MeshStrategy(SharedBatchStrategy):
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
 
-        None with experts.
+        With ``ep``, all experts get as many tokens.
         """
-        if self._ep > 1:
-            return None
         axes = self._axes_of(training.world_size)
+        experts = self._experts_in(training)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         layout = sharded_layout(
             self._with_microbatches(training),
-            blocks,
-            num_shards=axes.mesh[SHARD],
-            num_splits=axes.tp,
+            with_experts(experts, training.module, blocks),
+            division_of=_divisions(experts, axes),
             num_stages=axes.pp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
@@ -389,26 +389,24 @@ class MeshStrategy(SharedBatchStrategy):
             optimizer_state=layout.optimizer_state // axes.pp,
             optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
             host=layout.host // axes.pp,
-            activation_share=split_activation_share(training, blocks, axes.tp)
+            activation_share=split_activation_share(training, blocks, axes.tp, unsplit=experts)
             * self._schedule.activation_share
             / axes.cp,
             assumption=_assumption(axes),
         )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
-        """Return what a rank sends along each axis; None with experts, whose tokens go where they are routed."""
-        if self._ep > 1:
-            return None
+        """Return what a rank sends along each axis, if all experts get as many tokens."""
         axes = self._axes_of(training.world_size)
+        experts = self._experts_in(training)
         blocks = blocks_of(training.module, self._auto_wrap_policy)
         sharded = sharded_collectives(
             self._with_microbatches(training),
-            blocks,
-            num_shards=axes.mesh[SHARD],
+            with_experts(experts, training.module, blocks),
+            division_of=_divisions(experts, axes),
             num_replicas=axes.dp_replicate,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
-            num_splits=axes.tp,
         )
         return CommunicationLayout(
             collectives=stage_collectives(
@@ -417,7 +415,7 @@ class MeshStrategy(SharedBatchStrategy):
                 axes,
                 self._schedule,
                 of_parameters=sharded,
-                of_activations=activation_collectives(training, blocks, axes, self._context_parallel),
+                of_activations=activation_collectives(training, blocks, axes, self._context_parallel, experts),
             ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,
@@ -425,6 +423,9 @@ class MeshStrategy(SharedBatchStrategy):
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )
+
+    def _experts_in(self, training: TrainingSize) -> list[Module]:
+        return list(experts_of(training.module, self._ep)) if self._ep > 1 else []
 
     def _with_microbatches(self, training: TrainingSize) -> TrainingSize:
         """Return the training with a batch for each microbatch, as layers are gathered, and gradients accumulated."""
@@ -551,9 +552,18 @@ class MeshStrategy(SharedBatchStrategy):
             self._pipeline.share_buffers()
 
 
+def _divisions(experts: Iterable[Module], axes: Axes) -> Callable[[Tensor], Division]:
+    """Return the function that returns the division of a parameter."""
+    usual = Division(shards=axes.mesh[SHARD], splits=axes.tp)
+    of_experts = Division(shards=axes.mesh_of_experts[SHARD], experts=axes.ep)
+    parameters = {id(parameter) for layer in experts for parameter in layer.parameters()}
+    return lambda parameter: of_experts if id(parameter) in parameters else usual
+
+
 def _assumption(axes: Axes) -> str:
     clauses = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
     clauses += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
+    clauses += ["all experts get as many tokens"] if axes.ep > 1 else []
     return "; ".join(clauses)
 
 

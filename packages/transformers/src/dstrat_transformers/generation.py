@@ -57,7 +57,8 @@ class GenerationCallback(Callback):
         self.texts = []
         for prompt in self.prompts:
             # A step returns tensors, as the hooks of DeepSpeed expect of a module.
-            step = partial(self._generate, module, prompt, has_stages=trainer.strategy.compiled_steps() is not None)
+            # A strategy that runs the passes of a batch by itself has no cache of the layers of other ranks.
+            step = partial(self._generate, module, prompt, has_cache=trainer.strategy.compiled_steps() is None)
             tokens = trainer.strategy.run_step("validation_step", step)
             self.texts.append(str(self.tokenizer.decode(tokens[0], skip_special_tokens=True)))
         if trainer.sanity_checking or not trainer.is_global_zero:
@@ -69,10 +70,10 @@ class GenerationCallback(Callback):
                 if hasattr(logger, "log_text"):
                     logger.log_text(key, text, step=trainer.global_step)
 
-    def _generate(self, module: Any, prompt: str, *, has_stages: bool) -> Tensor:
+    def _generate(self, module: Any, prompt: str, *, has_cache: bool) -> Tensor:
         model = getattr(module, "model", module)
-        # Stages compute all tokens again for each new one, as none has a cache of the others' layers.
-        options = {**self.generate_kwargs, "use_cache": False} if has_stages else self.generate_kwargs
+        # Without a cache all tokens are computed again for each new one.
+        options = self.generate_kwargs if has_cache else {**self.generate_kwargs, "use_cache": False}
         output_of_stages = model.register_forward_hook(_as_output)
         inputs = self.tokenizer(prompt, return_tensors="pt").to(module.device)
         device = module.device

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -44,6 +46,11 @@ def attention_implementation(model: Any) -> str:
     """Return the name of the attention implementation of a PreTrainedModel."""
     name: str = model.config._attn_implementation  # noqa: SLF001 - there is no public name
     return name
+
+
+def supports_sdpa(model: Any) -> bool:
+    """Return whether a PreTrainedModel can attend by ``scaled_dot_product_attention`` of torch."""
+    return bool(model._supports_sdpa)  # noqa: SLF001 - there is no public name
 
 
 def has_auxiliary_loss(model: Any) -> bool:
@@ -100,6 +107,82 @@ def stored_tensors(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
     converted: dict[str, Any] = revert_weight_conversion(model, dict(state))
     return converted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredParameter:
+    """The tensors in files that a parameter of a PreTrainedModel is made of, such as those of each of its experts.
+
+    Attributes:
+        name: Name of the parameter.
+        keys: Names of the tensors in order, by their patterns in transformers.
+        converter: Makes the parameter of them; None if it is the only tensor.
+    """
+
+    name: str
+    keys: Mapping[str, Sequence[str]]
+    converter: Any
+
+    @property
+    def has_tensors_of_rows(self) -> bool:
+        """Whether it has a tensor of each pattern for each index of its first dimension."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        first, *others = self.converter.operations if self.converter is not None else [None]
+        joins_rows = isinstance(first, MergeModulelist) and first.dim == 0
+        return joins_rows and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
+
+    def of_rows(self, rows: slice) -> StoredParameter:
+        """Return the tensors of some rows, if it has tensors of each."""
+        keys = {pattern: of_pattern[rows] for pattern, of_pattern in self.keys.items()}
+        return StoredParameter(name=self.name, keys=keys, converter=self.converter)
+
+    def convert(self, model: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the parameter.
+
+        Args:
+            model: The model.
+            tensors: The tensors by their names.
+        """
+        if self.converter is None:
+            return next(iter(tensors.values()))
+        converter = copy.deepcopy(self.converter)  # which collects tensors
+        for pattern, keys in self.keys.items():
+            for key in keys:
+                converter.add_tensor(self.name, key, pattern, tensors[key])
+        converted: Tensor = converter.convert(self.name, model=model, config=model.config)[self.name]
+        return converted
+
+
+def stored_parameters(model: Any, names: Collection[str], keys: Collection[str]) -> dict[str, StoredParameter]:
+    """Return the tensors that the parameters of a PreTrainedModel are made of, by the names of the parameters.
+
+    A tensor of which several parameters are made is left out.
+
+    Args:
+        model: The model; its parameters need no values.
+        names: Names of its parameters.
+        keys: Names of the tensors in its files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    stored: dict[str, StoredParameter] = {}
+    for key in sorted(keys, key=dot_natural_key):  # by the numbers of experts
+        name, pattern = rename_source_key(key, renamings, converters)
+        if name not in names and key in names:
+            name, pattern = key, None
+        converter = None if pattern is None else by_pattern[pattern]
+        if converter is not None and len(converter.target_patterns) > 1:
+            continue
+        parameter = stored.setdefault(name, StoredParameter(name=name, keys={}, converter=converter))
+        of_pattern: Any = parameter.keys
+        of_pattern.setdefault(pattern or key, []).append(key)
+    return stored
 
 
 # Layers and parameters

@@ -14,13 +14,20 @@ import torch
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat_transformers.initialization import assign, direct_parameters, names_of_parameters, shards_new_layers
-from dstrat_transformers.models import has_layers_of_other_dtype, is_pretrained_model, make_from_config
+from dstrat_transformers.models import (
+    has_layers_of_other_dtype,
+    is_pretrained_model,
+    make_from_config,
+    stored_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from torch.nn import Module
+
+    from dstrat_transformers.models import StoredParameter
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +47,7 @@ def is_from_pretrained(factory: Callable[[], Module]) -> bool:
 
 
 def load_pretrained(factory: Any) -> Module:
-    """Return a model with its weights, of which each process reads one layer at a time where the strategy shards it.
+    """Return a model with its weights, of which each process reads its own shards where the strategy shards it.
 
     Args:
         factory: ``partial(SomeModel.from_pretrained, "name", ...)``.
@@ -139,13 +146,29 @@ class PretrainedWeights:
         tensors = (self.read(key) for key in self._paths)
         return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
-    def read(self, key: str) -> Tensor:
-        """Return one tensor, on the CPU."""
+    def read(self, key: str, slices: tuple[slice, ...] = ()) -> Tensor:
+        """Return one tensor, or a box of it, on the CPU."""
         from safetensors import safe_open
 
         with safe_open(self._paths[key], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
+            tensor: Tensor = file.get_slice(key)[slices] if slices else file.get_tensor(key)
             return tensor
+
+    def read_parameter(self, model: Module, stored: StoredParameter, slices: tuple[slice, ...] = ()) -> Tensor:
+        """Return a parameter, or a box of it, on the CPU, without reading experts outside of the box.
+
+        Args:
+            model: The model.
+            stored: Its tensors.
+            slices: The box, a slice for each dimension; empty for all.
+        """
+        if stored.converter is None:
+            ((key,),) = stored.keys.values()
+            return self.read(key, slices)
+        if slices and stored.has_tensors_of_rows:
+            stored, slices = stored.of_rows(slices[0]), (slice(None), *slices[1:])
+        tensors = {key: self.read(key) for keys in stored.keys.values() for key in keys}
+        return stored.convert(model, tensors)[slices]
 
     def fill_model(self, model: Module) -> None:
         """Give a model its weights: now, or when a strategy shards the layers that have no memory yet.
@@ -153,44 +176,61 @@ class PretrainedWeights:
         Raises:
             MisuseError: The files have other tensors than the model.
         """
-        names = names_of_parameters(model)
-        keys = self._matched(model, names)
+        stored = self._matched(model, names_of_parameters(model))
         for layer in model.modules():
             parameters = direct_parameters(layer)
-            of_layer = {name: keys[id(layer), name] for name in parameters}
+            of_layer = {name: stored[id(layer), name] for name in parameters}
             if any(parameter.is_meta for parameter in parameters.values()):
-                # Strategies call reset_parameters of a layer when they have given it memory.
-                layer.reset_parameters = partial(self._fill, layer, of_layer)  # type: ignore[assignment]  # strategies call it
+                # Strategies call one of these when they have given the layer memory.
+                layer.reset_parameters = partial(self._fill, model, layer, of_layer)  # type: ignore[assignment]  # strategies call it
+                layer.read_parameter = partial(self._read_box, model, of_layer)  # type: ignore[assignment]  # likewise
             else:
-                self._fill(layer, of_layer)
+                self._fill(model, layer, of_layer)
         for key, buffer in model.named_buffers():
             if key in self._paths:
                 buffer.data.copy_(self.read(key))
 
-    def _matched(self, model: Module, names: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], str]:
-        """Return the key of each parameter in the files; of one that layers share, the key that is there."""
-        from safetensors import safe_open
-
-        with ExitStack() as stack:
-            files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(self._paths.values())}
-            shapes = {key: tuple(files[path].get_slice(key).get_shape()) for key, path in self._paths.items()}
-        keys: dict[tuple[int, str], str] = {}
+    def _matched(self, model: Module, names: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], StoredParameter]:
+        """Return the tensors of each parameter in the files; of one that layers share, those that are there."""
+        known = {alias for aliases, _ in names.values() for alias in aliases}
+        stored = stored_parameters(model, known, self._paths.keys())
+        outlines = self._outlines()
+        shapes = {
+            name: one.convert(model, {key: outlines[key] for keys in one.keys.values() for key in keys}).shape
+            for name, one in stored.items()
+            if name in known
+        }
+        matched: dict[tuple[int, str], StoredParameter] = {}
         for owner, (aliases, shape) in names.items():
-            key = next((alias for alias in aliases if shapes.get(alias) == tuple(shape)), None)
-            if key is None:
+            name = next((alias for alias in aliases if shapes.get(alias) == shape), None)
+            if name is None:
                 raise MisuseError(
                     f"{self.name!r} has no tensor {aliases[0]!r} of shape {tuple(shape)} for {type(model).__name__}, "
                     f"and it cannot be made sharded: {_ALTERNATIVE}"
                 )
-            keys[owner] = key
+            matched[owner] = stored[name]
         buffers = {key for key, _ in model.named_buffers()}
-        known = {alias for aliases, _ in names.values() for alias in aliases}
+        used = {key for name in shapes for keys in stored[name].keys.values() for key in keys}
         # A warning, as in from_pretrained: a model without the head of the saved one is usual.
-        if unused := sorted(self._paths.keys() - known - buffers):
+        if unused := sorted(self._paths.keys() - used - buffers):
             _logger.warning("%s has tensors that %s has not: %s", self.name, type(model).__name__, ", ".join(unused))
-        return keys
+        return matched
+
+    def _outlines(self) -> dict[str, Tensor]:
+        """Return tensors of the same shapes without values, by name."""
+        from safetensors import safe_open
+
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(self._paths.values())}
+            shapes = {key: files[path].get_slice(key).get_shape() for key, path in self._paths.items()}
+        return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
 
     @torch.no_grad()
-    def _fill(self, layer: Module, keys: Mapping[str, str]) -> None:
-        for name, key in keys.items():
-            assign(layer, name, self.read(key))
+    def _fill(self, model: Module, layer: Module, stored: Mapping[str, StoredParameter]) -> None:
+        for name, one in stored.items():
+            assign(layer, name, self.read_parameter(model, one))
+
+    def _read_box(
+        self, model: Module, stored: Mapping[str, StoredParameter], name: str, slices: tuple[slice, ...]
+    ) -> Tensor:
+        return self.read_parameter(model, stored[name], slices)

@@ -11,7 +11,13 @@ import torch
 from torch.nn import functional
 
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import IGNORED_LABEL, attention_implementation, base_model, has_auxiliary_loss
+from dstrat_transformers.models import (
+    IGNORED_LABEL,
+    attention_implementation,
+    base_model,
+    has_auxiliary_loss,
+    supports_sdpa,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -67,9 +73,10 @@ class FullMasks:
                 "which cp divides: set it to False, or leave cp out"
             )
         if implementation != "sdpa":
+            advice = "create the model with attn_implementation='sdpa', or " if supports_sdpa(self._model) else ""
             raise MisuseError(
                 f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
-                "create the model with attn_implementation='sdpa', or leave cp out"
+                f"{advice}leave cp out"
             )
         AttentionInterface.register(_FULL, sdpa_attention_forward)
         AttentionMaskInterface.register(_FULL, _make_mask)

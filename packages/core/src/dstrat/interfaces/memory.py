@@ -72,6 +72,7 @@ class TrainingSize:
         accumulate_grad_batches: Number of batches of an optimizer step.
         outputs: Bytes of the tensors that each layer returns in a forward pass, by its name in the module.
         saved: Bytes of activations that the forward pass of each layer leaves for the backward pass, likewise.
+        inputs: Shapes of the tensors that each layer is called with, by its name in the module.
         heads: Numbers of heads of torch's attention, of queries and of keys; empty without attention.
         work: Computation of a forward and a backward pass.
         optimizer_work: Computation of an optimizer step.
@@ -95,6 +96,7 @@ class TrainingSize:
     accumulate_grad_batches: int = 1
     outputs: Mapping[str, int] = field(default_factory=dict)
     saved: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
     work: Work = Work()
     optimizer_work: Work = Work()

@@ -159,7 +159,7 @@ class _Gathering:
                         # Of the ranks that have the same box, the first one sends it.
                         sender = next(rank for rank, (_, boxes) in versions.items() if _extent(box) in boxes)
                         if sender == self.strategy.global_rank:
-                            full[_slices(box)] = box.tensor
+                            full[box.slices] = box.tensor
                     value = self._received(self._sum(full))
                 elif isinstance(value, Tensor):
                     value = self._received(value)
@@ -235,7 +235,7 @@ def full_tensor(sharded: DTensor) -> Tensor:
     sum_of_boxes = torch.zeros(sharded.shape, dtype=sharded.dtype, device=sharded.device)
     if holders(sharded)[0] == dist.get_rank():
         for box in local_boxes(sharded):
-            sum_of_boxes[_slices(box)] = box.tensor
+            sum_of_boxes[box.slices] = box.tensor
     # Not over all ranks: each stage of a pipeline may have the tensor, over a mesh of its own.
     for group in sharded.device_mesh.get_all_groups():
         dist.all_reduce(sum_of_boxes.view(torch.uint8), group=group)
@@ -376,7 +376,7 @@ def copy_full(target: Tensor | FlatShard, full: Tensor) -> None:
         target.local.copy_(target.taken_from(full))
     elif isinstance(target, DTensor):
         for box in local_boxes(target):
-            box.tensor.copy_(full[_slices(box)])
+            box.tensor.copy_(full[box.slices])
     else:
         target.copy_(full)
 
@@ -418,7 +418,3 @@ def shard_entries(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
 def _device(strategy: Strategy) -> torch.device:
     """Return the device on which torch.distributed communicates."""
     return torch.device("cpu") if uses_host_memory() else strategy.root_device
-
-
-def _slices(box: LocalBox) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.starts, box.tensor.shape, strict=True))

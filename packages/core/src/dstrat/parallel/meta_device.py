@@ -13,6 +13,7 @@ from dstrat.errors import MisuseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch import Tensor
     from torch.nn import Module
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own layers have either
@@ -40,6 +41,18 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above
+
+
+def parameter_reader(layer: Module) -> Callable[[str, tuple[slice, ...]], Tensor] | None:
+    """Return the method of a layer that reads a box of a parameter, such as from a file; None if it has none.
+
+    A layer whose values are not computed may define ``read_parameter(name, slices)``, with a slice for each dimension.
+    Then each rank reads its own shards only.  It draws no random numbers.
+
+    Args:
+        layer: A layer that was made on the meta device.
+    """
+    return getattr(layer, "read_parameter", None)
 
 
 def reset_method(layer: Module, names: Sequence[str]) -> Callable[[], object]:

@@ -33,6 +33,11 @@ class LocalBox:
     tensor: Tensor
     starts: tuple[int, ...]
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box in the full tensor, a slice per dimension."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.tensor.shape, strict=True))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:

@@ -161,6 +161,7 @@ def measure_training(
         offloaded_activations=memory.largest_on_host,
         batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
         outputs=layers.outputs,
+        inputs=layers.inputs,
         saved=layers.saved,
         heads=frozenset(attention.heads),
         work=work_of_batch,
@@ -286,20 +287,21 @@ def _count_gradients(module: nn.Module, memory: LiveMemory) -> None:
 @contextmanager
 def _recorded_layers(module: nn.Module, memory: LiveMemory) -> Iterator[RecordedLayers]:
     """Record the layers of a forward pass, and not those that a backward pass computes again."""
-    recorded = RecordedLayers({}, {})
+    recorded = RecordedLayers({}, {}, {})
 
     def begin(name: str, _layer: nn.Module, _inputs: Any) -> None:
         recorded.saved[name] = recorded.saved.get(name, 0) - memory.live
 
-    def end(name: str, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+    def end(name: str, _layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recorded.saved[name] += memory.live
+        recorded.inputs[name] = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
         sizes = (tensor.nbytes for tensor in tensors_in(output))
         recorded.outputs[name] = recorded.outputs.get(name, 0) + sum(sizes)
 
     handles = []
     for name, layer in module.named_modules():
         handles.append(layer.register_forward_pre_hook(partial(begin, name)))
-        handles.append(layer.register_forward_hook(partial(end, name)))
+        handles.append(layer.register_forward_hook(partial(end, name), with_kwargs=True))
     yield recorded
     for handle in handles:
         handle.remove()
@@ -307,8 +309,9 @@ def _recorded_layers(module: nn.Module, memory: LiveMemory) -> Iterator[Recorded
 
 @dataclass(frozen=True, slots=True)
 class RecordedLayers:
-    """Bytes of each layer by its name: its outputs, and what its forward pass leaves in memory."""
+    """Shapes of the inputs of each layer by its name, bytes of its outputs, and of what it leaves in memory."""
 
+    inputs: dict[str, tuple[tuple[int, ...], ...]]
     outputs: dict[str, int]
     saved: dict[str, int]
 
