@@ -241,7 +241,7 @@ def test_averages_of_epochs_work_with_shards():
 
 
 def stochastic():
-    return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=0, annealing_epochs=0)
+    return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=0)
 
 
 def stochastic_weights(cluster, **case):

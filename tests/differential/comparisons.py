@@ -50,7 +50,7 @@ def resume_differences(seed: int, folder: Path) -> list[str]:
     options["num_sanity_val_steps"] = 0  # which a resumed fit leaves out, as values of on_train_start
     spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_start"]
     if draw.random() < 0.25 and not spec["manual"] and spec["optimizer"] != "lbfgs" and not spec.get("ema"):
-        spec["swa"] = {"swa_lrs": 0.01, "swa_epoch_start": draw.choice([1, 0.5]), "annealing_epochs": 2}
+        spec["swa"] = {"swa_lrs": 0.01, "swa_epoch_start": draw.choice([1, 2, 0.5]), "annealing_epochs": 2}
     path = folder / "saved.ckpt"
     # Both have their checkpoints in one folder, which is at first as it was when the checkpoint was saved.
     checkpoints, snapshot = folder / "checkpoints", folder / "snapshot"

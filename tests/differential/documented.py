@@ -67,7 +67,19 @@ def _has_nan(spec: Spec) -> bool:
 
 
 def _is_rate(spec: Spec, name: str) -> bool:
-    return name.startswith(("lr-", "rate")) and _base(name) not in _names(spec)
+    named = (spec.get("sched") or {}).get("name", "lr-")
+    return name.startswith(("lr-", named)) and _base(name) not in _names(spec)
+
+
+def _monitors_validation(options: Spec) -> bool:
+    return str(options.get("monitor", "")).startswith("val_")
+
+
+def _follows_validation(spec: Spec) -> bool:
+    """Return whether Lightning's callbacks save and check after validations, not at the end of each epoch."""
+    options = spec["trainer"]
+    is_rare = options.get("check_val_every_n_epoch", 1) != 1 or options.get("limit_val_batches") == 0
+    return bool(is_rare or options.get("val_check_interval", 1.0) != 1.0)
 
 
 # Loggers
@@ -119,6 +131,34 @@ def _values_before_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
             _drop(our_entry["values"], lambda name, values=entry["values"]: name not in values)
         for name in VALUES:
             _drop(ours[name], lambda name, values=theirs[name]: name not in values)
+
+
+@documented("`LearningRateMonitor` without a scheduler writes the rate with steps")
+def _rows_of_constant_rates(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("lrm") is not None and not spec["lrm"].get("logging_interval"):
+        for record in (theirs, ours):
+            _drop(record["rows"], lambda name: _is_rate(spec, name))
+
+
+@documented("`log_every_n_steps` counts optimizer steps, in manual optimization too")
+def _rows_of_several_optimizers(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("manual") == 2 and spec["trainer"]["log_every_n_steps"] > 1:
+        of_steps = _names(spec, where=("training_step", "on_train_batch", "on_before", "on_after"), of_steps=True)
+        for record in (theirs, ours):
+            _drop(record["rows"], lambda name: _is_rate(spec, name) or _base(name) in of_steps)
+
+
+@documented("skips the sanity check when it resumes from a checkpoint")
+def _sanity_check_of_a_resume(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("resume"):
+        names = [name for name, _ in theirs["events"]]
+        resumed = names.index("--- resume")
+        start = names.index("on_train_start", resumed)
+        first = next((at for at in range(resumed, start) if names[at] == "on_validation_model_eval"), start)
+        num_before = names[:first].count("validation_step")
+        num_checked = names[first:start].count("validation_step")
+        theirs["val_losses"] = theirs["val_losses"][:num_before] + theirs["val_losses"][num_before + num_checked :]
+        theirs["events"] = theirs["events"][:first] + theirs["events"][start:]
 
 
 # Values for callbacks
@@ -173,11 +213,32 @@ def _score_of_stopping(spec: Spec, theirs: Record, ours: Record) -> None:
     if math.isinf(theirs["es"]["best"] or 0):
         theirs["es"]["best"] = None
     # A value of an epoch that max_steps has ended is not compared with those of whole epochs.
-    if "stopping_threshold" in spec["es"] or theirs["epoch"] != ours["epoch"] or _has_nan(spec):
+    has_threshold = "stopping_threshold" in spec["es"] or "divergence_threshold" in spec["es"]
+    if has_threshold or theirs["epoch"] != ours["epoch"] or _has_nan(spec):
         for record in (theirs, ours):
             record["es"] |= {"best": None, "wait": None}
     if theirs["epoch"] != ours["epoch"]:
         theirs["es"]["stopped"] = ours["es"]["stopped"]
+
+
+@documented("and `ModelCheckpoint` without `monitor`, work at the end of epochs also where validation is rarer")
+def _saves_and_checks_by_epochs(spec: Spec, theirs: Record, ours: Record) -> None:
+    if not _follows_validation(spec):
+        return
+    for saved, our_saved, options in zip(theirs["checkpoints"], ours["checkpoints"], spec["mc"], strict=True):
+        if not _monitors_validation(options) and "save_on_train_epoch_end" not in options:
+            saved.update(our_saved)
+    if spec.get("es") and not _monitors_validation(spec["es"]):
+        theirs["es"] = ours["es"]
+
+
+@documented("with a monitored value of validation saves after the next validation, and with one of a training epoch")
+def _saves_when_the_value_is_new(spec: Spec, theirs: Record, ours: Record) -> None:
+    for saved, our_saved, options in zip(theirs["checkpoints"], ours["checkpoints"], spec["mc"], strict=True):
+        if "monitor" in options and (
+            "every_n_train_steps" in options or (spec.get("skip") and _monitors_validation(options))
+        ):
+            saved.update(our_saved)
 
 
 @documented("weights at the end of training between two saves are `last`, not in the ranking")
@@ -198,7 +259,8 @@ def _nan_in_rankings(spec: Spec, theirs: Record, ours: Record) -> None:
 
 @documented("after training that stopped within an epoch, `current_epoch` is the index of that epoch")
 def _epoch_after_a_stop(spec: Spec, theirs: Record, ours: Record) -> None:
-    if theirs["epoch"] == ours["epoch"] + 1 and ("max_steps" in spec["trainer"] or spec.get("stop")):
+    may_stop = "max_steps" in spec["trainer"] or spec.get("stop") or spec.get("es")
+    if theirs["epoch"] == ours["epoch"] + 1 and may_stop:
         for row in (row for record in (theirs, ours) for rows in record["rows"].values() for row in rows):
             row["epoch"] = min(row["epoch"] or 0, ours["epoch"])
         theirs["epoch"] = ours["epoch"]
@@ -257,6 +319,13 @@ def _fixed_names(spec: Spec, theirs: Record, ours: Record) -> None:
     for record in (theirs, ours):
         for saved in record["checkpoints"]:
             saved["files"] = sorted(set(saved["files"]))
+
+
+@documented("`EMAWeightAveraging` copies integer buffers, such as `num_batches_tracked`")
+def _counts_of_averages(spec: Spec, theirs: Record, ours: Record) -> None:
+    if spec.get("ema"):
+        for record in (theirs, ours):
+            _drop(record["weights"], lambda name: name.endswith("num_batches_tracked"))
 
 
 @documented("`configure_model` is called once")

@@ -257,10 +257,8 @@ def _draw_checkpoints(spec: Spec, draw: Draw) -> None:
         when = draw.one_of("epochs", "epochs", "steps", "default")
         if when == "epochs":
             options["every_n_epochs"] = draw.one_of(1, 1, 2)
-        elif when == "steps" and "monitor" not in options:
+        elif when == "steps":
             options["every_n_train_steps"] = draw.between(1, 4) * (spec["manual"] or 1)
-        if "monitor" not in options and "every_n_train_steps" not in options:
-            options["save_on_train_epoch_end"] = True
         for name in ("save_last", "save_weights_only"):
             if draw.happens(0.2):
                 options[name] = True
@@ -276,15 +274,20 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
     names = epoch_values(spec)
     if draw.happens(0.3) and names:
         stopping = {"monitor": draw.one_of(*names), "patience": draw.between(0, 2), "mode": draw.one_of("min", "max")}
-        for name, values in (("min_delta", (0.01, 0.3)), ("stopping_threshold", (0.3,)), ("strict", (False,))):
+        for name, values in (
+            ("min_delta", (0.01, 0.3)),
+            ("stopping_threshold", (0.3,)),
+            ("strict", (False,)),
+            ("divergence_threshold", (1.0,)),
+        ):
             if draw.happens(0.2):
                 stopping[name] = draw.one_of(*values)
         spec["es"] = stopping
     if draw.happens(0.25):
-        spec["lrm"] = {"logging_interval": draw.one_of("step", "epoch")}
+        spec["lrm"] = {"logging_interval": draw.one_of("step", "epoch", None)}
         for name in ("log_momentum", "log_weight_decay"):
             spec["lrm"][name] = draw.happens(0.2) and spec["optimizer"] != "lbfgs"
-    if draw.happens(0.08) and not spec["bn"]:
+    if draw.happens(0.08):
         spec["ema"] = {"decay": draw.one_of(0.5, 0.9), "update_every_n_steps": draw.between(1, 2)}
         if spec["manual"] == 2:  # two steps of each batch, so that every second batch would never be averaged
             spec["ema"]["update_every_n_steps"] = 1
@@ -298,14 +301,14 @@ def _draw_callbacks(spec: Spec, draw: Draw) -> None:
         options.pop("min_epochs", None)
     if draw.happens(0.05) and spec.get("sched", {}).get("interval") != "step" and not accumulates:
         spec["skip"] = [[draw.between(0, 1), draw.between(1, 3)]]
-        if spec.get("es"):  # which checks no old values
+        # EarlyStopping checks no old values, and an interval across epochs counts no skipped batch.
+        if spec.get("es") or options.get("check_val_every_n_epoch", 1) is None:
             del spec["skip"]
         else:  # Lightning drops what a batch logs that the same hook skips
             spec["logs"] = [entry for entry in spec["logs"] if not entry["where"].endswith("on_train_batch_start")]
     spec["loggers"] = draw.one_of(1, 1, 1, 2)
     if draw.happens(0.1) and _can_resume(spec):
         spec["resume"] = {"epochs": draw.between(1, options["max_epochs"] - 1)}
-        options["num_sanity_val_steps"] = 0  # which a resumed fit leaves out
         if options.get("min_epochs", 0) > spec["resume"]["epochs"]:
             del options["min_epochs"]
 

@@ -159,6 +159,14 @@ def test_each_validation_within_an_epoch_is_ranked(fit, tmp_path):
     assert read_checkpoint(tmp_path / "step=6-score=0.1.ckpt")["loops"]["epochs_done"] == 1
 
 
+@pytest.mark.parametrize("when", [{}, {"save_on_train_epoch_end": False}])
+def test_a_validation_without_a_step_since_the_last_is_not_ranked(fit, tmp_path, when):
+    callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, **when)
+    options = {"limit_train_batches": 6, "accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
+    fit(callback, [0.3, 0.2, 0.1], **options)  # after the batches 2, 4 and 6, and the steps 0, 1 and 2
+    assert names(tmp_path) == ["step=1-score=0.2.ckpt", "step=2-score=0.1.ckpt"]
+
+
 def test_a_validation_between_two_epochs_is_ranked_too(fit, tmp_path):
     def pause(*_):
         time.sleep(0.3)

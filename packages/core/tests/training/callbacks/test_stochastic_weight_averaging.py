@@ -44,7 +44,7 @@ def scheduled(make_line):
     return lambda: make_line(Scheduled)
 
 
-@pytest.mark.parametrize("start", [3, 0.6])
+@pytest.mark.parametrize("start", [4, 0.8])  # counted from 1, as in Lightning
 def test_the_module_ends_with_the_mean_of_the_ends_of_the_last_epochs(train, start):
     record, weight = train(StochasticWeightAveraging(0.1, swa_epoch_start=start))
     assert torch.allclose(weight, (record.weights[7] + record.weights[9]) / 2)
@@ -52,7 +52,7 @@ def test_the_module_ends_with_the_mean_of_the_ends_of_the_last_epochs(train, sta
 
 @pytest.mark.parametrize(("strategy", "epochs"), [("cos", 3), ("linear", 3), ("cos", 0)])
 def test_learning_rates_are_those_of_torch_whatever_a_scheduler_does(train, scheduled, caplog, strategy, epochs):
-    averaging = StochasticWeightAveraging(0.2, 1, annealing_epochs=epochs, annealing_strategy=strategy)
+    averaging = StochasticWeightAveraging(0.2, 2, annealing_epochs=epochs, annealing_strategy=strategy)
     record, _ = train(averaging, module=scheduled())
     before = 0.05 * 0.9**2
     optimizer = torch.optim.SGD([torch.ones(1)], lr=before)
@@ -74,7 +74,7 @@ def test_each_parameter_group_and_optimizer_may_have_a_learning_rate_of_its_own(
             weight, bias = self.layer.parameters()
             return torch.optim.SGD([{"params": [weight], "lr": torch.tensor(0.05)}, {"params": [bias], "lr": 0.01}])
 
-    record, _ = train(StochasticWeightAveraging([0.2, 0.1], 1, annealing_epochs=0), module=make_line(Grouped))
+    record, _ = train(StochasticWeightAveraging([0.2, 0.1], 2, annealing_epochs=0), module=make_line(Grouped))
     assert [float(rate) for rate in record.rates[-1]] == pytest.approx([0.2, 0.1])
     assert not caplog.messages
     wrong = r"swa_lrs=\[0.2, 0.1, 0.3\] has 3 learning rates, and the optimizers have 2 parameter groups"
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_ends_with_the_same_weights(train, scheduled, tmp_pat
         return ModelCheckpoint(tmp_path / folder, "{step}", save_top_k=-1, every_n_train_steps=1)
 
     def make():
-        return StochasticWeightAveraging(0.2, 1, annealing_epochs=3)
+        return StochasticWeightAveraging(0.2, 2, annealing_epochs=3)
 
     options = {"enable_checkpointing": True, "max_epochs": 4}
     expected, average = train(make(), save("whole"), module=scheduled(), **options)
@@ -121,9 +121,9 @@ def test_two_callbacks_that_leave_an_average_are_a_conflict(train):
         ({"swa_lrs": True}, r"swa_lrs=True must be"),
         ({"swa_lrs": None}, r"swa_lrs=None must be"),
         ({"swa_lrs": float("nan")}, r"swa_lrs=nan must be"),
-        ({"swa_epoch_start": 1.5}, r"swa_epoch_start=1.5 must be the index of an epoch as an int of at least 0"),
-        ({"swa_epoch_start": -1}, r"swa_epoch_start=-1 must be"),
-        ({"swa_epoch_start": "0.8"}, r"swa_epoch_start='0.8' must be the index of an epoch"),
+        ({"swa_epoch_start": 1.5}, r"swa_epoch_start=1.5 must be the number of an epoch as an int of at least 1"),
+        ({"swa_epoch_start": 0}, r"swa_epoch_start=0 must be"),
+        ({"swa_epoch_start": "0.8"}, r"swa_epoch_start='0.8' must be the number of an epoch"),
         ({"swa_epoch_start": torch.tensor(0.5)}, r"swa_epoch_start=tensor\(0.5000\) must be"),
         ({"swa_epoch_start": True}, r"swa_epoch_start=True must be"),
         ({"swa_epoch_start": float("nan")}, r"swa_epoch_start=nan must be"),

@@ -166,7 +166,7 @@ def test_a_resumed_run_writes_the_rows_and_rates_that_follow(quiet_trainer, make
 
     def fit(*callbacks, **options):
         rows, seen = Rows(), SeesRates()
-        averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2)
+        averaging = StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=2)
         monitor = LearningRateMonitor(logging_interval="epoch")
         trainer = quiet_trainer(max_epochs=3, logger=rows, callbacks=[seen, averaging, monitor, *callbacks])
         trainer.fit(make_line(Validated), loader(), loader(), **options)

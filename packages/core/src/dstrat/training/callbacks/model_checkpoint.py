@@ -394,12 +394,13 @@ class ModelCheckpoint(Callback):
             return
         self._comes_from_validation = True
         self._validated_at_step = trainer.global_step
-        if times.save_on_train_epoch_end is False:
-            self._is_due = times.epoch_is_due(trainer.run)
-        elif times.counts_epochs:
+        if times.counts_epochs:
+            is_between = self._is_in_epoch and not trainer.is_last_batch
+            # Batches that accumulate are no step since the last save, or since the start.
+            is_stale = is_between and self._saved_at_step == trainer.global_step
             # After the last validation of an epoch its end saves, with the values that are logged until then.
-            ends_epoch = self._is_in_epoch and trainer.is_last_batch
-            self._is_due = times.epoch_is_due(trainer.run) and not ends_epoch
+            saves_now = times.save_on_train_epoch_end is False or is_between or not self._is_in_epoch
+            self._is_due = times.epoch_is_due(trainer.run) and saves_now and not is_stale
         if self._is_due:
             self._save(trainer, requires_value=times.save_on_train_epoch_end is False)
 

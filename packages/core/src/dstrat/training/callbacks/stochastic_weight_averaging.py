@@ -36,7 +36,8 @@ class StochasticWeightAveraging(WeightAveraging):
 
     Args:
         swa_lrs: The final learning rate: one for all, or one for each parameter group of all optimizers in their order.
-        swa_epoch_start: Index of the first averaged epoch, or as a float the fraction of ``max_epochs`` before it.
+        swa_epoch_start: Number of the first averaged epoch, counted from 1, or as a float its share of ``max_epochs``:
+            of 10 epochs ``8`` and ``0.8`` average the last three.
         annealing_epochs: Number of epochs of annealing to the final learning rate; 0 sets it at once.
         annealing_strategy: ``"cos"`` or ``"linear"`` annealing.
         avg_fn: The average, an argument of ``torch.optim.swa_utils.AveragedModel``; by default the mean.
@@ -99,13 +100,13 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def _find_first_epoch(self, max_epochs: int) -> int:
         if isinstance(self._epoch_start, int):
-            return self._epoch_start
+            return self._epoch_start - 1
         if max_epochs < 0:
             raise RequestError(
                 f"swa_epoch_start={self._epoch_start!r} is a fraction of max_epochs, which is not limited: "
-                "set max_epochs, or give the index of an epoch as an int"
+                "set max_epochs, or give the number of an epoch as an int"
             )
-        return int(self._epoch_start * max_epochs)
+        return max(0, int(self._epoch_start * max_epochs) - 1)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -154,11 +155,11 @@ def _read_rates(swa_lrs: float | Sequence[float]) -> list[float]:
 
 
 def _check_start(start: object) -> None:
-    is_index = isinstance(start, int) and not isinstance(start, bool) and start >= 0
+    is_number = isinstance(start, int) and not isinstance(start, bool) and start >= 1
     is_fraction = isinstance(start, float) and 0 <= start <= 1
-    if not (is_index or is_fraction):
+    if not (is_number or is_fraction):
         raise RequestError(
-            f"swa_epoch_start={start!r} must be the index of an epoch as an int of at least 0, or a fraction of "
+            f"swa_epoch_start={start!r} must be the number of an epoch as an int of at least 1, or a fraction of "
             "max_epochs as a float from 0.0 to 1.0"
         )
 
