@@ -68,6 +68,18 @@ def test_a_completed_fit_frees_the_memory(run, tmp_path):
     assert trainer.callbacks[-1].ckpt_path == ""
 
 
+def test_a_fit_whose_last_save_fails_leaves_the_memory_as_it_is(run, tmp_path):
+    class FullDisk(Callback):
+        runs_last = saves_checkpoints = True
+
+        def on_train_end(self, trainer, module):
+            raise CheckpointError("no space left")
+
+    with pytest.raises(CheckpointError, match="no space left"):
+        run(FullDisk())
+    assert in_memory_of(tmp_path) == ["step=12.ckpt"]
+
+
 def test_a_checkpoint_on_the_disk_with_more_steps_is_taken(run, tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         run(ModelCheckpoint(every_n_train_steps=9, state_key="more", save_top_k=-1), Break(10))

@@ -106,6 +106,7 @@ class InMemoryCheckpoint(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._is_complete = False  # the last save to the disk may have failed
         if self._background is not None and isinstance(exception, Interrupted | Terminated):
             try:  # now, while the ranks can still communicate
                 self._background.wait()
