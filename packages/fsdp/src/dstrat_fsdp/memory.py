@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from dstrat.interfaces.memory import MemoryLayout
+from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,9 +18,26 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from dstrat.interfaces.memory import TrainingSize
+    from dstrat_fsdp.wrap_policy import WrapPolicy
+
+# Of modules that are estimated for many layouts, and do not change.
+_blocks: WeakKeyDictionary[Module, dict[WrapPolicy | None, list[Module]]] = WeakKeyDictionary()
 
 MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
+
+
+def estimated_blocks(training: TrainingSize, policy: WrapPolicy | None) -> list[Module]:
+    """Return the blocks of a training that is estimated, as :func:`~dstrat_fsdp.wrap_policy.blocks_of` does.
+
+    Args:
+        training: Sizes of the training on one device.
+        policy: The policy of the strategy.
+    """
+    of_module = _blocks.setdefault(training.module, {})
+    if policy not in of_module:
+        of_module[policy] = blocks_of(training.module, policy)
+    return of_module[policy]
 
 
 def sharded_layout(
