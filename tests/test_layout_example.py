@@ -20,7 +20,6 @@ from dstrat_fsdp.communication import split_activation_share
 
 HERE = Path(__file__).parents[1] / "examples" / "layouts"
 sys.path.insert(0, str(HERE))
-GIB = 2**30
 SEVENTY = "mesh(pp=8, tp=8, microbatches=32)"
 
 
@@ -50,7 +49,7 @@ def test_seventy_billion_parameters_on_512_devices_are_explained_in_seconds():
     assert [stages[0]["layers"][0], *stages[-1]["layers"][-2:]] == ["tokens", "norm", "head"]
     assert sum(stage["parameters"] for stage in stages) == pytest.approx(4 * 70.55e9 / 64, rel=0.01)
     assert stages[0]["activations"] > stages[-2]["activations"]  # more microbatches are on their way
-    assert all(0 < stage["peak"] < 80 * GIB for stage in stages)
+    assert all(stage["peak"] > stage["parameters"] + stage["optimizer_state"] for stage in stages)
     assert shown["sent"]["inside a machine"] > shown["sent"]["between machines"] > 0
 
 

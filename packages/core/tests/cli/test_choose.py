@@ -175,11 +175,33 @@ def test_layouts_of_a_mesh_are_compared_or_refused_with_the_reason(choose):
     pytest.importorskip("dstrat_mesh")
     shown = ranking(choose("--devices", "2", "--strategy", "mesh", "--json"))
     assert {one["strategy"] for one in shown["candidates"]} == {"mesh", "mesh(dp_replicate=2)"}
-    assert {name: reason.split(",")[0] for name, reason in shown["refused"].items()} == {
+    refused = {name: reason.split(",")[0] for name, reason in shown["refused"].items() if "offload" not in name}
+    assert refused == {
         "mesh(cp=2)": "Sequential does not call torch's attention",
+        "mesh(pp=2, microbatches=2)": "Sequential has no configure_pipeline",
         "mesh(pp=2, microbatches=8)": "Sequential has no configure_pipeline",
         "mesh(tp=2)": "Sequential has no configure_model",
     }
+
+
+def test_state_that_fits_no_device_is_offloaded_to_the_host(choose):
+    pytest.importorskip("dstrat_mesh")
+    gpus = machine(device_type="cuda")
+    options = ("--devices", "2", "--strategy", "mesh", "--batch", "2", "--json")
+    fitting = ranking(choose(*options, of=gpus))["candidates"]
+    plain = next(one for one in fitting if one["strategy"] == "mesh")
+    offloaded = next(one for one in fitting if one["strategy"] == "mesh(cpu_offload=True)")
+    assert offloaded["memory"]["peak"] < plain["memory"]["peak"]
+    assert offloaded["seconds"]["offload"] > 0 == plain["seconds"]["offload"]
+
+
+def test_many_layouts_that_do_not_fit_take_one_line(choose):
+    pytest.importorskip("dstrat_mesh")
+    eight = machine(devices=8)
+    options = ("--devices", "8", "--strategy", "mesh", "--device-memory", "1MiB")
+    shown = " ".join(choose(*options, factory="Split", of=eight).stdout.split())
+    assert re.search(r"not compared: mesh \(\d+ layouts, such as mesh.*?\): it needs 0\.0 GiB", shown), shown
+    assert shown.count("it needs") == 1
 
 
 def test_heads_that_do_not_divide_are_refused(choose):
@@ -381,8 +403,12 @@ def test_after_three_batches_on_a_line_no_other_is_measured(measured):
     for count in (16, 6):
         real = measure(count)
         assert derived[count].batch_size == count
-        for name in ("timeline", "outputs", "saved", "work", "optimizer_state"):
+        for name in ("outputs", "saved", "work", "optimizer_state", "activations"):
             assert getattr(derived[count], name) == getattr(real, name)
+        for share in (0.0, 0.1, 1.0, 3.0):
+            layout = dataclasses.replace(real.replicated, activation_share=share)
+            assert derived[count].peak(layout) == real.peak(layout)
+        assert len(derived[count].timeline) < len(real.timeline) / 2
 
 
 class ComparesSamples(nn.Module):

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from dstrat.interfaces.memory import MemoryLayout
+from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from dstrat.interfaces.memory import TrainingSize
+    from dstrat_fsdp.wrap_policy import WrapPolicy
+
+# Of modules that are estimated for many layouts, and do not change.
+_blocks: WeakKeyDictionary[Module, dict[WrapPolicy | None, list[Module]]] = WeakKeyDictionary()
 
 MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
@@ -55,6 +61,19 @@ class Division:
     def _split(self, numel: int, parameter: Tensor) -> int:
         # Biases and norms are in each rank.
         return math.ceil(numel / self.splits) if parameter.dim() > 1 else numel
+
+
+def estimated_blocks(training: TrainingSize, policy: WrapPolicy | None) -> list[Module]:
+    """Return the blocks of a training that is estimated, as :func:`~dstrat_fsdp.wrap_policy.blocks_of` does.
+
+    Args:
+        training: Sizes of the training on one device.
+        policy: The policy of the strategy.
+    """
+    of_module = _blocks.setdefault(training.module, {})
+    if policy not in of_module:
+        of_module[policy] = blocks_of(training.module, policy)
+    return of_module[policy]
 
 
 def sharded_layout(

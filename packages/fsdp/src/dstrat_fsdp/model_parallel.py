@@ -13,7 +13,7 @@ from dstrat_fsdp.communication import (
     split_activation_share,
     split_collectives,
 )
-from dstrat_fsdp.memory import MATRICES_SPLIT, Division, sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, Division, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -120,7 +120,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         data, tensor = parallel_sizes(
             *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
         )
-        blocks = blocks_of(training.module, None)
+        blocks = estimated_blocks(training, None)
         layout = sharded_layout(
             training,
             blocks,
@@ -138,7 +138,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         data, tensor = parallel_sizes(
             *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
         )
-        blocks = blocks_of(training.module, None)
+        blocks = estimated_blocks(training, None)
         sharded = sharded_collectives(
             training,
             blocks,

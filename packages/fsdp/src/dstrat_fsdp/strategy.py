@@ -16,7 +16,7 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import copied_bytes, sharded_collectives
-from dstrat_fsdp.memory import Division, sharded_layout
+from dstrat_fsdp.memory import Division, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
     input_dtype,
@@ -158,7 +158,7 @@ class FSDPStrategy(ShardedStrategy):
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         return sharded_layout(
             training,
-            blocks_of(training.module, self._auto_wrap_policy),
+            estimated_blocks(training, self._auto_wrap_policy),
             division_of=lambda _: Division(shards=shape[-1]),
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward is not False,
@@ -169,7 +169,7 @@ class FSDPStrategy(ShardedStrategy):
         shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
         collectives = sharded_collectives(
             training,
-            blocks_of(training.module, self._auto_wrap_policy),
+            estimated_blocks(training, self._auto_wrap_policy),
             division_of=lambda _: Division(shards=shape[-1]),
             num_replicas=math.prod(shape[:-1]),
             policy=precision_policy(self._mixed_precision, training.precision),

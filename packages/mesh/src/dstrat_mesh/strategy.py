@@ -23,7 +23,7 @@ from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_activation_share
 from dstrat_fsdp.gradients import clip_by_norm
-from dstrat_fsdp.memory import MATRICES_SPLIT, Division, sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, Division, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -318,7 +318,16 @@ class MeshStrategy(SharedBatchStrategy):
 
     @classmethod
     def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
-        return [axes.options for axes in layouts(world_size, ranks_per_machine)]
+        meshes = layouts(world_size, ranks_per_machine)
+        # Fewer microbatches, for batches that do not divide into as many as a short bubble needs.
+        few = [{**axes.options, "microbatches": axes.pp} for axes in meshes if axes.pp > 1]
+        # Offload is for state of which not even a shard over all ranks fits.
+        sharded = [axes for axes in meshes if axes.dp_replicate == axes.pp == 1]
+        return [
+            *(axes.options for axes in meshes),
+            *few,
+            *({**axes.options, "cpu_offload": True} for axes in sharded),
+        ]
 
     def check_training(self, training: TrainingSize) -> None:
         module, name = training.module, type(training.module).__name__
@@ -351,7 +360,7 @@ class MeshStrategy(SharedBatchStrategy):
         if self._pp == 1:
             return ()
         axes = self._axes_of(training.world_size)
-        share = split_activation_share(training, blocks_of(training.module, self._auto_wrap_policy), axes.tp)
+        share = split_activation_share(training, estimated_blocks(training, self._auto_wrap_policy), axes.tp)
         pipeline = pipeline_of(training.module)
         names = Stages.of(training.module, pipeline, self._pp, self._schedule.stages_per_rank).names
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
@@ -372,7 +381,7 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         experts = self._experts_in(training)
         offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
-        blocks = blocks_of(training.module, self._auto_wrap_policy)
+        blocks = estimated_blocks(training, self._auto_wrap_policy)
         layout = sharded_layout(
             self._with_microbatches(training),
             with_experts(experts, training.module, blocks),
@@ -399,7 +408,7 @@ class MeshStrategy(SharedBatchStrategy):
         """Return what a rank sends along each axis, if all experts get as many tokens."""
         axes = self._axes_of(training.world_size)
         experts = self._experts_in(training)
-        blocks = blocks_of(training.module, self._auto_wrap_policy)
+        blocks = estimated_blocks(training, self._auto_wrap_policy)
         sharded = sharded_collectives(
             self._with_microbatches(training),
             with_experts(experts, training.module, blocks),

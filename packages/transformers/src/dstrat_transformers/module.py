@@ -333,6 +333,8 @@ class HFModule(TrainModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any]:
         loss, labels = self.loss_and_weight(batch)
+        if self._trainer is None:  # an estimate of memory
+            return loss
         self.log("train_loss", loss, prog_bar=True)
         if labels is None or not self.trainer.strategy.weighs_losses:
             return self._weighted_over_ranks(loss, labels)

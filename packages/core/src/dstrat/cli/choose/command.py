@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 _GIB = 2**30
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 _VERBS = {
     "compute": "computes",
     "communication": "communicates",
@@ -211,20 +212,25 @@ def _assumptions(candidate: Candidate) -> list[str]:
 
 
 def _grouped(refused: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return each reason with the names that it is for, those of many layouts of a strategy counted."""
-    groups: dict[str, list[str]] = {}
+    """Return reasons with the names that they are for, those of layouts of a strategy that differ in numbers as one.
+
+    The reason of such layouts is that of the one that needs least memory.
+    """
+    similar: dict[tuple[str, str], list[str]] = {}
     for name, reason in refused.items():
-        groups.setdefault(reason, []).append(name)
-    texts = []
-    for reason, names in groups.items():
-        counts = Counter(name.partition("(")[0] for name in names)
-        shown = [f"{alias} ({count} layouts)" if count > 1 else _only(alias, names) for alias, count in counts.items()]
-        texts.append((reason, ", ".join(shown)))
-    return texts
+        kind = _NUMBER.sub("", reason.partition("(")[0])
+        similar.setdefault((name.partition("(")[0], kind), []).append(name)
+    groups: dict[str, list[str]] = {}
+    for (alias, _), names in similar.items():
+        least = min(names, key=lambda name: _first_number(refused[name]))
+        shown = least if len(names) == 1 else f"{alias} ({len(names)} layouts, such as {least})"
+        groups.setdefault(refused[least], []).append(shown)
+    return [(reason, ", ".join(names)) for reason, names in groups.items()]
 
 
-def _only(alias: str, names: Sequence[str]) -> str:
-    return next(name for name in names if name.partition("(")[0] == alias)
+def _first_number(reason: str) -> float:
+    match = _NUMBER.search(reason)
+    return float(match[0]) if match else 0.0
 
 
 def trainer_line(candidate: Candidate, workload: Workload) -> str:

@@ -45,7 +45,7 @@ def _make_figure(candidates: Sequence[Candidate], workload: Workload, ink: str) 
     with chart_style(ink):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(9, 1.6 + _ROW * len(candidates)), layout="constrained")
+        figure = Figure(figsize=(10, 2.2 + _ROW * len(candidates)), layout="constrained")
         time, memory = figure.subplots(1, 2, sharey=True)
         _draw_bars(time, [_milliseconds(one) for one in candidates])
         _draw_bars(memory, [_gib(one) for one in candidates])
@@ -58,7 +58,7 @@ def _make_figure(candidates: Sequence[Candidate], workload: Workload, ink: str) 
         for axes in (time, memory):
             axes.grid(axis="x", alpha=0.25)
             axes.set_axisbelow(True)
-            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False, fontsize=8)
     return figure
 
 
@@ -76,10 +76,10 @@ def _milliseconds(one: Candidate) -> dict[str, float]:
 
 
 def _gib(one: Candidate) -> dict[str, float]:
-    """Return the memory that is always there, and the rest of the peak."""
+    """Return the memory that is always there, and the rest: activations, gradients and what is temporary."""
     memory = one.memory
     sizes = {"parameters": memory.parameters, "optimizer state": memory.optimizer_state, "buckets": memory.buffers}
-    sizes["activations, gradients and what is temporary"] = max(0, one.peak - sum(sizes.values()))
+    sizes["the rest of the peak"] = max(0, one.peak - sum(sizes.values()))
     return {name: size / _GIB for name, size in sizes.items()}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.interfaces.memory import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from dstrat.interfaces.memory import TrainingSize
 
@@ -30,6 +30,7 @@ class TrainingSizes:
     def __init__(self, measure: Callable[[int | None], TrainingSize]) -> None:
         self._measure = measure
         self._measured: dict[int, TrainingSize] = {}
+        self._compact: dict[int, TrainingSize] = {}
         self._default: TrainingSize | None = None
         self._grows_along_line = False
 
@@ -37,11 +38,17 @@ class TrainingSizes:
         """Return the sizes for the batch of the training."""
         if self._default is None:
             self._default = self._measure(None)
-            self._add(self._default)
+            self._add(self._default, self._default.batch_size)
         return self._default
 
     def of(self, batch_size: int) -> TrainingSize:
-        """Return the sizes for a batch size."""
+        """Return the sizes for a batch size, with the largest entries of its timeline only."""
+        if batch_size not in self._compact:
+            size = self._full_size(batch_size)
+            self._compact[batch_size] = dataclasses.replace(size, timeline=largest_entries(size.timeline))
+        return self._compact[batch_size]
+
+    def _full_size(self, batch_size: int) -> TrainingSize:
         if batch_size in self._measured:
             return self._measured[batch_size]
         if self._grows_along_line and batch_size > 1:
@@ -51,8 +58,8 @@ class TrainingSizes:
         self._add(size, batch_size)
         return size
 
-    def _add(self, size: TrainingSize, batch_size: int | None = None) -> None:
-        self._measured[size.batch_size if batch_size is None else batch_size] = size
+    def _add(self, size: TrainingSize, batch_size: int) -> None:
+        self._measured[batch_size] = size
         several = self._several()
         if len(several) == _MEASURED:
             first, second, third = several
@@ -61,6 +68,18 @@ class TrainingSizes:
     def _several(self) -> list[TrainingSize]:
         # A training without tensors of samples has one size for all batches.
         return [size for batch_size, size in self._measured.items() if size.batch_size == batch_size > 1]
+
+
+def largest_entries(timeline: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the entries of a timeline of which no other one has as much in both numbers.
+
+    One of them is the largest for any layout, and there are hundreds rather than tens of thousands.
+    """
+    entries: list[tuple[int, int]] = []
+    for activations, gradients in sorted(set(timeline), reverse=True):
+        if not entries or gradients > entries[-1][1]:
+            entries.append((activations, gradients))
+    return tuple(entries)
 
 
 def _is_on_line(first: TrainingSize, second: TrainingSize, third: TrainingSize) -> bool:
