@@ -220,32 +220,73 @@ for seed, (accelerator, (model, optimizer)) in enumerate(zip(accelerators, prepa
     assert differences == [pytest.approx(0, abs=1e-6)] * 2
 
 
-PREPARE = """
-use({strategy!r}, **two)
+LLAMA = """
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 accelerator = dstrat_transformers.DstratAccelerator()
-model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
-                                     num_attention_heads=2))
-import torch
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes))
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
+    ("strategy", "message"),
     [
-        (PREPARE.format(strategy="mesh(pp=2)") + "accelerator.prepare(model, optimizer)", "which the loops of other"),
-        (PREPARE.format(strategy="mesh(cp=2)") + "accelerator.prepare(model, optimizer)", "leave cp out"),
-        ('use("ddp", **two)\ndstrat_transformers.DstratAccelerator(mixed_precision="fp16")', "choose 'bf16' or 'no'"),
-        (PREPARE.format(strategy="ddp") + "accelerator.prepare(model, torch.nn.Linear(2, 2))", "a strategy has one"),
-        (PREPARE.format(strategy="ddp") + "accelerator.prepare(optimizer)", "without its model"),
-        ('use("ddp", **two)\nuse("ddp", **two)', "use was called twice"),
-        ('use("ddp_spawn", **two)', "needs processes that run the program"),
-        ("dstrat_transformers.DstratAccelerator(cpu=True)", "no strategy has been selected"),
+        ("mesh(pp=2)", "runs forward and backward passes together"),
+        ("mesh(cp=2)", "leave cp out"),
+        ("ddp_spawn", "needs processes that run the program"),
     ],
 )
-def test_misuse_is_an_error_with_advice(tmp_path, program, message):
-    names = 'use, two = dstrat_transformers.use, {"accelerator": "cpu", "devices": 2}\n'
-    ended = start(tmp_path, names + program)
+def test_a_strategy_that_cannot_run_these_loops_is_an_error(tmp_path, strategy, message):
+    use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices=2)\n"
+    ended = start(tmp_path, use + LLAMA + "accelerator.prepare(model, optimizer)")
     assert ended.returncode == 1
     assert message in ended.stderr
+
+
+def test_misuse_is_an_error_with_advice(tmp_path):
+    program = """
+from dstrat.errors import DstratError
+def attempt(call):
+    try:
+        call()
+    except DstratError as error:
+        print(error)
+attempt(lambda: dstrat_transformers.DstratAccelerator(cpu=True))
+dstrat_transformers.use("auto", accelerator="cpu", devices=1)
+"""
+    program += LLAMA
+    program += """
+attempt(lambda: dstrat_transformers.use("ddp"))
+attempt(lambda: accelerator.backward(torch.ones(())))
+attempt(lambda: accelerator.prepare(optimizer))
+attempt(lambda: accelerator.prepare(model, torch.nn.Linear(2, 2)))
+attempt(lambda: accelerator.prepare(model, torch.optim.SGD(torch.nn.Linear(2, 2).parameters())))
+accelerator.prepare(model, optimizer)
+attempt(lambda: accelerator.clip_grad_norm_([next(model.parameters())], 1.0))
+attempt(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
+"""
+    ended = start(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    expected = [
+        "no strategy has been selected",
+        "use was called twice",
+        "no model is prepared",
+        "without its model",
+        "a strategy has one",
+        "has a parameter that LlamaForCausalLM does not have",
+        "a strategy clips all of them",
+        "strategies clip by the 2-norm",
+    ]
+    lines = ended.stdout.splitlines()
+    assert len(lines) == len(expected), ended.stdout
+    for line, message in zip(lines, expected, strict=True):
+        assert message in line
+
+
+def test_float16_is_an_error_with_a_reason(tmp_path):
+    use = "dstrat_transformers.use('auto', accelerator='cpu', devices=1)\n"
+    ended = start(tmp_path, use + "dstrat_transformers.DstratAccelerator(mixed_precision='fp16')")
+    assert ended.returncode == 1
+    assert "choose 'bf16' or 'no'" in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from dstrat.checkpoint.formats import io_for
-from dstrat.checkpoint.strategy_state import read_checkpoint
+from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
 from dstrat.errors import CheckpointError, ConflictError
 from dstrat.own_loop import checkpoint
 from dstrat_transformers.accelerate import DstratAccelerator
@@ -55,6 +56,10 @@ class StrategyTrainer:
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
         DstratAccelerator.convert(self.accelerator)
+        # The Trainer has that of the Accelerator until its first evaluation ends.
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
         if self.args.save_only_model and self.args.load_best_model_at_end and not self.strategy.replicates_state:
             raise ConflictError(
                 "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True "
@@ -135,7 +140,14 @@ class StrategyTrainer:
             super()._load_best_model()  # type: ignore[misc]
             return
         path = Path(self.state.best_model_checkpoint, SHARDS)
-        read_checkpoint(self.strategy, io_for(path, self.strategy.checkpoint_io), path, has_optimizers=False)
+        saved = read_checkpoint(
+            self.strategy,
+            io_for(path, self.strategy.checkpoint_io),
+            path,
+            has_optimizers=bool(self.strategy.optimizers),
+        )
+        if self.strategy.optimizers:  # which have copies of the weights in some strategies
+            restore_optimization(self.strategy, saved, path)
 
 
 def with_strategy(trainer_class: type[Any]) -> type[Any]:

@@ -106,7 +106,7 @@ def train(folder, *, resume=None, adapters=False, evaluates_first=False, trainin
         model=with_adapters(model) if adapters else model,
         args=transformers.TrainingArguments(output_dir=str(folder), **{**DEFAULTS, **options}),
         train_dataset=rows(48),
-        eval_dataset=rows(10),
+        eval_dataset=rows(16),
         compute_metrics=accuracy,
         callbacks=[events],
     )
