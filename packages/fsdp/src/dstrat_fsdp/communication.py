@@ -115,8 +115,8 @@ def split_collectives(
     """
     if num_splits == 1:
         return ()
-    whole = {id(parameter) for layer in unsplit for parameter in layer.parameters()}
-    matrices = [sum(one.dim() > 1 and id(one) not in whole for one in block.parameters()) for block in blocks]
+    excluded = {id(parameter) for layer in unsplit for parameter in layer.parameters()}
+    matrices = [sum(one.dim() > 1 and id(one) not in excluded for one in block.parameters()) for block in blocks]
     pairs = [min(2, math.ceil(count / 2)) for count in matrices]
     sizes = block_outputs(training, blocks)
     return (
