@@ -162,8 +162,8 @@ def _is_norm(layer: Module) -> bool:
 
 def _pairs(blocks: Iterable[Module], unsplit: Iterable[Module]) -> list[int]:
     """Return the number of pairs of matrices of each block, without those of some layers."""
-    unsplit_ids = {id(parameter) for layer in unsplit for parameter in layer.parameters()}
-    matrices = [sum(one.dim() > 1 and id(one) not in unsplit_ids for one in block.parameters()) for block in blocks]
+    excluded = {id(parameter) for layer in unsplit for parameter in layer.parameters()}
+    matrices = [sum(one.dim() > 1 and id(one) not in excluded for one in block.parameters()) for block in blocks]
     return [min(2, math.ceil(count / 2)) for count in matrices]
 
 

@@ -128,9 +128,9 @@ class StoredParameter:
         """Whether it has a tensor of each pattern for each index of its first dimension."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
-        first, *further = self.converter.operations if self.converter is not None else [None]
+        first, *following = self.converter.operations if self.converter is not None else [None]
         joins_rows = isinstance(first, MergeModulelist) and first.dim == 0
-        return joins_rows and all(isinstance(other, Concatenate) and other.dim > 0 for other in further)
+        return joins_rows and all(isinstance(step, Concatenate) and step.dim > 0 for step in following)
 
     def of_rows(self, rows: slice) -> StoredParameter:
         """Return the tensors of some rows, if it has tensors of each."""
