@@ -133,6 +133,6 @@ def test_a_rank_holds_whole_gradients_until_the_last_batch_of_a_step_as_declared
 
     training = measure_training(make, TruePrecision(), device_type="cpu", world_size=2, ranks_per_machine=2)
     once, twice = (FSDPStrategy().memory_layout(training.for_steps_of(batches)) for batches in (1, 2))
-    declared = (twice.step_buffers - once.step_buffers) // 4
+    declared = (twice.accumulated - once.accumulated) // 4
     for held in in_ranks(held_while_accumulating):
         assert held == declared

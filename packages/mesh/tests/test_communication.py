@@ -88,7 +88,7 @@ def test_stages_send_what_is_declared_for_their_microbatches():
 def test_stages_hold_whole_gradients_of_several_microbatches():
     training = sizes(SAMPLES)
     one, four = (MeshStrategy(pp=2, microbatches=count).memory_layout(training) for count in (1, 4))
-    assert four.step_buffers - one.step_buffers == training.trainable_parameters // 2
+    assert four.accumulated - one.accumulated == training.trainable_parameters // 2
 
 
 def test_split_layers_send_parts_of_sequences():
