@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator with a strategy of dstrat; nothing of Accelerate's that is private is used."""
+"""Accelerate's Accelerator with a strategy of dstrat; it adds to its lists of prepared models and loaders."""
 
 from __future__ import annotations
 
