@@ -168,14 +168,16 @@ def test_a_batch_that_does_not_fit_is_accumulated(choose):
 
 def test_a_batch_that_does_not_divide_is_refused(choose):
     shown = ranking(choose("--devices", "2", "--strategy", "ddp", "--batch", "9", "--json"))
-    assert shown["refused"] == {"ddp": "9 samples do not divide among 2 groups of ranks"}
+    reason = "9 samples do not divide among 2 groups of ranks"
+    assert shown["refused"] == {"ddp": reason, "ddp(activation_checkpointing='full')": reason}
 
 
 def test_layouts_of_a_mesh_are_compared_or_refused_with_the_reason(choose):
     pytest.importorskip("dstrat_mesh")
     shown = ranking(choose("--devices", "2", "--strategy", "mesh", "--json"))
     assert {one["strategy"] for one in shown["candidates"]} == {"mesh", "mesh(dp_replicate=2)"}
-    refused = {name: reason.split(",")[0] for name, reason in shown["refused"].items() if "offload" not in name}
+    reasons = {name: reason.split(",")[0] for name, reason in shown["refused"].items()}
+    refused = {name: reason for name, reason in reasons.items() if "offload" not in name and "activation" not in name}
     assert refused == {
         "mesh(cp=2)": "Sequential does not call torch's attention",
         "mesh(pp=2, microbatches=2)": "Sequential has no configure_pipeline",

@@ -145,6 +145,10 @@ class DDPStrategy(ParallelStrategy):
         """Number of ranks on this machine, and on each other one."""
         return len(self.parallel_devices)
 
+    @classmethod
+    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - of any size
+        return ({}, {"activation_checkpointing": "full"})
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         layout, buckets = training.replicated, training.trainable_parameters
         if self._ddp_kwargs.get("gradient_as_bucket_view"):

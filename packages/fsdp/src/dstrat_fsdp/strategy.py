@@ -32,7 +32,7 @@ from dstrat_fsdp.sharded_strategy import ShardedStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
     from torch.distributed.fsdp import (
@@ -152,6 +152,10 @@ class FSDPStrategy(ShardedStrategy):
         super().setup_environment()
         if self.world_size == 1:
             _logger.info("there is one process, so that nothing is sharded")
+
+    @classmethod
+    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - of any size
+        return ({}, {"activation_checkpointing": "full"})
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         shape = self._mesh_shape(training.world_size, training.ranks_per_machine)

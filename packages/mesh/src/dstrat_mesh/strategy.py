@@ -326,6 +326,7 @@ class MeshStrategy(SharedBatchStrategy):
         return [
             *(axes.options for axes in meshes),
             *few,
+            *({**axes.options, "activation_checkpointing": "full"} for axes in meshes),
             *({**axes.options, "cpu_offload": True} for axes in sharded),
         ]
 

@@ -61,6 +61,30 @@ def test_a_failed_fit_resumes_from_the_newest_checkpoint_in_memory(run, tmp_path
     assert in_memory_of(tmp_path) == []
 
 
+def test_a_checkpoint_that_a_killed_run_has_superseded_is_removed(run, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(10))
+    shutil.copytree(f"{ROOT}{tmp_path}/checkpoints/step=8.ckpt", f"{ROOT}{tmp_path}/checkpoints/step=4.ckpt")
+
+    class AtTheStart(Callback):
+        runs_last = saves_checkpoints = True
+
+        def on_train_start(self, trainer, module):
+            self.present = in_memory_of(tmp_path)
+
+    start = AtTheStart()
+    run(start, ckpt_path=f"{ROOT}{tmp_path}/checkpoints/step=8.ckpt")
+    assert start.present == ["step=8.ckpt"]
+
+
+def test_the_memory_is_freed_after_a_resume_from_the_disk(run, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(ModelCheckpoint(every_n_train_steps=9, state_key="more", save_top_k=-1), Break(10))
+    (on_disk,) = tmp_path.glob("checkpoints/*step=9.ckpt")
+    run(ckpt_path=on_disk)
+    assert in_memory_of(tmp_path) == []
+
+
 def test_a_completed_fit_frees_the_memory(run, tmp_path):
     trainer = run()
     assert in_memory_of(tmp_path) == []

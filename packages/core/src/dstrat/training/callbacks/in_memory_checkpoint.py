@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -23,7 +24,7 @@ from dstrat.training.checkpoint.path import default_folder, remove_checkpoint
 from dstrat.training.loops.stopping import Interrupted, Terminated
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
     from typing import Any
 
     from dstrat.training.module.train_module import TrainModule
@@ -61,10 +62,19 @@ class InMemoryCheckpoint(Callback):
         check_count("every_n_train_steps", every_n_train_steps, 1)
         self.every_n_train_steps = every_n_train_steps
         self.ckpt_path = ""
+        self._superseded = ""  # by the checkpoint that has this state; removed once that is complete
         self._folder: Path | None = None
         self._background: BackgroundSaves | None = None
         self._saved_at_step = 0
         self._is_complete = False
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"ckpt_path": self.ckpt_path, "superseded": self._superseded}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.ckpt_path, self._superseded = state_dict["ckpt_path"], state_dict["superseded"]
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -79,16 +89,21 @@ class InMemoryCheckpoint(Callback):
         make_memory_root()
         on_disk = getattr(trainer.checkpoint_callback, "dirpath", None)
         self._folder = folder_in_memory(default_folder(trainer.run) if on_disk is None else as_path(on_disk))
-        self.ckpt_path, self._is_complete = "", False
+        self.ckpt_path, self._superseded, self._is_complete = "", "", False
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._background = BackgroundSaves(trainer.strategy)
         self._saved_at_step = trainer.global_step
-        point = trainer.run.save_point
-        resumed = trainer.ckpt_path if point is None or point.checkpoint is None else point.checkpoint
-        if resumed is not None and is_in_memory(resumed):
-            self.ckpt_path = str(resumed)  # freed as if this run had saved it
+        # Those of the run that is resumed: the newest one is freed as if this run had saved it.  The one before it is
+        # still there if a process was killed after a save was complete, and before the removal.
+        paths = [self.ckpt_path, self._superseded]
+        existing = [path for path in paths if path and is_in_memory(path) and Path(path).is_dir()]
+        existing = trainer.strategy.broadcast(existing)
+        self.ckpt_path = next((path for path in existing if path == self.ckpt_path), "")
+        for path in existing:
+            if path != self.ckpt_path:
+                remove_checkpoint(trainer.strategy, path)
 
     @override
     def on_train_batch_end(
@@ -130,6 +145,7 @@ class InMemoryCheckpoint(Callback):
         self._saved_at_step = trainer.global_step
         previous, path = self.ckpt_path, self._folder / f"step={trainer.global_step}{EXTENSION}"
         self.ckpt_path = str(unused_path(trainer.strategy, path))  # that of a failed run may be there
+        self._superseded = previous
         trainer.save_checkpoint(self.ckpt_path)
         if previous:  # after this one is complete
             remove_checkpoint(trainer.strategy, previous)
