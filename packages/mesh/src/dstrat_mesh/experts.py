@@ -90,7 +90,7 @@ class ExpertParallelism:
     def end(self) -> None:
         """Restore the ``forward`` of the layers, and drop the groups."""
         for layer, forward in self._replaced.items():
-            vars(layer).pop("forward", None)  # which activation checkpointing has removed from its layers
+            del layer.forward
             if forward is not None:
                 layer.forward = forward
         internals.release_mesh(self._mesh)

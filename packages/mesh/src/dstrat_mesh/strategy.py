@@ -552,6 +552,7 @@ class MeshStrategy(SharedBatchStrategy):
         self._sequences = None
         super()._end_sharding()
         if self._experts is not None:
+            self._restore_activations()  # the outer one of two replaced forwards first
             self._experts.end()
             self._experts = None
 

@@ -549,10 +549,10 @@ class Strategy(ABC):
         self._is_set_up = True
         self._module = self.model = self.precision_plugin.connect(self.module)
         self.model_to_device()
-        if self.saved_activations is not None and trainer.is_fitting:
+        self.wrap_model(trainer)
+        if self.saved_activations is not None and trainer.is_fitting:  # around a forward that wrapping has replaced
             has_streams = self.accelerator.has_streams
             self._restore_layers = self.saved_activations.apply(self.module, self.root_device, has_streams=has_streams)
-        self.wrap_model(trainer)
         if trainer.is_fitting:
             self.setup_optimizers(trainer)  # last, as the steps before may replace parameters
 
@@ -604,9 +604,7 @@ class Strategy(ABC):
         It is called at the end of every run, also after an error in any of the methods before it.
         """
         self.optimizers, self.lr_schedulers = [], []
-        if self._restore_layers is not None:
-            self._restore_layers()
-            self._restore_layers = None
+        self._restore_activations()
         with ExitStack() as stack:  # each of them, also where nothing can be copied from a device after its error
             for component in (self.checkpoint_io, self.accelerator, self.precision_plugin):  # the last one first
                 stack.callback(component.teardown)
@@ -614,6 +612,12 @@ class Strategy(ABC):
                 # As cpu() does; after an error a layer may be on the meta device, without memory.
                 with keep_ties(self._module):
                     self.model = self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # noqa: SLF001 - its public callers fail for those
+
+    def _restore_activations(self) -> None:
+        """Let layers save activations as they did before the training."""
+        restore, self._restore_layers = self._restore_layers, None
+        if restore is not None:
+            restore()
 
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""

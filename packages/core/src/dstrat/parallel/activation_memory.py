@@ -104,12 +104,12 @@ class ActivationMemory:
         Raises:
             RequestError: The module has no such layers.
         """
-        changed: list[Module] = []
+        replaced: list[tuple[Module, Any]] = []
         names = {id(layer): name for name, layer in module.named_modules()}
 
         def replace(layer: Module, wrap: Callable[[Module, str], Any]) -> None:
+            replaced.append((layer, vars(layer).get("forward")))
             layer.forward = functools.wraps(layer.forward)(wrap(layer, names[id(layer)]))
-            changed.append(layer)
 
         if self.recomputation is not None:
             for layer in self._layers(module, self.recomputed, "activation_checkpointing"):
@@ -121,8 +121,11 @@ class ActivationMemory:
                 replace(layer, lambda layer, _: offload.offloading(layer))
 
         def undo() -> None:
-            for layer in changed:
-                layer.__dict__.pop("forward", None)
+            for layer, forward in reversed(replaced):
+                if forward is None:
+                    vars(layer).pop("forward", None)
+                else:
+                    layer.forward = forward
 
         return undo
 
