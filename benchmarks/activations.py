@@ -125,7 +125,7 @@ def measured(memory: ActivationMemory | None, device: torch.device) -> tuple[int
     """Return the largest memory of activations in a step, and the median of its time."""
     net = Net().to(device)
     if memory is not None:
-        memory.apply(net, device, has_streams=device.type != "cpu")
+        memory.select(net, device, has_streams=device.type != "cpu")()
     batch = torch.randn(BATCH, LENGTH, WIDTH, device=device)
     times = []
     for _ in range(1 if SIMULATED else 7):

@@ -89,7 +89,7 @@ def test_weights_of_ranks_are_so_too():
 def largest_in_a_step(memory):
     module = Net().to(DEVICE)
     if memory is not None:
-        memory.apply(module, torch.device(DEVICE), has_streams=True)
+        memory.select(module, torch.device(DEVICE), has_streams=True)()
     batch = torch.zeros(BATCH * 8, WIDTH, device=DEVICE)
     module.training_step([batch], 0).backward()  # gradients exist then
     torch.simgpu.reset_peak_memory_stats()
@@ -108,7 +108,7 @@ def test_less_memory_of_the_device_is_used_and_the_host_never_waits():
 
 def test_an_interrupted_backward_pass_leaves_no_memory():
     module = Net().to(DEVICE)
-    ActivationMemory(offloads=True).apply(module, torch.device(DEVICE), has_streams=True)
+    ActivationMemory(offloads=True).select(module, torch.device(DEVICE), has_streams=True)()
     batch = torch.zeros(BATCH, WIDTH, device=DEVICE)
     before = torch.simgpu.memory_allocated()
 

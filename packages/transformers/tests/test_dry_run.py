@@ -5,20 +5,20 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from dstrat.cli.main import commands
 from dstrat_transformers import HFModule
 
 pytest.importorskip("dstrat_mesh")
+transformers = pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
 
 
 def llama():
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, use_cache=False
     )
     tokens = torch.zeros(4, 16, dtype=torch.long)
-    return HFModule(LlamaForCausalLM(config), scheduler=None), {"input_ids": tokens, "labels": tokens}
+    return HFModule(transformers.LlamaForCausalLM(config), scheduler=None), {"input_ids": tokens, "labels": tokens}
 
 
 def test_stages_of_a_model_are_known_before_a_run():

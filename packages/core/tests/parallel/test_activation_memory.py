@@ -1,5 +1,7 @@
 """Layers that compute activations again: losses stay, memory falls, and what cannot be is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -117,14 +119,15 @@ def test_attention_is_computed_again_where_it_draws_random_numbers(rate):
     operation = torch.ops.aten._scaled_dot_product_flash_attention.default  # of GPUs
     query = torch.zeros(1, 1, 2, 8)
     again = CheckpointPolicy.PREFER_RECOMPUTE if rate else CheckpointPolicy.MUST_SAVE
-    assert _SavedResults("a layer").policy(None, operation, query, query, query, rate) is again
-    assert _SavedResults("a layer").policy(None, operation, query, query, query, dropout_p=rate) is again
-    assert _SavedResults("a layer").policy(None, operation, query, query, query) is CheckpointPolicy.MUST_SAVE
+    policy, forward = _SavedResults("a layer").policy, SimpleNamespace(is_recompute=False)
+    assert policy(forward, operation, query, query, query, rate) is again
+    assert policy(forward, operation, query, query, query, dropout_p=rate) is again
+    assert policy(forward, operation, query, query, query) is CheckpointPolicy.MUST_SAVE
 
 
 def test_layers_are_as_before_after_a_training():
     module = Transformer()
-    undo = ActivationMemory(recomputation="selective").apply(module, torch.device("cpu"))
+    undo = ActivationMemory(recomputation="selective").select(module, torch.device("cpu"))()
     assert all("forward" in vars(block) for block in module.blocks)
     undo()
     assert not any("forward" in vars(block) for block in module.blocks)
@@ -135,7 +138,7 @@ def test_compiled_layers_compute_again_too():
     def gradients(memory):
         module = Transformer(dropout=0.0)
         if memory is not None:
-            memory.apply(module, torch.device("cpu"))
+            memory.select(module, torch.device("cpu"))()
             module.blocks.compile(backend="aot_eager")
         module.blocks(batches(1)[0]).square().mean().backward()
         return [parameter.grad for parameter in module.parameters()]
@@ -172,7 +175,7 @@ def largest_in_a_step(memory):
     setup = factory()
     module = setup.module
     if memory is not None:
-        memory.apply(module, torch.device("cpu"))
+        memory.select(module, torch.device("cpu"))()
     live = LiveMemory([*module.parameters(), *module.buffers()])
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(live.count_gradient)
@@ -289,4 +292,4 @@ def test_an_impossible_option_is_refused(options, error, message):
 )
 def test_a_module_without_such_layers_is_refused(options, message):
     with pytest.raises(RequestError, match=message):
-        ActivationMemory(**options).apply(nn.Linear(2, 2), torch.device("cuda"))
+        ActivationMemory(**options).select(nn.Linear(2, 2), torch.device("cuda"))()

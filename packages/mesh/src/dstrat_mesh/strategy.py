@@ -195,9 +195,10 @@ class MeshStrategy(SharedBatchStrategy):
         self._cpu_offload = cpu_offload
         self._mixed_precision = mixed_precision
         self._auto_wrap_policy = checked_policy("auto_wrap_policy", auto_wrap_policy, or_size=True)
-        self.saved_activations = ActivationMemory.of(
+        self.saved_activations = memory = ActivationMemory.of(
             activation_checkpointing, activation_checkpointing_policy, activation_offload
         )
+        self._recomputes = memory is not None and memory.recomputation == "full"
         self._reshard_after_forward = reshard_after_forward
         self._state_dict_type = state_dict_type_name(state_dict_type)
 
@@ -361,7 +362,8 @@ class MeshStrategy(SharedBatchStrategy):
         if self._pp == 1:
             return ()
         axes = self._axes_of(training.world_size)
-        share = split_activation_share(training, estimated_blocks(training, self._auto_wrap_policy), axes.tp)
+        blocks, experts = estimated_blocks(training, self._auto_wrap_policy), self._experts_in(training)
+        share = split_activation_share(training, blocks, axes.tp, unsplit=experts)
         pipeline = pipeline_of(training.module)
         names = Stages.of(training.module, pipeline, self._pp, self._schedule.stages_per_rank).names
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
@@ -418,6 +420,13 @@ class MeshStrategy(SharedBatchStrategy):
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
         )
+        of_activations = activation_collectives(training, blocks, axes, self._context_parallel, experts)
+        if self._recomputes:
+            # Those of the forward pass, which are half of them, once more.
+            of_activations = tuple(
+                dataclasses.replace(one, bytes=one.bytes * 3 // 2, messages=one.messages * 3 // 2)
+                for one in of_activations
+            )
         return CommunicationLayout(
             collectives=stage_collectives(
                 training,
@@ -425,7 +434,7 @@ class MeshStrategy(SharedBatchStrategy):
                 axes,
                 self._schedule,
                 of_parameters=sharded,
-                of_activations=activation_collectives(training, blocks, axes, self._context_parallel, experts),
+                of_activations=of_activations,
             ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 "dispatch_batches and split_batches divide batches among all processes, and some read the same batch "
                 f"with {type(self._strategy).__name__}: leave them out"
             )
+        _let_readers_count(data_loader, self._strategy.distributed_sampler_kwargs.get("rank", 0))
         sampler = data_loader.sampler
         if isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None:
             # Accelerate gives it one too, where it divides the data: then the order depends on nothing else.
@@ -174,6 +176,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             process_index=self._strategy.distributed_sampler_kwargs.get("rank", 0),
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
+            dispatch_batches=False,  # its default for an iterable dataset divides batches among all processes
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.dataloader_config.data_seed,
@@ -187,10 +190,10 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if not self._shares_batches:
             return super().gather_for_metrics(input_data, use_gather_object)
-        if use_gather_object:
+        if use_gather_object or not _has_only_tensors(input_data):
             raise ConflictError(
                 f"gather_for_metrics gathers only tensors with {type(self._strategy).__name__}, where some processes "
-                "have the same ones: leave use_gather_object out"
+                "have the same values: pass tensors, and leave use_gather_object out"
             )
         self._gathers_once = True
         try:
@@ -213,6 +216,15 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             self._first_readers = [first[index] for index in sorted(first)]
         values = gathered.chunk(self.num_processes)
         return torch.cat([values[rank] for rank in self._first_readers])
+
+    @override
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        if self._shares_batches and self.step_scheduler_with_optimizer and not self.split_batches:
+            raise ConflictError(
+                f"a prepared scheduler steps once for each process, and with {type(self._strategy).__name__} some read "
+                "the same batch: leave the scheduler out of prepare, and step it yourself"
+            )
+        return super().prepare_scheduler(scheduler)
 
     # Steps
 
@@ -316,3 +328,18 @@ class StrategyOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not impo
 
 def _unchanged(output: Any) -> Any:
     return output
+
+
+def _has_only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(_unchanged, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _let_readers_count(data_loader: Any, index: int) -> None:
+    """Seed the workers of a loader by the index of those who read its batches, which the Trainer does by process."""
+    begin = data_loader.worker_init_fn
+    if isinstance(begin, functools.partial) and "rank" in begin.keywords:
+        data_loader.worker_init_fn = functools.partial(begin, rank=index)

@@ -274,3 +274,13 @@ def _shifts_labels(model: Any) -> bool:
     # The default where the name of the class, such as GPT2LMHeadModel, has no type; some compute a loss of their own.
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return code is not None and "loss_function" in code.co_names
+
+
+def generate_together(model: Module) -> None:
+    """Let ``generate`` run as many forward passes in all processes, where each pass is collective."""
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # noqa: SLF001 - by which generate knows it
+
+
+def generate_alone(model: Module) -> None:
+    """Undo :func:`generate_together`."""
+    vars(model).pop("_is_fsdp_managed_module", None)

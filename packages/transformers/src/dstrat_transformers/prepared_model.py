@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
-from dstrat_transformers.models import is_peft, is_pretrained_model
+from dstrat_transformers.models import generate_alone, generate_together, is_peft, is_pretrained_model
 from dstrat_transformers.module import HFModule
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ class PreparedModel:
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
         elif is_pretrained_model(model) or is_peft(model):
+            modes = [(layer, layer.training) for layer in model.modules()]
             self.module = HFModule(model)
+            for layer, mode in modes:  # which are the program's
+                layer.training = mode
         strategy.connect(self.module)
         if isinstance(self.module, HFModule):
             self.module.prepare(strategy)
@@ -88,6 +91,8 @@ class PreparedModel:
         # On the instance, as Accelerate itself does it for autocast: the model's class and hooks stay.
         model.forward = forward
         forward.prepared_model = self  # type: ignore[attr-defined]  # which lives as long as the model
+        if not strategy.replicates_state:
+            generate_together(model)
 
     @staticmethod
     def of(model: Any) -> PreparedModel | None:
@@ -143,8 +148,12 @@ class PreparedModel:
         """
         self.unscale()
         norm = _total_norm(self.model.parameters())
-        if not math.isinf(limit):
-            for optimizer in self.strategy.optimizers:
+        optimizers = self.strategy.optimizers
+        if norm is not None and len(optimizers) > 1:  # each one's own norm would be smaller
+            for optimizer in optimizers:
+                self.strategy.scale_gradients(optimizer, (limit / (norm + 1e-6)).clamp(max=1.0))
+        elif not math.isinf(limit):
+            for optimizer in optimizers:
                 self.strategy.clip_gradients(optimizer, limit)
         return norm
 
@@ -187,6 +196,7 @@ class PreparedModel:
     def release(self) -> None:
         """Give the model back its ``forward``, and end the strategy, without the communication of the program."""
         del self.model.forward
+        generate_alone(self.model)
         # It belongs to the session, and other strategies use it.
         self.strategy.close_communication = lambda **_: None  # type: ignore[attr-defined]
         self.strategy.teardown()

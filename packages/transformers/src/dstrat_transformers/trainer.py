@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SHARDS = "dstrat"
 """Name of the folder in a checkpoint of the Trainer with the state of a strategy that shards it."""
 
+_OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 _ARGUMENTS, _OPTIMIZER, _SCHEDULER = "training_args.bin", "optimizer.pt", "scheduler.pt"  # the Trainer's files
 
 
@@ -60,6 +61,17 @@ class StrategyTrainer:
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+        if self.strategy.world_size > self._num_readers and self.args.train_sampling_strategy == "batch_rebalance":
+            raise ConflictError(
+                "train_sampling_strategy='batch_rebalance' divides batches among all processes, and some read the same "
+                f"batch with {type(self.strategy).__name__}: choose another"
+            )
+        used = [name for name in _OF_DDP if getattr(self.args, name, None) is not None]
+        if used:
+            raise ConflictError(
+                f"{used[0]} is an option of the Trainer's own DDP, and dstrat_transformers.use has selected a strategy "
+                "instead: leave it out, and select one that has it, such as 'ddp_find_unused_parameters_true'"
+            )
         if self.args.save_only_model and self.args.load_best_model_at_end and not self.strategy.replicates_state:
             raise ConflictError(
                 "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True "
@@ -69,10 +81,15 @@ class StrategyTrainer:
     def _move_model_to_device(self, model: Module, device: torch.device) -> None:
         """Do nothing: the strategy moves the model, or its shards only."""
 
+    @property
+    def _num_readers(self) -> int:
+        """Number of groups of processes that read different batches."""
+        readers: int = self.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+        return readers
+
     def get_tp_size(self) -> int:
         """Return the number of processes that read the same batch."""
-        readers = self.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
-        return self.strategy.world_size // readers
+        return self.strategy.world_size // self._num_readers
 
     def _has_mixed_mesh_grads(self, model: Module) -> bool:  # noqa: ARG002 - the Trainer's signature
         return False  # the accelerator computes the norm over all meshes

@@ -46,6 +46,20 @@ class Collective:
         """Return whether some group of these has ranks on several machines, each of which has so many ranks."""
         return self.ranks > 1 and ranks_per_machine % (self.stride * self.ranks) != 0
 
+    def ranks_on_a_machine(self, ranks_per_machine: int) -> int:
+        """Return the number of ranks that each machine has of a group that is on several: 1 unless it has as many."""
+        spanned = self.stride * self.ranks
+        return max(1, ranks_per_machine // self.stride) if spanned % ranks_per_machine == 0 else 1
+
+    def share_between_machines(self, ranks_per_machine: int) -> float:
+        """Return the share of what a rank sends that goes to another machine, the mean of the ranks of a group."""
+        if not self.crosses_machines(ranks_per_machine):
+            return 0.0
+        neighbours = self.ranks_on_a_machine(ranks_per_machine)
+        if self.kind == "all_to_all":
+            return (self.ranks - neighbours) / (self.ranks - 1)
+        return 1 / neighbours  # around a ring, the last of each machine sends to the next one
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationLayout:

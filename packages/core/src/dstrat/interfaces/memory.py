@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 class SavedActivations(Protocol):
     """Protocol of how the layers of a module save activations for the backward pass; hashable, as options are."""
 
-    def apply(
+    def select(
         self, module: Module, device: torch.device, *, has_streams: bool = False, host: str = "cpu"
-    ) -> Callable[[], None]:
-        """Change how the layers of a module save activations; return a function that undoes it.
+    ) -> Callable[[], Callable[[], None]]:
+        """Select the layers of a module; return a function that changes how they save activations.
+
+        That one returns a function that undoes it.
 
         Args:
-            module: The module.
+            module: The module, before a strategy wraps its layers.
             device: Device of the training.
             has_streams: Whether copies to the host run beside computation there.
             host: Device type to which activations are offloaded; ``"meta"`` in an estimate.

@@ -549,10 +549,13 @@ class Strategy(ABC):
         self._is_set_up = True
         self._module = self.model = self.precision_plugin.connect(self.module)
         self.model_to_device()
-        self.wrap_model(trainer)
-        if self.saved_activations is not None and trainer.is_fitting:  # around a forward that wrapping has replaced
+        replace_forwards = None
+        if self.saved_activations is not None and trainer.is_fitting:  # wrapping may change the classes of layers
             has_streams = self.accelerator.has_streams
-            self._restore_layers = self.saved_activations.apply(self.module, self.root_device, has_streams=has_streams)
+            replace_forwards = self.saved_activations.select(self.module, self.root_device, has_streams=has_streams)
+        self.wrap_model(trainer)
+        if replace_forwards is not None:  # around a forward that wrapping has replaced
+            self._restore_layers = replace_forwards()
         if trainer.is_fitting:
             self.setup_optimizers(trainer)  # last, as the steps before may replace parameters
 

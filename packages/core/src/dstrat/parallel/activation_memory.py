@@ -19,7 +19,7 @@ from dstrat.parallel.internals import arguments_of, storage_key
 from dstrat.parallel.layers import checked_policy, repeated_layers, selected_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.nn import Module
 
@@ -88,15 +88,16 @@ class ActivationMemory:
             offloaded=offloaded,
         )
 
-    def apply(
+    def select(
         self, module: Module, device: torch.device, *, has_streams: bool = False, host: str = "cpu"
-    ) -> Callable[[], None]:
-        """Change how the layers of a module save activations; return a function that undoes it.
+    ) -> Callable[[], Callable[[], None]]:
+        """Select the layers of a module; return a function that changes how they save activations.
 
-        ``forward`` is replaced on the instances.  A wrapper module would change the names of parameters.
+        That one returns a function that undoes it.  ``forward`` is replaced on the instances.  A wrapper module would
+        change the names of parameters.
 
         Args:
-            module: The module.
+            module: The module, before a strategy wraps its layers.
             device: Device of the training; activations on a CPU are on the host already.
             has_streams: Whether copies to the host run beside computation there.
             host: Device type to which activations are offloaded.
@@ -104,43 +105,54 @@ class ActivationMemory:
         Raises:
             RequestError: The module has no such layers.
         """
-        replaced: list[tuple[Module, Any]] = []
-        names = {id(layer): name for name, layer in module.named_modules()}
-
-        def replace(layer: Module, wrap: Callable[[Module, str], Any]) -> None:
-            replaced.append((layer, vars(layer).get("forward")))
-            layer.forward = functools.wraps(layer.forward)(wrap(layer, names[id(layer)]))
-
+        names = {layer: name for name, layer in module.named_modules()}
+        wraps: list[tuple[Module, Callable[[Module], Callable[..., Any]]]] = []
         if self.recomputation is not None:
-            for layer in self._layers(module, self.recomputed, "activation_checkpointing"):
-                replace(layer, functools.partial(_recomputing, self.recomputation))
+            wraps += [
+                (layer, functools.partial(_recomputing, self.recomputation, names[layer]))
+                for layer in self._layers(module, self.recomputed, "activation_checkpointing")
+            ]
         if self.offloads and device.type != host:
             offload = ActivationOffload(host, device, has_streams=has_streams)
             selection = self.recomputed if self.offloaded is None else self.offloaded
-            for layer in self._layers(module, selection, "activation_offload"):
-                replace(layer, lambda layer, _: offload.offloading(layer))
-
-        def undo() -> None:
-            for layer, forward in reversed(replaced):
-                if forward is None:
-                    vars(layer).pop("forward", None)
-                else:
-                    layer.forward = forward
-
-        return undo
+            wraps += [(layer, offload.offloading) for layer in self._layers(module, selection, "activation_offload")]
+        return functools.partial(_replace_forwards, wraps)
 
     @staticmethod
     def _layers(module: Module, policy: LayerPolicy | None, option: str) -> list[Module]:
+        name = type(module).__name__
+        compiled = [path for path, layer in module.named_modules() if path and hasattr(layer, "_orig_mod")]
+        if policy is None and compiled:
+            raise RequestError(
+                f"{option} selects repeated layers, and {compiled[0]!r} of {name} is wrapped by torch.compile: compile "
+                "layers in place, layer.compile()"
+            )
         layers = repeated_layers(module) if policy is None else selected_layers(module, policy)
         if layers:
             return layers
-        name = type(module).__name__
         if policy is None:
             raise RequestError(
                 f"{option} finds no repeated layers in {name}: name the classes of its layers, "
                 f"{'activation_checkpointing_policy' if option == 'activation_checkpointing' else option}={{Block}}"
             )
         raise RequestError(f"{option} of {policy!r} matches no layer of {name}")
+
+
+def _replace_forwards(wraps: Iterable[tuple[Module, Callable[[Module], Callable[..., Any]]]]) -> Callable[[], None]:
+    """Replace the ``forward`` of layers; return a function that undoes it."""
+    replaced: list[tuple[Module, Any]] = []
+    for layer, wrap in wraps:
+        replaced.append((layer, vars(layer).get("forward")))
+        layer.forward = functools.wraps(layer.forward)(wrap(layer))
+
+    def undo() -> None:
+        for layer, forward in reversed(replaced):
+            if forward is None:
+                vars(layer).pop("forward", None)
+            else:
+                layer.forward = forward
+
+    return undo
 
 
 def _recomputation(value: LayerClasses | str | None) -> tuple[Recomputation | None, LayerPolicy | None]:
@@ -155,7 +167,7 @@ def _recomputation(value: LayerClasses | str | None) -> tuple[Recomputation | No
 # Computing again
 
 
-def _recomputing(recomputation: Recomputation, layer: Module, name: str) -> Callable[..., Any]:
+def _recomputing(recomputation: Recomputation, name: str, layer: Module) -> Callable[..., Any]:
     """Return a layer's forward that computes activations again in the backward pass."""
     # The reentrant way computes no gradients where no input of the layer requires one.
     options: dict[str, Any] = {"use_reentrant": False}
@@ -240,9 +252,13 @@ class _SavedResults:
             self._storages.update(map(storage_key, tensors_in(getattr(context, "op_output", None))))
             return CheckpointPolicy.MUST_SAVE
         # torch would raise in the backward pass, without the layer's name.
-        if self._storages and any(
-            is_changed and isinstance(value, Tensor) and storage_key(value) in self._storages
-            for _, value, is_changed in arguments_of(operation, args, kwargs)
+        if (
+            not context.is_recompute
+            and self._storages
+            and any(
+                is_changed and isinstance(value, Tensor) and storage_key(value) in self._storages
+                for _, value, is_changed in arguments_of(operation, args, kwargs)
+            )
         ):
             raise MisuseError(
                 f"{self._label} changes the result of a matrix product or convolution in place ({operation}), which "

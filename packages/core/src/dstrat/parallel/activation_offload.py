@@ -45,30 +45,41 @@ class ActivationOffload:
 
     def offloading(self, layer: Module) -> Callable[..., Any]:
         """Return a layer's forward that offloads what it saves."""
-        forward = layer.forward
+        return _OffloadedForward(self, layer)
 
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            saved = _SavedTensors(self, layer, self._in_flight[-1]() if self._in_flight else None)
-            with saved_tensors_hooks(saved.pack, saved.unpack):
-                output = forward(*args, **kwargs)
-            saved.end_forward()
-            self._in_flight.append(weakref.ref(saved))
-            while len(self._in_flight) > (_LAYERS_IN_FLIGHT if self.has_streams else 0):
-                earlier = self._in_flight.popleft()()
-                if earlier is not None:
-                    earlier.free_device()
-            return output
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
+        return self  # of copied layers too: it has a stream
 
-        # What the layer calls may be compiled.
-        uncompiled: Callable[..., Any] = torch.compiler.disable(offloaded, recursive=False)
-        return uncompiled
+    def run(self, layer: Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's forward, and offload what it saves."""
+        saved = _SavedTensors(self, layer, self._in_flight[-1]() if self._in_flight else None)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            output = forward(*args, **kwargs)
+        saved.end_forward()
+        self._in_flight.append(weakref.ref(saved))
+        while len(self._in_flight) > (_LAYERS_IN_FLIGHT if self.has_streams else 0):
+            earlier = self._in_flight.popleft()()
+            if earlier is not None:
+                earlier.free_device()
+        return output
 
     def wait(self, event: torch.Event | None) -> None:
         """Let computation wait for copies."""
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
+
+
+class _OffloadedForward:
+    """A layer's forward that offloads what it saves.  A copy of the layer has a copy that calls its own forward."""
+
+    def __init__(self, offload: ActivationOffload, layer: Module) -> None:
+        self._offload, self._layer, self._forward = offload, layer, layer.forward
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what the layer calls may be compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return self._offload.run(self._layer, self._forward, *args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +115,8 @@ class _SavedTensors:
     def __init__(self, offload: ActivationOffload, layer: Module, previous: _SavedTensors | None) -> None:
         self._offload = offload
         self._previous = None if previous is None else weakref.ref(previous)
-        # At this time they are the gathered ones of a sharded layer.
-        self._resident = {
-            storage_key(local_tensor(tensor)) for tensors in (layer.parameters(), layer.buffers()) for tensor in tensors
-        }
+        self._layer = layer
+        self._resident: set[Any] = set()  # storages of parameters and buffers
         self._indices: dict[Any, int] = {}
         self._on_device: list[Tensor] | None = []
         self._on_host: list[Tensor] = []
@@ -124,7 +133,7 @@ class _SavedTensors:
             not has_plain_storage(tensor)
             or tensor.device.type == self._offload.host
             or tensor.nbytes < _SMALLEST
-            or storage_key(tensor) in self._resident
+            or self._is_resident(tensor)
         ):
             return tensor
         # The storage cannot be freed, nor its address reused, while the list has it.
@@ -139,6 +148,16 @@ class _SavedTensors:
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
         )
+
+    def _is_resident(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or buffer, or a view of one.
+
+        A layer inside may be sharded, and gather its parameters after the forward pass of this one has begun.
+        """
+        if storage_key(tensor) not in self._resident:
+            tensors = (one for group in (self._layer.parameters(), self._layer.buffers()) for one in group)
+            self._resident = set(map(storage_key, map(local_tensor, tensors)))
+        return storage_key(tensor) in self._resident
 
     @torch.no_grad()
     def _copy(self, tensor: Tensor) -> None:

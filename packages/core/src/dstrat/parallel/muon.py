@@ -109,7 +109,7 @@ class Muon(Optimizer):
             RequestError: The module has no layer of such a name.
         """
         layers = dict(module.named_modules())
-        names = list(adamw_layers)
+        names = [adamw_layers] if isinstance(adamw_layers, str) else list(adamw_layers)
         unknown = [name for name in names if name not in layers]
         if unknown:
             raise RequestError(
@@ -184,10 +184,10 @@ class Muon(Optimizer):
     def _update_momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> Any:
         """Update the momentum of a matrix; return what is to be orthogonalized, sharded as the matrix is."""
         assert parameter.grad is not None  # noqa: S101 - selected by the caller
-        state = self.state[parameter]
+        state, gradient = self.state[parameter], _laid_out(parameter.grad, parameter)
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
-        gradient, momentum = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        gradient, momentum = local_tensor(gradient), local_tensor(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         if group["nesterov"]:
             update = gradient.lerp(momentum, group["momentum"]).to(self.ns_dtype)
@@ -219,8 +219,20 @@ class Muon(Optimizer):
     def _device(self) -> torch.device:
         """Return the device of this rank's shards."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        device: torch.device = next(parameter.device for parameter in parameters if not parameter.is_meta)
+        device: torch.device | None = next((one.device for one in parameters if not one.is_meta), None)
+        if device is None:
+            raise RequestError(
+                "this Muon has only parameters of other stages of the pipeline, and steps those of all stages "
+                "together: give one Muon all parameters of the module"
+            )
         return device
+
+
+def _laid_out(gradient: Any, parameter: Any) -> Any:
+    """Return a gradient with the placements of its parameter: one may be summands of the ranks."""
+    if not is_distributed(gradient) or gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
 
 
 # Groups of parameters

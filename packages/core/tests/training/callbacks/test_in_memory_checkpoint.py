@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dstrat import Callback, InMemoryCheckpoint, ModelCheckpoint
+from dstrat import Callback, CSVLogger, InMemoryCheckpoint, ModelCheckpoint
+from dstrat.checkpoint.portable.newest import is_complete
 from dstrat.errors import CheckpointError, ConflictError, RequestError
 from dstrat.training.checkpoint import in_memory
 
@@ -35,8 +36,9 @@ def in_memory_of(folder):
 def run(quiet_trainer, make_line, loader, tmp_path):
     """Fit for 12 steps with checkpoints in memory after every fourth, until a step."""
 
-    def run(*callbacks, **options):
-        trainer = quiet_trainer(max_steps=12, callbacks=[ModelCheckpoint(), InMemoryCheckpoint(4), *callbacks])
+    def run(*callbacks, plugins=None, **options):
+        callbacks = [ModelCheckpoint(), InMemoryCheckpoint(4), *callbacks]
+        trainer = quiet_trainer(max_steps=12, plugins=plugins, callbacks=callbacks)
         trainer.fit(make_line(), loader(), **options)
         return trainer
 
@@ -88,8 +90,52 @@ def test_the_memory_is_freed_after_a_resume_from_the_disk(run, tmp_path):
 def test_a_completed_fit_frees_the_memory(run, tmp_path):
     trainer = run()
     assert in_memory_of(tmp_path) == []
-    assert not Path(f"{ROOT}{tmp_path}").exists()
     assert trainer.callbacks[-1].ckpt_path == ""
+
+
+def test_an_earlier_run_of_a_logger_is_found_in_memory(quiet_trainer, make_line, loader, tmp_path):
+    def run(*callbacks, **options):
+        trainer = quiet_trainer(
+            max_steps=12, callbacks=[ModelCheckpoint(), InMemoryCheckpoint(4), *callbacks], logger=True
+        )
+        trainer.fit(make_line(), loader(), **options)
+        return trainer
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(6))
+    assert "step=4.ckpt" in str(run(resume="auto").ckpt_path)
+    assert in_memory_of(tmp_path) == []
+
+
+def test_checkpoints_of_one_file_are_freed_after_a_resume(run, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(10), plugins="torch")
+    run(plugins="torch", resume="auto")
+    assert in_memory_of(tmp_path) == []
+
+
+def test_a_folder_on_the_disk_of_its_own_is_the_only_one_searched(quiet_trainer, make_line, loader, tmp_path):
+    def run(folder):
+        callbacks = [ModelCheckpoint(tmp_path / folder), InMemoryCheckpoint(40)]
+        trainer = quiet_trainer(max_steps=2, callbacks=callbacks)
+        trainer.fit(make_line(), loader(), resume="auto")
+        return trainer.ckpt_path
+
+    assert run("checkpoints") is None
+    assert run("another") is None
+
+
+def test_a_checkpoint_on_the_disk_is_complete_when_loggers_are_told(quiet_trainer, make_line, loader, tmp_path):
+    complete = []
+
+    class Uploads(CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback):
+            complete.append(is_complete(Path(checkpoint_callback.best_model_path)))
+
+    callbacks = [ModelCheckpoint(every_n_train_steps=3), InMemoryCheckpoint(2)]
+    quiet_trainer(max_steps=12, callbacks=callbacks, logger=Uploads(tmp_path)).fit(make_line(), loader())
+    assert complete == [True] * 4
+    shutil.rmtree(f"{ROOT}{tmp_path}", ignore_errors=True)
 
 
 def test_a_fit_whose_last_save_fails_leaves_the_memory_as_it_is(run, tmp_path):

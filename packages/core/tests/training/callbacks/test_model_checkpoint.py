@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -165,6 +166,29 @@ def test_a_validation_without_a_step_since_the_last_is_not_ranked(fit, tmp_path,
     options = {"limit_train_batches": 6, "accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
     fit(callback, [0.3, 0.2, 0.1], **options)  # after the batches 2, 4 and 6, and the steps 0, 1 and 2
     assert names(tmp_path) == ["step=1-score=0.2.ckpt", "step=2-score=0.1.ckpt"]
+
+
+def test_a_validation_between_accumulated_batches_is_ranked_once(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1)
+    options = {"limit_train_batches": 6, "accumulate_grad_batches": 3, "val_check_interval": 1, "max_epochs": 1}
+    fit(callback, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], **options)
+    assert names(tmp_path) == ["step=1-score=0.4.ckpt", "step=2-score=0.1.ckpt"]
+
+
+def test_a_validation_that_a_resumed_run_still_has_to_do_is_ranked(fit, tmp_path):
+    class SavesBeforeValidation(Callback):
+        def on_validation_start(self, trainer, module):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    def checkpoint():
+        return ModelCheckpoint(tmp_path / "c", "{step}-{score}", monitor="score", save_top_k=-1)
+
+    options = {"limit_train_batches": 4, "val_check_interval": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
+    fit([checkpoint(), SavesBeforeValidation()], [0.2, 0.1], **options)
+    shutil.rmtree(tmp_path / "c")
+    fit(checkpoint(), [0.2, 0.1], ckpt_path=tmp_path / "saved.ckpt", **options)
+    assert names(tmp_path / "c") == ["step=2-score=0.2.ckpt", "step=4-score=0.1.ckpt"]
 
 
 def test_a_validation_between_two_epochs_is_ranked_too(fit, tmp_path):

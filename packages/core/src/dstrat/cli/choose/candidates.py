@@ -230,6 +230,8 @@ class Candidates:
         if batch_size % groups:
             raise RequestError(f"{batch_size} samples do not divide among {groups} groups of ranks")
         of_group = batch_size // groups
+        if not of_group:
+            raise RequestError("a step has no sample: give --batch, or a batch whose tensors have a first dimension")
         return [
             _Layout(strategy=strategy, sizes=sizes, precision=precision, batch_size=of_group // count, batches=count)
             for count in range(1, of_group + 1)
@@ -364,6 +366,8 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
             one.communication,
             one.training.batch_size,
             one.training.accumulate_grad_batches,
+            one.peak,
+            one.time,
         )
         first.setdefault(key, one)
     return [*first.values()]

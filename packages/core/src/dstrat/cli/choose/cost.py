@@ -69,13 +69,15 @@ def step_time(
     compute = batches * work_seconds(machine, of_rank, dtype)
     stepping = _stepped_share(training, memory) * work_seconds(machine, training.optimizer_work, dtype)
     offloaded = memory.host > 0
+    # Of activations, in both directions, beside computation.
+    copied = 2 * (training.host(memory) - memory.host) / machine.host_bandwidth
     return StepTime(
         compute=compute,
         communication=_exposed(machine, training, communication, compute),
         idle=compute * communication.idle / (1 - communication.idle),
         optimizer=0.0 if offloaded else stepping,
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
-        offload=2 * memory.host / machine.host_bandwidth if offloaded else 0.0,
+        offload=2 * memory.host / machine.host_bandwidth + max(0.0, batches * copied - compute),
     )
 
 
@@ -143,8 +145,7 @@ def _of_all_networks(machine: Machine, link: Link, collective: Collective, ranks
 
     A link is measured with one rank on each machine.
     """
-    spanned = collective.stride * collective.ranks
-    ranks = ranks_per_machine // collective.stride if spanned % ranks_per_machine == 0 else 1
+    ranks = collective.ranks_on_a_machine(ranks_per_machine)
     inside = machine.link(collective.kind, ranks, crosses_machines=False)
     if ranks < 2 or inside is None:
         return link

@@ -89,7 +89,7 @@ def _is_on_line(first: TrainingSize, second: TrainingSize, third: TrainingSize) 
 
 
 def _growing(size: TrainingSize) -> tuple[Any, ...]:
-    return size.timeline, size.outputs, size.saved, size.work
+    return size.timeline, size.outputs, size.saved, size.offloaded_activations, size.work
 
 
 def _on_line(first: TrainingSize, second: TrainingSize, batch_size: int) -> TrainingSize:
@@ -111,6 +111,7 @@ def _on_line(first: TrainingSize, second: TrainingSize, batch_size: int) -> Trai
         ),
         outputs=of_layers(first.outputs, second.outputs),
         saved=of_layers(first.saved, second.saved),
+        offloaded_activations=between(first.offloaded_activations, second.offloaded_activations),
         work=Work(
             flops=between(first.work.flops, second.work.flops),
             moved=between(first.work.moved, second.work.moved),

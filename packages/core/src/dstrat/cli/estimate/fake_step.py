@@ -138,7 +138,7 @@ def measure_training(
                 _prefer_foreach(optimizers, device_type)
                 if saved_activations is not None:
                     host = _host_of(device_type)
-                    saved_activations.apply(module, torch.device(device_type), has_streams=True, host=host)
+                    saved_activations.select(module, torch.device(device_type), has_streams=True, host=host)()
                 _count_gradients(module, memory)
                 memory.begin_step(batch)
                 with attention, kernels, precision.forward_context(), _recorded_layers(module, memory) as layers:

@@ -80,6 +80,7 @@ def explain(
             precision=precision or "32-true",
             model=model,
             batch_size=batch,
+            memory=None if memory is None else read_size(memory, "--memory"),
             machine_name=machine,
             as_json=as_json,
         )

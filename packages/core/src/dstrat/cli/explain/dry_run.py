@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import textwrap
-from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ class RankMemory:
         ranks: The ranks.
         memory: What each of them holds.
         activations: Largest memory of its activations, in bytes.
+        host: Its memory on the host, in bytes.
         peak: Largest memory of its device, in bytes.
     """
 
@@ -50,6 +50,7 @@ class RankMemory:
     ranks: Sequence[int]
     memory: MemoryLayout
     activations: int
+    host: int
     peak: int
 
 
@@ -82,6 +83,7 @@ def show_dry_run(
     precision: str,
     model: str,
     batch_size: int | None,
+    memory: int | None,
     machine_name: str | None,
     as_json: bool,
 ) -> bool:
@@ -96,6 +98,7 @@ def show_dry_run(
         precision: Flag of the precision.
         model: Name of the function that returns the training.
         batch_size: Samples of an optimizer step of all ranks; None for the function's batch on each group of ranks.
+        memory: Memory of a device in bytes, above which a layout is refused; None for any.
         machine_name: The machine, for the time of a step; None for none.
         as_json: Whether JSON is printed.
     """
@@ -123,6 +126,10 @@ def show_dry_run(
     problem = value_or_reason(partial(planned.check_training, training))
     if problem is not None:
         refused.append(problem)
+    of_ranks = _memory_of_ranks(planned, training)
+    peak = max((one.peak for one in of_ranks), default=0)
+    if memory is not None and peak > memory:
+        refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and a device has {memory / _GIB:.1f} GiB")
     run = DryRun(
         rows=[
             ("strategy", alias, catalog.find("strategy", strategy).owner_label),
@@ -131,7 +138,7 @@ def show_dry_run(
             ("batch", f"{samples} samples", f"{training.batch_size} for each of {groups} groups of ranks"),
         ],
         training=training,
-        memory=_memory_of_ranks(planned, training),
+        memory=of_ranks,
         communication=communication,
         refused=refused,
     )
@@ -188,6 +195,7 @@ def _rank_memory(
         ranks=ranks,
         memory=layout,
         activations=int(layout.activation_share * training.activations),
+        host=training.host(layout),
         peak=training.peak(layout),
     )
 
@@ -210,10 +218,12 @@ def traffic(collectives: Iterable[Collective], ranks_per_machine: int) -> dict[s
         collectives: The collectives of a rank.
         ranks_per_machine: Number of ranks on each machine.
     """
-    sent: Counter[str] = Counter()
+    sent = {"between machines": 0.0, "inside a machine": 0.0}
     for one in collectives:
-        sent[_scope(one, ranks_per_machine)] += one.sent  # type: ignore[assignment]  # a Counter of floats
-    return dict(sent)
+        share = one.share_between_machines(ranks_per_machine)
+        sent["between machines"] += share * one.sent
+        sent["inside a machine"] += (1 - share) * one.sent
+    return {scope: size for scope, size in sent.items() if size}
 
 
 def _scope(collective: Collective, ranks_per_machine: int) -> str:
@@ -233,6 +243,7 @@ def _as_dict(run: DryRun, time: StepTime | None) -> dict[str, Any]:
                 "ranks": [one.ranks[0], one.ranks[-1]],
                 **asdict(one.memory),
                 "activations": one.activations,
+                "host": one.host,
                 "peak": one.peak,
             }
             for one in run.memory
@@ -283,8 +294,8 @@ def _sentences(run: DryRun, time: StepTime | None) -> Iterable[str]:
 
 def _memory_row(number: int, one: RankMemory) -> tuple[str, ...]:
     memory = one.memory
-    other = memory.buffers + max(memory.step_buffers + max(0, memory.accumulated - memory.gradients), 0)
-    sizes = (memory.parameters, memory.gradients, memory.optimizer_state, one.activations, other, memory.host, one.peak)
+    other = memory.buffers + memory.step_buffers + max(0, memory.accumulated - memory.gradients)
+    sizes = (memory.parameters, memory.gradients, memory.optimizer_state, one.activations, other, one.host, one.peak)
     name = f"{number}: {_layer_names(one.layers)}" if one.layers else "all layers"
     ranks = f"{one.ranks[0]}-{one.ranks[-1]}"
     return name, ranks, *(f"{size / _GIB:.2f}" if size else "" for size in sizes)

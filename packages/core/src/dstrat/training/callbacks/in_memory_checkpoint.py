@@ -14,12 +14,7 @@ from dstrat.errors import CheckpointError, ConflictError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION
 from dstrat.training.callbacks.save_schedule import BackgroundSaves, check_count
-from dstrat.training.checkpoint.in_memory import (
-    folder_in_memory,
-    is_in_memory,
-    make_memory_root,
-    remove_empty_folders,
-)
+from dstrat.training.checkpoint.in_memory import folder_in_memory, is_in_memory, make_memory_root
 from dstrat.training.checkpoint.path import default_folder, remove_checkpoint
 from dstrat.training.loops.stopping import Interrupted, Terminated
 
@@ -27,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
 
@@ -41,14 +37,15 @@ class InMemoryCheckpoint(Callback):
     rank copies its shard, and writes the copy in the background to ``/dev/shm``, which outlives all processes of the
     job, and not the machine.  A ModelCheckpoint still writes those that are to stay.
 
-    The memory holds one complete checkpoint, and a second one while it is written.  It is freed when the fit completes,
-    or when a run that was resumed from it saves its next one; after a failure it stays until then.  As with
-    ``ModelCheckpoint(async_save=True)``, all saves of the run are in the background, one at a time.
+    The memory holds one complete checkpoint, and a second one while it is written.  It is freed when the fit completes;
+    after a failure it stays until a run that was resumed from it, or from a later one on the disk, saves its next one.
+    As with ``ModelCheckpoint(async_save=True)``, all saves of the run are in the background, one at a time.
 
     Args:
         every_n_train_steps: Number of optimizer steps between two saves.
 
     Attributes:
+        dirpath: The folder of the ModelCheckpoint, to which one in memory belongs; set when a run starts.
         ckpt_path: The checkpoint in memory; empty before the first one, and after a completed fit.
 
     Raises:
@@ -63,7 +60,7 @@ class InMemoryCheckpoint(Callback):
         self.every_n_train_steps = every_n_train_steps
         self.ckpt_path = ""
         self._superseded = ""  # by the checkpoint that has this state; removed once that is complete
-        self._folder: Path | None = None
+        self.dirpath: CheckpointPath | None = None
         self._background: BackgroundSaves | None = None
         self._saved_at_step = 0
         self._is_complete = False
@@ -78,27 +75,30 @@ class InMemoryCheckpoint(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        if trainer.num_nodes > 1:
+        if stage == "fit" and trainer.num_nodes > 1:
             raise ConflictError(
                 f"InMemoryCheckpoint is for the ranks of one machine, and num_nodes={trainer.num_nodes}: each machine "
                 "has its own memory.  Leave it out, or save to a disk of all machines, "
                 "ModelCheckpoint(every_n_train_steps=..., async_save=True)"
             )
-        make_memory_root()
         on_disk = getattr(trainer.checkpoint_callback, "dirpath", None)
-        self._folder = folder_in_memory(default_folder(trainer.run) if on_disk is None else as_path(on_disk))
-        self.ckpt_path, self._superseded, self._is_complete = "", "", False
+        self.dirpath = default_folder(trainer.run) if on_disk is None else as_path(on_disk)
+        if stage == "fit":
+            make_memory_root()
+            self.ckpt_path, self._superseded, self._is_complete = "", "", False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        # Before on_train_start, where a ModelCheckpoint looks whether saves are in the background.
+        self._background = BackgroundSaves(trainer.strategy)
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._background = BackgroundSaves(trainer.strategy)
         self._saved_at_step = trainer.global_step
         # Those of the run that is resumed: the newest one is freed as if this run had saved it.  The one before it is
         # still there if a process was killed after a save was complete, and before the removal.
         paths = [self.ckpt_path, self._superseded]
-        existing = [path for path in paths if path and is_in_memory(path) and Path(path).is_dir()]
+        existing = [path for path in paths if path and is_in_memory(path) and Path(path).exists()]
         existing = trainer.strategy.broadcast(existing)
         self.ckpt_path = next((path for path in existing if path == self.ckpt_path), "")
         for path in existing:
@@ -137,13 +137,11 @@ class InMemoryCheckpoint(Callback):
         if self._is_complete and self.ckpt_path:
             path, self.ckpt_path = self.ckpt_path, ""
             remove_checkpoint(trainer.strategy, path)
-            if trainer.is_global_zero:
-                remove_empty_folders(path)
 
     def _save(self, trainer: Trainer) -> None:
-        assert self._folder is not None  # noqa: S101 - setup comes first
+        assert self.dirpath is not None  # noqa: S101 - setup comes first
         self._saved_at_step = trainer.global_step
-        previous, path = self.ckpt_path, self._folder / f"step={trainer.global_step}{EXTENSION}"
+        previous, path = self.ckpt_path, folder_in_memory(self.dirpath) / f"step={trainer.global_step}{EXTENSION}"
         self.ckpt_path = str(unused_path(trainer.strategy, path))  # that of a failed run may be there
         self._superseded = previous
         trainer.save_checkpoint(self.ckpt_path)

@@ -169,6 +169,7 @@ class ModelCheckpoint(Callback):
         self._is_in_epoch = False
         self._comes_from_validation = False
         self._validated_at_step = -1
+        self._ranked_at_step = 0
         self._is_untold = False
         self._saved_paths: list[str] = []
         self._saved_for = ""
@@ -244,6 +245,7 @@ class ModelCheckpoint(Callback):
         return {
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
             "current_score": self._current_score,
+            "ranked_at_step": self._ranked_at_step,
             "driven_out": list(self._evicted),
             **self._retained.state_dict(),
         }
@@ -258,6 +260,7 @@ class ModelCheckpoint(Callback):
         if not self._is_running:  # the state of ranks in other processes, after their run
             self.dirpath = as_path(state_dict["dirpath"])
         self._current_score = state_dict.get("current_score")
+        self._ranked_at_step = state_dict.get("ranked_at_step", 0)  # older versions have none
         in_same_folder = str(self.dirpath) == state_dict["dirpath"]
         self._retained.load_state_dict(state_dict, in_same_folder=in_same_folder)
         # Checkpoints of older versions have no "driven_out".
@@ -397,7 +400,7 @@ class ModelCheckpoint(Callback):
         if times.counts_epochs:
             is_between = self._is_in_epoch and not trainer.is_last_batch
             # Batches that accumulate are no step since the last save, or since the start.
-            is_stale = is_between and self._saved_at_step == trainer.global_step
+            is_stale = is_between and self._ranked_at_step == trainer.global_step
             # After the last validation of an epoch its end saves, with the values that are logged until then.
             saves_now = times.save_on_train_epoch_end is False or is_between or not self._is_in_epoch
             self._is_due = times.epoch_is_due(trainer.run) and saves_now and not is_stale
@@ -450,6 +453,7 @@ class ModelCheckpoint(Callback):
             self._background.wait()  # the state before this save must be that of a successful one
             self._announce_save(trainer)
         self._safe_state = self.state_dict()
+        self._ranked_at_step = trainer.global_step
         self._evicted = self._retained.apply(decision, replaces=not trainer.strategy.checkpoint_io.is_collective)
         for path in decision.paths:
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)

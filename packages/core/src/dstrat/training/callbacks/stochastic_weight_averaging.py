@@ -118,7 +118,7 @@ class StochasticWeightAveraging(WeightAveraging):
             if trainer.strategy.lr_schedulers and trainer.is_global_zero:
                 _log.warning(
                     "from epoch %d on StochasticWeightAveraging sets the learning rates, and schedulers have no effect",
-                    trainer.current_epoch,
+                    trainer.current_epoch + 1,
                 )
         share = self._share_of_new(epochs)
         before = self._rates_before

@@ -56,17 +56,6 @@ def make_memory_root() -> None:
         )
 
 
-def remove_empty_folders(path: str | Path) -> None:
-    """Remove the folder of a removed checkpoint, and those above it, as far as they have nothing else in them."""
-    for folder in Path(path).parents:
-        if folder == _root():
-            return
-        try:
-            folder.rmdir()
-        except OSError:  # it has another checkpoint
-            return
-
-
 def _root() -> Path:
     return _MEMORY / f"dstrat-{os.geteuid()}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 from dataclasses import dataclass
@@ -240,9 +239,9 @@ def _in_other_runs(folder: CheckpointPath, log_dir: Path) -> list[Path]:
     """Return the folders that a folder in the logger's has in those of other runs."""
     if not isinstance(folder, Path) or not folder.absolute().is_relative_to(log_dir.absolute()):
         return []
-    inner = folder.absolute().relative_to(log_dir.absolute())
-    pattern = "/".join(["*", *map(glob.escape, inner.parts)])
-    return sorted(path for path in log_dir.absolute().parent.glob(pattern) if path.is_dir())
+    inner, parent = folder.absolute().relative_to(log_dir.absolute()), log_dir.absolute().parent
+    paths = [run / inner for run in sorted(parent.iterdir())] if parent.is_dir() else []
+    return [path for path in paths if path.is_dir() or existing_in_memory([path])]
 
 
 def _newest(folders: Iterable[CheckpointPath], io: CheckpointIO) -> CheckpointPath | None:
