@@ -1,5 +1,6 @@
 """Layers that compute activations again: losses stay, memory falls, and what cannot be is refused."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,29 @@ def test_layers_are_as_before_after_a_training():
     assert all("forward" in vars(block) for block in module.blocks)
     undo()
     assert not any("forward" in vars(block) for block in module.blocks)
+
+
+@pytest.mark.parametrize("options", [{"recomputation": "full"}, {"recomputation": "selective"}, {"offloads": True}])
+def test_a_copy_of_the_layers_computes_with_its_own_weights(options):
+    module, batch = Transformer(dropout=0.0), torch.ones(BATCH, LENGTH, WIDTH)
+    ActivationMemory(**options).select(module, torch.device("cpu"), host="meta")()
+    copied = copy.deepcopy(module.blocks)
+    before = copied(batch).detach()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(batch), before)
+    assert not torch.equal(module.blocks(batch), before)
+
+
+def test_layers_that_are_wrapped_by_the_compiler_are_refused():
+    module = Transformer()
+    for index in range(len(module.blocks)):
+        module.blocks[index] = torch.compile(module.blocks[index], backend="eager")
+    with pytest.raises(
+        RequestError, match=r"'blocks\.0' of Transformer is wrapped by torch.compile: compile layers in"
+    ):
+        ActivationMemory(recomputation="full").select(module, torch.device("cpu"))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's compiler
