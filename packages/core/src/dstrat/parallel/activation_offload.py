@@ -73,13 +73,18 @@ class _OffloadedForward:
     """A layer's forward that offloads what it saves.  A copy of the layer has a copy that calls its own forward."""
 
     def __init__(self, offload: ActivationOffload, layer: Module) -> None:
-        self._offload, self._layer, self._forward = offload, layer, layer.forward
+        self.offload, self.layer, self.forward = offload, layer, layer.forward
+        # What the layer calls may be compiled.  Here, as this imports the compiler.
+        self._run: Callable[..., Any] = torch.compiler.disable(_run_offloaded, recursive=False)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what the layer calls may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return self._offload.run(self._layer, self._forward, *args, **kwargs)
+        return self._run(self, args, kwargs)
+
+
+def _run_offloaded(layer: _OffloadedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return layer.forward(*args, **kwargs)
+    return layer.offload.run(layer.layer, layer.forward, *args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

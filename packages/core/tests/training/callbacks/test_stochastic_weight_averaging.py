@@ -64,7 +64,7 @@ def test_learning_rates_are_those_of_torch_whatever_a_scheduler_does(train, sche
             torchs.step()
         expected += [optimizer.param_groups[0]["lr"]] * 2  # for two batches
     assert [rate for (rate,) in record.rates] == pytest.approx([0.05, 0.045, *expected])
-    told = "from epoch 1 on StochasticWeightAveraging sets the learning rates, and schedulers have no effect"
+    told = "from epoch 2 on StochasticWeightAveraging sets the learning rates, and schedulers have no effect"
     assert caplog.messages == [told]
 
 
