@@ -37,8 +37,8 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         option = f"{type(module).__name__}.auto_wrap_policy"
         policy = checked_policy(option, getattr(module, "auto_wrap_policy", None), or_size=True)
     if policy is None:
-        owners = _owners(module)
-        return [block for block in repeated_layers(module, _is_sharded) if not _shares_parameters(block, owners)]
+        uses = _parameter_uses(module)
+        return [block for block in repeated_layers(module, _is_sharded) if not _shares_parameters(block, uses)]
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
     matches_elsewhere = root is not None and any(layer is not root for layer in _matching_policy(root, policy))
     if not (blocks or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
@@ -144,19 +144,19 @@ def _shared_parameters(block: Module, module: Module) -> list[str]:
     return [name for name, parameter in block.named_parameters() if id(parameter) in outside and parameter.dim()]
 
 
-def _owners(module: Module) -> Counter[int]:
+def _parameter_uses(module: Module) -> Counter[int]:
     """Return how many layers have each parameter, but for scalars, by its identity."""
     return Counter(id(one) for layer in module.modules() for one in layer.parameters(recurse=False) if one.dim())
 
 
-def _shares_parameters(block: Module, owners: Counter[int]) -> bool:
+def _shares_parameters(block: Module, uses: Counter[int]) -> bool:
     """Return whether a layer outside of a block has a parameter of it.
 
     Args:
         block: The block.
-        owners: Numbers of layers with each parameter.
+        uses: Numbers of layers with each parameter.
     """
-    return any(count < owners[parameter] for parameter, count in _owners(block).items())
+    return any(count < uses[parameter] for parameter, count in _parameter_uses(block).items())
 
 
 def layers_with_statistics(module: Module) -> list[Module]:

@@ -32,7 +32,7 @@ class Muon(Optimizer):
 
     Muon orthogonalizes the momentum of a matrix, for which it needs all of it.  Where ranks have shards, each gathers
     some of the matrices, orthogonalizes them, and sends the results back; the momentum stays sharded.  So it trains
-    as on one device with every strategy that keeps the shape of parameters, such as ddp, fsdp and mesh.
+    as on one device with every strategy that keeps the shape of parameters.
 
     Matrices that Muon is not meant for, such as the last layer, belong to AdamW::
 

@@ -109,7 +109,7 @@ class InMemoryCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._background is not None  # noqa: S101 - on_train_start comes first
+        assert self._background is not None  # noqa: S101 - on_fit_start comes first
         self._background.check()  # a failed write ends the run now, not at the next save
         # A batch may have several steps, and the batches before a step have none.
         if trainer.global_step // self.every_n_train_steps > self._saved_at_step // self.every_n_train_steps:
