@@ -54,7 +54,10 @@ def test_each_measurement_runs_small_on_the_cpu(measurement, names, tmp_path):
 def test_parts_fit_into_nine_minutes_and_collect_every_test_of_a_gpu(tmp_path):
     program = runpy.run_path(str(PROGRAM))
     planned = program["parts"](tmp_path, dry_run=False)
-    assert sum(part.seconds for part in planned if not part.has_what_remains) <= program["LIMIT"] < 540
+    counted = [part for part in planned if not part.has_what_remains]
+    checks = [part.seconds for part in counted if part.checks]
+    of_checks = sum(checks) / program["CHECKS_AT_ONCE"] + max(checks)  # at most, in any order
+    assert of_checks + sum(part.seconds for part in counted if not part.checks) <= program["LIMIT"] < 540
     assert [part.has_what_remains for part in planned] == sorted(part.has_what_remains for part in planned)
     files = {Path(path).name for path in program["files_with_cuda_tests"]()}
     assert files >= {"test_on_gpus.py", "test_float8.py", "test_cuda.py"}

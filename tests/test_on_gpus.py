@@ -133,6 +133,7 @@ class CompilesInHook(Net):
         self.layers.compile(backend="aot_eager" if self.trainer.strategy.root_device.type == "cpu" else "inductor")
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # the losses are those of float32
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before the fit", "in configure_model"])
@@ -180,6 +181,7 @@ def set_sync_debug_mode(trainer, mode):
         torch.cuda.set_sync_debug_mode(mode)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp", "model_parallel"])
 def test_a_step_does_not_wait_for_the_device(device, strategy, tmp_path):
@@ -204,7 +206,7 @@ def test_batches_are_copied_while_the_step_before_is_computed():
     x = torch.randn(8 * 2048, 2048)
     batches = DataLoader(TensorDataset(x), batch_size=2048, pin_memory=True, num_workers=2)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         trainer_on("cuda", max_steps=8).fit(Large(), batches)
     spans = [
         (event.name, event.time_range.start, event.time_range.end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +108,11 @@ class MLP(nn.Module):
 
 def make_module(name: str, *, tiny: bool) -> Any:
     """Return a module with the same weights each time."""
+    return copy.deepcopy(_first_module(name, tiny))
+
+
+@functools.cache  # drawing 124 million numbers takes seconds
+def _first_module(name: str, tiny: bool) -> nn.Module:
     torch.manual_seed(0)
     return MLP() if name == "mlp" else GPT(TINY_GPT if tiny else GPT_124M)
 

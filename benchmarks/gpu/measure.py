@@ -32,7 +32,11 @@ PRECISION = "bf16-mixed"
 FLOAT8 = ("float8", "float8-rowwise")
 GOALS = {"step time": 1.005, "peak memory": 1.01, "estimate": 0.1, "loss": 0.02}
 OF_DSTRAT = ("ddp", "single_device", "fsdp", "model_parallel")  # the others' libraries may wait for the device
-STRATEGIES = (*OF_DSTRAT, "ddp_sharded", *(f"deepspeed_stage_{stage}" for stage in range(4)))
+ACTIVATIONS = tuple(
+    f"ddp({option})"
+    for option in ("activation_checkpointing='selective'", "activation_checkpointing='full'", "activation_offload=True")
+)
+STRATEGIES = (*OF_DSTRAT, *ACTIVATIONS, "ddp_sharded", *(f"deepspeed_stage_{stage}" for stage in (3, 2, 1, 0)))
 
 
 class Clock:
@@ -80,7 +84,7 @@ class Task:
     def __init__(self, options: argparse.Namespace, *, compiles: bool) -> None:
         self.name, self.tiny = options.name, options.tiny
         self.device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-        self.warmup, self.steps = (1, 2) if options.tiny else (20, 1000) if self.name == "mlp" else (5, 30)
+        self.warmup, self.steps = (1, 2) if options.tiny else (20, 500) if self.name == "mlp" else (5, 20)
         self.compiles = compiles
         self.pins = True
 
@@ -227,24 +231,38 @@ def step_times(options: argparse.Namespace, *, compiles: bool = False) -> list[d
             seconds.setdefault(name, []).append(clock.seconds / task.steps)
             peaks.setdefault(name, []).append(clock.peak)
             free(task.device)
-        if number >= 1 and time.perf_counter() - started > options.seconds * number / (number + 1):
-            break  # another round might not end in time
+        figures = ratios(options, seconds, peaks, compiles=compiles) + utilization(task, seconds, compiles=compiles)
+        write_figures(options, figures)  # in case the next round does not end in time
+        if time.perf_counter() - started > options.seconds * (number + 1) / (number + 2):
+            break
+    return figures
+
+
+def ratios(
+    options: argparse.Namespace, seconds: dict[str, list[float]], peaks: dict[str, list[int]], *, compiles: bool
+) -> list[dict[str, Any]]:
+    """Return step times and peak memory over those of the hand-written loop."""
     figures = []
-    label = f"{options.name}{', compiled' if compiles else ''}"
+    label = label_of(options.name, compiles=compiles)
     for name, samples in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(samples, seconds["by hand"], strict=True))
         goal = GOALS["step time"] if name == "Trainer" and compiles else None
-        ms = 1000 * statistics.median(samples)
-        figures.append(figure(f"{label}: step time of {name}, over by hand", ratio, "x", goal, note=f"{ms:.3f} ms"))
+        note = f"{1000 * statistics.median(samples):.3f} ms, {len(samples)} rounds"
+        figures.append(figure(f"{label}: step time of {name}, over by hand", ratio, "x", goal, note=note))
         if min(peaks["by hand"]):
             memory = max(peaks[name]) / max(peaks["by hand"])
             goal = GOALS["peak memory"] if name == "Trainer" else None
             note = f"{max(peaks[name]) / 2**20:.0f} MiB"
             figures.append(figure(f"{label}: peak memory of {name}, over by hand", memory, "x", goal, note=note))
-    return figures + utilization(task, seconds, label)
+    return figures
 
 
-def utilization(task: Task, seconds: dict[str, list[float]], label: str) -> list[dict[str, Any]]:
+def label_of(name: str, *, compiles: bool) -> str:
+    """Return the beginning of the names of figures."""
+    return f"{name}{', compiled' if compiles else ''}"
+
+
+def utilization(task: Task, seconds: dict[str, list[float]], *, compiles: bool) -> list[dict[str, Any]]:
     """Return the model FLOPs utilization of the Trainer and of the hand-written loop, where the peak is known."""
     from dstrat.training.callbacks.throughput_monitor import peak_flops
 
@@ -253,7 +271,7 @@ def utilization(task: Task, seconds: dict[str, list[float]], label: str) -> list
     peak = peak_flops(torch.cuda.get_device_name(task.device), torch.bfloat16, allows_tf32=False)
     if peak is None:
         return []
-    flops = make_module(task.name, tiny=task.tiny).flops()
+    flops, label = make_module(task.name, tiny=task.tiny).flops(), label_of(task.name, compiles=compiles)
     return [
         figure(f"{label}: model FLOPs utilization of {arm}", flops / statistics.median(seconds[arm]) / peak, "")
         for arm in ("by hand", "Trainer")
@@ -388,6 +406,7 @@ def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
             figures.append(figure(f"{alias}: waits for the device in a step", run.waits, "", goal))
             figures.append(figure(f"{alias}: peak memory", run.peak / 2**20, "MiB"))
         figures += estimate_figures(task, shape, alias, PRECISION, run.peak)
+        write_figures(options, figures)
         free(task.device)
     run = measured_training(task, "single_device", "32-true")
     torch.set_float32_matmul_precision("high")
@@ -503,6 +522,11 @@ def figure(name: str, value: float, unit: str, goal: float | None = None, note: 
     return {"name": name, "value": value, "unit": unit, "goal": goal, "note": note}
 
 
+def write_figures(options: argparse.Namespace, figures: list[dict[str, Any]]) -> None:
+    """Write the figures so far."""
+    options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
 MEASUREMENTS: dict[str, tuple[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]] = {
     "gpt": ("gpt", step_times),
     "gpt-compiled": ("gpt", compiled_step_times),
@@ -525,7 +549,7 @@ def main() -> None:
     options.name, measure = MEASUREMENTS[options.measurement]
     with contextlib.redirect_stdout(None):
         figures = measure(options)
-    options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_figures(options, figures)
     for one in figures:
         print(f"{one['name']}: {one['value']:.4g} {one['unit']} {one['note']}".rstrip())
 

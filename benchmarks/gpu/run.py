@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ LIMIT = 520.0  # seconds for everything, which leaves some for the report
 DRY_RUN_LIMIT = 300.0  # seconds for a part of a dry run
 PYTEST = "pytest>=8.0"  # without it, the parts with tests are not run
 PIP_SECONDS = 300.0  # for what is missing, before the time starts
+CHECKS_AT_ONCE = 4  # on the one GPU
 TAIL = 12  # lines of a failed part's output in the report
 
 
@@ -50,6 +52,7 @@ class Part:
         seconds: Its time limit.
         needs_pytest: Whether it is made of tests.
         has_what_remains: Whether it is not counted among the nine minutes, and runs if others took less.
+        checks: Whether it measures nothing, so that it may run beside others.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Part:
     seconds: float
     needs_pytest: bool = False
     has_what_remains: bool = False
+    checks: bool = False
 
 
 @dataclass(kw_only=True)
@@ -100,21 +104,25 @@ def main() -> int:
     if dry_run:
         machine["dry run"] = f"on {simulation()}, with tiny networks: its figures say nothing about a GPU"
         print_line(f"a dry run {machine['dry run']}")
-        environ.setdefault("DSTRAT_SIMULATED_GPUS", "2")
+        environ.setdefault("DSTRAT_SIMULATED_GPUS", "4")
     else:
         environ.setdefault("DS_ACCELERATOR", "cuda")  # DeepSpeed reads it when it is imported
-    outcomes = []
-    for part in parts(out, dry_run=dry_run):
-        if options.only and part.name not in options.only:
-            continue
+    outcomes: list[Outcome] = []
+
+    def run(part: Part) -> Outcome:
         remaining = (3 if dry_run else 1) * options.seconds - (time.monotonic() - started)
         if part.needs_pytest and PYTEST in missing:
-            outcomes.append(Outcome(name=part.name, state="not run", summary="pytest is not installed"))
-        else:
-            outcomes.append(run_part(part, out, environ, remaining))
-        last = outcomes[-1]
-        print_line(f"{last.state:10} {last.seconds:6.1f} s  {last.name}: {last.summary}")
-        write_report(out, machine, outcomes, dry_run=dry_run)  # after each part, in case this one is ended
+            return Outcome(name=part.name, state="not run", summary="pytest is not installed")
+        return run_part(part, out, environ, remaining)
+
+    planned = [part for part in parts(out, dry_run=dry_run) if not options.only or part.name in options.only]
+    at_once = 1 if dry_run else CHECKS_AT_ONCE
+    for selected, limit in (([p for p in planned if p.checks], at_once), ([p for p in planned if not p.checks], 1)):
+        with ThreadPoolExecutor(limit) as pool:
+            for last in pool.map(run, selected):
+                outcomes.append(last)
+                print_line(f"{last.state:10} {last.seconds:6.1f} s  {last.name}: {last.summary}")
+                write_report(out, machine, outcomes, dry_run=dry_run)  # after each part, in case this one is ended
     print_line(f"written to {out / 'report.md'}")
     return 0 if all(outcome.state == "passed" for outcome in outcomes) else 1
 
@@ -136,15 +144,15 @@ def simulation() -> str:
 
 
 def parts(out: Path, *, dry_run: bool) -> list[Part]:
-    """Return the parts, the most important ones first."""
+    """Return the parts: checks, then measurements, of which the most important ones come first."""
     device = simulation() if dry_run else "cuda"
     pytest = ["-m", "pytest", "-c", str(write_pytest_settings(out)), f"--rootdir={ROOT}", "-m", "cuda", "-q"]
     pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]  # one file must not cost all others
     tests = [*pytest, *files_with_cuda_tests(), *(["--collect-only"] if dry_run else [])]
 
-    def checked(name: str, seconds: float) -> Part:
+    def checked(name: str, seconds: float, *, checks: bool = True) -> Part:
         command = [str(HERE / f"{name}.py"), "--device", device, "--out", str(out / f"{name}.json")]
-        return Part(name=name, command=command, seconds=seconds)
+        return Part(name=name, command=command, seconds=seconds, checks=checks)
 
     def measured(name: str, seconds: float, *, has_what_remains: bool = False) -> Part:
         size = ["--device", "cpu", "--tiny"] if dry_run else ["--device", "cuda"]
@@ -158,18 +166,26 @@ def parts(out: Path, *, dry_run: bool) -> list[Part]:
     if dry_run:
         on_device = ["--accelerator", "cpu", "--devices", "1", "--steps", "2", "--width", "24", "--layers", "1"]
     planned = [
-        checked("waits", 35),
+        checked("nccl", 120),  # the longest ones first
+        checked("features", 100),
+        Part(
+            name="tests",
+            command=[*tests, "-k", "not (deepspeed and offload)"],
+            seconds=95,
+            needs_pytest=True,
+            checks=True,
+        ),
+        checked("hang", 90),
+        checked("ranks", 60),
         checked("paths", 40),
-        checked("ranks", 55),
-        checked("saves", 45),
-        checked("hang", 60),
-        Part(name="tests", command=[*tests, "-k", "not (deepspeed and offload)"], seconds=95, needs_pytest=True),
-        Part(name="conformance", command=kit, seconds=20, needs_pytest=True),
-        measured("gpt", 50),
-        measured("strategies", 45),
-        measured("mlp", 25),
+        checked("waits", 35),
+        Part(name="conformance", command=kit, seconds=20, needs_pytest=True, checks=True),
+        Part(name="demo", command=[*demo, *on_device], seconds=20, checks=True),
+        measured("gpt", 60),
+        measured("strategies", 75),
+        measured("mlp", 30),
         measured("checkpoints", 30),
-        Part(name="demo", command=[*demo, *on_device], seconds=20),
+        checked("saves", 45, checks=False),
         *([] if dry_run else [measured("gpt-compiled", 90, has_what_remains=True)]),
         measured("low-precision", 50, has_what_remains=True),
         # DeepSpeed compiles for it, which takes minutes where it has not done so before.
@@ -184,7 +200,9 @@ def parts(out: Path, *, dry_run: bool) -> list[Part]:
     if not dry_run:
         return planned
     # It takes minutes on two cores; a limit is for what hangs, and a CPU may be busy with other programs.
-    compiled = [Part(name="simulated-gpu", command=["-m", "dstrat.testing.simulated_gpu.extension"], seconds=0)]
+    compiled = [
+        Part(name="simulated-gpu", command=["-m", "dstrat.testing.simulated_gpu.extension"], seconds=0, checks=True)
+    ]
     first = compiled if device == "simulated_gpu" else []
     return [replace(part, seconds=DRY_RUN_LIMIT) for part in [*first, *planned]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -31,17 +30,16 @@ def _synchronize(device: Device) -> None:
         torch.accelerator.synchronize(device.first)
 
 
-def _pinned_bytes() -> int:
-    """Return the bytes of this process that the system may not move or swap, as the kernel counts them."""
-    text = Path("/proc/self/status").read_text()
-    return sum(1024 * int(size) for size in re.findall(r"^Vm(?:Lck|Pin):\s+(\d+)", text, re.MULTILINE))
+def _pinned_bytes(device: Device) -> int:
+    """Return the bytes of host memory that torch has pinned; the kernel does not count all of them."""
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"]) if device.type == "cuda" else 0
 
 
 def background(device: Device) -> list[Figure]:
     """A save in the background: how long training waits, and pinned memory."""
     state, io = _state(device), AsyncCheckpointIO(PortableCheckpointIO())
     size = sum(tensor.nbytes for tensor in state.values())
-    before, figures = _pinned_bytes(), []
+    before, figures = _pinned_bytes(device), []
     with tempfile.TemporaryDirectory() as folder:
         for number in ("first", "second"):
             _synchronize(device)
@@ -51,10 +49,11 @@ def background(device: Device) -> list[Figure]:
             figures.append(
                 figure(f"{number} save in the background: training waits", seconds, "s", None, _gbs(size, seconds))
             )
-        pinned = _pinned_bytes() - before
+            io.wait()  # or the next save would wait for it
+        pinned = _pinned_bytes(device) - before
         io.teardown()
     figures.append(figure("pinned memory of a save, over its size", pinned / size, "x", 1.3 if pinned else None))
-    return [*figures, figure("pinned memory after the run", (_pinned_bytes() - before) / 2**20, "MiB", 64.0)]
+    return [*figures, figure("pinned memory after the run", (_pinned_bytes(device) - before) / 2**20, "MiB", 64.0)]
 
 
 def _gbs(size: int, seconds: float) -> str:

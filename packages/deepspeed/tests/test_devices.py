@@ -67,3 +67,26 @@ def test_the_index_is_that_of_the_rank_s_device(devices, index):
         cluster_environment=LoopbackCluster(1, 2, 0, None),
     )
     assert strategy._device_rank == index
+
+
+def test_checks_that_ranks_agree_compute_on_the_device(monkeypatch):
+    from functools import partial
+    from importlib import import_module
+
+    from dstrat_deepspeed.internals import checks_on_device
+    from dstrat_deepspeed.runtime import environment
+
+    coordinator, utilities = (
+        import_module(f"deepspeed.runtime.zero.{name}") for name in ("partitioned_param_coordinator", "utils")
+    )
+    names = []
+    accelerator = SimpleNamespace(device_name=lambda index: names.append(index) or "cpu")
+    monkeypatch.setattr(utilities, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(utilities, "dist", SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *_, **__: None))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    original = coordinator.assert_ints_same_as_other_ranks
+    with checks_on_device(partial(environment, {"LOCAL_RANK": "3"})):
+        coordinator.assert_ints_same_as_other_ranks([4, 5])
+    assert set(names) == {"3"}
+    assert os.environ["LOCAL_RANK"] == "1"
+    assert coordinator.assert_ints_same_as_other_ranks is original

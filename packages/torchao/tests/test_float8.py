@@ -178,6 +178,7 @@ def test_wrong_options_are_refused(options, message):
         Float8Precision(**options)
 
 
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao calls it
 @pytest.mark.cuda
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
@@ -188,6 +189,7 @@ def test_losses_on_a_gpu_stay_near_those_of_bfloat16(flag, strategy):
     assert losses_of(flag, strategy=strategy, device="cuda") == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao calls it
 @pytest.mark.cuda
 @pytest.mark.parametrize("flag", FLAGS)
 def test_products_of_a_gpu_are_those_of_its_emulation(flag):

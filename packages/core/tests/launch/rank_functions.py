@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.launch.rank import note_failure
 from dstrat.parallel.process_group import open_process_group
 
 
@@ -37,6 +38,19 @@ def get_stuck():
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         fall_asleep()
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_in_the_cleanup():
+    """Rank 1 fails, and cannot clean up."""
+    rank = open_group(1.0)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        try:
+            raise ValueError("boom")
+        except ValueError as error:
+            note_failure(error)
+            fall_asleep()
     dist.all_reduce(torch.ones(1))
 
 

@@ -109,6 +109,12 @@ def test_rank_that_hangs_is_named_with_its_stack(launch):
     assert caught.value.exit_code is None
 
 
+def test_rank_that_hangs_after_it_has_failed_is_said_to_have_failed(launch):
+    with pytest.raises(RankFailedError, match="rank 1 of 2 failed: ValueError: boom") as caught:
+        launch("hang_in_the_cleanup")
+    assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+
+
 def test_rank_for_which_a_watchdog_aborted_another_is_named(launch):
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 hung: rank 0 was aborted while it waited for it") as caught:
         launch("abort_like_a_watchdog", start_method="fork")

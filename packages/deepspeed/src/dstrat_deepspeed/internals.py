@@ -128,6 +128,31 @@ def _without_shared_memory(deepspeed: Any) -> Iterator[None]:
 
 
 @contextmanager
+def checks_on_device(on_device: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Make the checks that ranks agree compute on this rank's device in a ``with`` block.
+
+    Args:
+        on_device: Returns a context in which DeepSpeed takes the device from the environment.
+    """
+    # Each module that checks has imported the function by name.
+    names = ("partitioned_param_coordinator", "partition_parameters", "stage3")
+    modules: list[Any] = [import_module(f"deepspeed.runtime.zero.{name}") for name in names]
+    check = import_module("deepspeed.runtime.zero.utils").assert_ints_same_as_other_ranks
+
+    def check_on_device(numbers: list[int]) -> None:
+        with on_device():
+            check(numbers)
+
+    for module in modules:
+        module.assert_ints_same_as_other_ranks = check_on_device
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.assert_ints_same_as_other_ranks = check
+
+
+@contextmanager
 def activation_checkpointing(deepspeed: Any, section: Mapping[str, Any]) -> Iterator[None]:
     """Configure ``deepspeed.checkpointing.checkpoint`` by a section of the configuration in a ``with`` block."""
     # Its settings are globals of a module, and its reset() keeps most of them for the next run of the process.

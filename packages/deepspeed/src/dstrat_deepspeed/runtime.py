@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -89,12 +90,24 @@ def log_level(value: Any) -> int:
 
 
 @contextmanager
-def running(deepspeed: Any, *, local_rank: int, local_size: int, timeout: timedelta) -> Iterator[None]:
-    """Make DeepSpeed use the open process group in a ``with`` block."""
+def running(
+    deepspeed: Any, *, local_rank: int, device_rank: int, local_size: int, timeout: timedelta
+) -> Iterator[None]:
+    """Make DeepSpeed use the open process group in a ``with`` block.
+
+    Args:
+        deepspeed: The library.
+        local_rank: Index of this process on its machine.
+        device_rank: Index of its device, of ``devices=[2, 3]`` 2 or 3.
+        local_size: Number of processes on the machine.
+        timeout: How long a collective waits.
+    """
     # DeepSpeed reads the local rank from the environment.  Without LOCAL_SIZE it runs the program numactl on CPUs, in
     # each step of stage 3.
     variables = {"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}
-    with environment(variables), quiet_warnings(), internals.bound_process_group(deepspeed, timeout):
+    on_device = partial(environment, {"LOCAL_RANK": str(device_rank)})
+    checks = internals.checks_on_device(on_device)
+    with environment(variables), quiet_warnings(), internals.bound_process_group(deepspeed, timeout), checks:
         yield
 
 

@@ -180,6 +180,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             running(
                 self._deepspeed,
                 local_rank=self.local_rank,
+                device_rank=self._device_rank,
                 local_size=len(self.parallel_devices),
                 timeout=self.timeout,
             )

@@ -112,7 +112,8 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
     Raises:
         LaunchError: A rank did not open its groups in time; the message names it.
     """
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    with internals.new_connections():
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     with warnings.catch_warnings():
         # Groups of other backends than NCCL and gloo keep the timeout that they opened with.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported", category=UserWarning)

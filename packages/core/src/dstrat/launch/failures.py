@@ -119,10 +119,16 @@ def text_of(error: BaseException) -> str:
         return f"(its __str__ raised {type(other).__name__})"
 
 
-def describe_failure(error: BaseException) -> Failure:
-    """Return an exception that ends this rank now, as plain values."""
+def describe_failure(error: BaseException, *, folds: bool = True) -> Failure:
+    """Return an exception that ends this rank now, as plain values.
+
+    Args:
+        error: The exception.
+        folds: Whether our frames are removed from its traceback, by which it cannot be classified again.
+    """
     kind = kind_of(error)  # before frames are folded, by which it judges
-    fold_frames(error)
+    if folds:
+        fold_frames(error)
     return Failure(
         kind=kind,
         error=_class_name(type(error)),
@@ -134,10 +140,16 @@ def describe_failure(error: BaseException) -> Failure:
     )
 
 
-def write_failure(folder: Path, error: BaseException) -> None:
-    """Write an exception of this process to the job's folder; a file that exists is complete."""
-    failure = describe_failure(error)
-    path = _path(folder, os.getpid())
+def write_failure(folder: Path, error: BaseException, *, cleans_up: bool = False) -> None:
+    """Write an exception of this process to the job's folder; a file that exists is complete.
+
+    Args:
+        folder: The folder.
+        error: The exception.
+        cleans_up: Whether the process has yet to clean up, in which it may hang.
+    """
+    failure = describe_failure(error, folds=not cleans_up)
+    path = _path(folder, os.getpid(), cleans_up=cleans_up)
     unfinished = path.with_suffix(".unfinished")
     try:
         # Errors may quote file names that are no UTF-8, as lone surrogates.
@@ -147,16 +159,16 @@ def write_failure(folder: Path, error: BaseException) -> None:
         sys.stderr.write(f"{failure.traceback}\n")
 
 
-def read_failure(folder: Path, pid: int) -> Failure | None:
+def read_failure(folder: Path, pid: int, *, cleans_up: bool = False) -> Failure | None:
     """Return the failure that a process wrote to the job's folder; None where there is none."""
     try:
-        return Failure(**json.loads(_path(folder, pid).read_text(encoding="utf-8")))
+        return Failure(**json.loads(_path(folder, pid, cleans_up=cleans_up).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
 
 
-def _path(folder: Path, pid: int) -> Path:
-    return folder / f"failure-{pid}.json"
+def _path(folder: Path, pid: int, *, cleans_up: bool) -> Path:
+    return folder / f"failure-{pid}{'-before-cleanup' if cleans_up else ''}.json"
 
 
 def _class_name(error: type[BaseException]) -> str:

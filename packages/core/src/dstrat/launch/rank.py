@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import LaunchError, MisuseError
-from dstrat.launch.failures import write_failure
+from dstrat.launch.failures import kind_of, write_failure
 from dstrat.launch.job import JOB_VARIABLE, PID_VARIABLE, describe_unpicklable, read_payload, write_payload
 from dstrat.launch.progress import launched_file
 
@@ -91,6 +91,12 @@ def note_signal(number: int) -> None:
     if _this_rank is not None:
         with contextlib.suppress(OSError):
             signal_file(_this_rank.folder, os.getpid()).write_text(str(number))
+
+
+def note_failure(error: BaseException) -> None:
+    """Record an error of this rank for the supervisor before the cleanup, in which the rank may hang."""
+    if _this_rank is not None and kind_of(error) == "error":
+        write_failure(_this_rank.folder, error, cleans_up=True)
 
 
 def note_launch() -> None:

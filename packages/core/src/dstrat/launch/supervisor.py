@@ -87,6 +87,7 @@ class Supervisor:
                 if self.interrupts.pauses:
                     self._pause()
             if self._failures() or self._idle:
+                self._look_for_hung_cleanups()
                 stacks = self._stacks_of(self._running())
             elif not self.interrupts.received:
                 self._report_external_signals()
@@ -151,6 +152,15 @@ class Supervisor:
             was_set_up=stacks.exists() or not self.folder.exists(),  # a removed folder shows nothing
             stack=_read_stack(stacks) if crashed else "",
         )
+
+    def _look_for_hung_cleanups(self) -> None:
+        """Record the failures of ranks that have not ended since: they are the cause, and not that the rank hangs."""
+        for process in self._running():
+            failure = read_failure(self.folder, process.pid, cleans_up=True)
+            if failure is not None and process.rank not in self.ends:
+                self.ends[process.rank] = RankEnd(
+                    rank=process.rank, exit_code=None, failure=failure, time_ns=failure.time_ns
+                )
 
     def _failures(self) -> list[RankEnd]:
         return [end for end in self.ends.values() if end.is_failure and not self._was_requested(end)]

@@ -495,8 +495,10 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
         from dstrat.checkpoint.async_io import finish_write
         from dstrat.launch.ended_peers import name_ended_ranks
         from dstrat.launch.failures import kind_of
+        from dstrat.launch.rank import note_failure
 
         steps: tuple[Callable[[], None], ...] = (
+            partial(note_failure, error),
             partial(log_out_of_memory, strategy, error),  # before anything is freed
             partial(name_ended_ranks, error),  # needs the process group, which a later step closes, as does
             partial(finish_write, strategy, error, logs=kind_of(error) == "error"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
-from dstrat.parallel.internals import abort_groups
+from dstrat.parallel.internals import abort_groups, uses_nccl
 from dstrat.parallel.job import TIMEOUT_HINT, Job, current_job, set_current_job
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Default timeout of a collective; another rank may be at work, such as rank 0 that prepares data."""
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
 """Default time for which a rank may be idle."""
+
+_NCCL_VARIABLES = {
+    # After a failure the watchdog waits four times as long (ms) for its record of collectives, 60 s by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+    # Messages between stages have groups of their own, as this warning advises.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
 
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
@@ -87,6 +94,9 @@ def open_process_group(
         _check_existing(cluster)
     else:
         job.wait_for_opening()
+        if uses_nccl(backend):
+            for name, value in _NCCL_VARIABLES.items():
+                os.environ.setdefault(name, value)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", job),  # torch's keys apart from ours

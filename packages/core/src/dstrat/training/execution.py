@@ -294,6 +294,7 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
     from dstrat.checkpoint.async_io import finish_write
     from dstrat.launch.ended_peers import name_ended_ranks
     from dstrat.launch.failures import kind_of
+    from dstrat.launch.rank import note_failure
 
     run.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if run.interrupted else "failed"
@@ -313,6 +314,7 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
         if cluster is not None and exception.signal == cluster.requeue_signal and run.is_global_zero:
             last = [partial(_requeue, cluster)]
     steps: list[Callable[[], None]] = [
+        partial(note_failure, exception),
         partial(log_out_of_memory, run.strategy, exception),  # before anything is freed
         partial(name_ended_ranks, exception),  # needs the process group, which the next steps close, as does
         partial(finish_write, run.strategy, exception, logs=kind_of(exception) == "error"),
