@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dstrat import Callback
@@ -81,6 +82,21 @@ def test_a_run_from_a_function_is_that_from_the_loaded_model(tmp_path, alias):
     seen = small.train(tmp_path / "sharded", strategy(alias), 2, model=factory)
     assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert seen["val"] == pytest.approx(expected["val"], abs=1e-5)
+
+
+def test_a_parameter_under_two_names_is_an_error_that_names_the_files(tmp_path):
+    cls, config, _ = architectures()["bert"]
+    cls(config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in state if key.endswith("LayerNorm.weight"))
+    old_name = name.replace("weight", "gamma")  # which transformers reads as the new one
+    (tmp_path / "model.safetensors").rename(tmp_path / "new.safetensors")
+    save_file({old_name: state[name]}, tmp_path / "old.safetensors")
+    files = {**dict.fromkeys(state, "new.safetensors"), old_name: "old.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    with pytest.raises(MisuseError, match="more than once") as caught:
+        load_without_memory(partial(cls.from_pretrained, tmp_path))
+    assert f"{old_name!r} in old.safetensors and {name!r} in new.safetensors" in str(caught.value)
 
 
 def test_each_layer_is_read_when_it_is_sharded_and_not_before(tmp_path, monkeypatch):

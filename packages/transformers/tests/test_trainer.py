@@ -70,9 +70,13 @@ def of_strategy(strategy, scenarios):
 IN_BFLOAT16 = {"bf16": {"bf16": True, "use_cpu": True, "max_steps": 4, "lr_scheduler_type": "constant"}}
 
 
+ACCUMULATED = {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
+SMALLER = {"smaller": {**ACCUMULATED, "per_device_train_batch_size": 3}}
+
+
 @pytest.fixture(scope="module")
 def own_ddp(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("own"), "own", {**SCENARIOS, **IN_BFLOAT16})
+    return run(tmp_path_factory.mktemp("own"), "own", {**SCENARIOS, **IN_BFLOAT16, **SMALLER})
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -151,6 +155,23 @@ def test_several_trainings_after_an_evaluation_are_those_of_one_device(tmp_path,
     expected = run(tmp_path / "one", "own", {"twice": {**twice, "per_device_train_batch_size": 8}}, devices=1)
     seen = run(tmp_path / "two", alias, {"twice": twice})
     assert result(seen, "twice")["losses"] == pytest.approx(result(expected, "twice")["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("alias", ["ddp", "fsdp"])
+def test_a_step_without_memory_leaves_nothing_to_the_retry(tmp_path, own_ddp, alias):
+    retried = {**ACCUMULATED, "auto_find_batch_size": True}  # from 4 samples to 3
+    failing = {name: {**retried, "failing": [name, 2]} for name in ("forward", "backward")}  # of the first step
+    folder = run(tmp_path, alias, failing)
+    for name in failing:
+        seen, expected = result(folder, name), result(own_ddp, "smaller")
+        assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6), name
+        assert seen["sum"] == pytest.approx(expected["sum"], rel=1e-5), name
+
+
+def test_memory_that_runs_out_after_a_step_is_an_error_with_shards(tmp_path):
+    scenario = {"late": {**ACCUMULATED, "auto_find_batch_size": True, "failing": ["forward", 3]}}
+    with pytest.raises(AssertionError, match="resume from a checkpoint, with per_device_train_batch_size below 4"):
+        run(tmp_path, "fsdp", scenario)
 
 
 # Accelerate
@@ -286,6 +307,38 @@ attempt(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1
     assert len(lines) == len(expected), ended.stdout
     for line, message in zip(lines, expected, strict=True):
         assert message in line
+
+
+def test_options_of_its_own_ddp_are_an_error_unless_off(tmp_path):
+    program = """
+dstrat_transformers.use("ddp", accelerator="cpu", devices=1)
+from transformers import TrainingArguments
+from dstrat.errors import ConflictError
+import torch
+def make(**options):
+    args = TrainingArguments("out", report_to="none", **options)
+    dstrat_transformers.DstratTrainer(model=torch.nn.Linear(2, 2), args=args)
+make(ddp_find_unused_parameters=False, ddp_static_graph=False)
+for name, value in [
+    ("ddp_find_unused_parameters", True),
+    ("ddp_static_graph", True),
+    ("ddp_bucket_cap_mb", 1),
+    ("ddp_broadcast_buffers", False),
+]:
+    try:
+        make(**{name: value})
+    except ConflictError as error:
+        print(error)
+"""
+    ended = start(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    options = [line.partition(" is an option of the Trainer's own DDP")[0] for line in ended.stdout.splitlines()]
+    assert options == [
+        "ddp_find_unused_parameters",
+        "ddp_static_graph",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+    ]
 
 
 def test_float16_is_an_error_with_a_reason(tmp_path):

@@ -6,6 +6,7 @@ import functools
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -40,7 +41,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
     """An Accelerator whose models are trained by the strategy that :func:`use` has selected.
 
     It takes the arguments of Accelerator, whose processes, precision, data, trackers and files it has; the strategy
-    wraps or shards the model, synchronizes gradients, clips, and steps.  One model is prepared at a time, together with
+    wraps or shards the model, synchronizes gradients, clips, and steps.  One model is trained at a time, together with
     its optimizers, and stays the same object.
 
     Args:
@@ -81,7 +82,8 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 "is not possible: leave it out"
             )
         self._strategy = session.make_strategy(self.mixed_precision)
-        self._prepared: PreparedModel | None = None
+        self._prepared: PreparedModel | None = None  # the trained one, if there is one
+        self._preparations: WeakSet[PreparedModel] = WeakSet()  # by this accelerator
         self._first_readers: list[int] | None = None
         self._gathers_once = False
         self.native_amp, self.scaler = False, None  # the strategy's precision has both
@@ -124,23 +126,29 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
 
     @override
     def prepare_model(self, model: Module, device_placement: Any = None, evaluation_mode: bool = False) -> Module:
-        if self._prepared is None or PreparedModel.of(model) is not self._prepared:
+        if PreparedModel.of(model) not in self._preparations:
             self._set_up(model, [])
         if not any(one is model for one in self._models):
             self._models.append(model)
         return model
 
     def _set_up(self, model: Module, optimizers: list[Optimizer]) -> PreparedModel:
-        names = {one: names_in_groups(one, model) for one in optimizers}  # before parameters are replaced
         earlier = PreparedModel.of(model)
-        if earlier is not None and earlier is not self._prepared:  # of another Accelerator
+        known = {} if earlier is None else earlier.names  # of a step that failed, parameters may be gathered still
+        names = {one: known.get(one) or names_in_groups(one, model) for one in optimizers}
+        if earlier is not None:
             earlier.release()
-        if self._prepared is not None:
-            self._prepared.release()
-            self._strategy = current_session().make_strategy(self.mixed_precision)
+        last = self._prepared
+        if optimizers and last is not None and last is not earlier and last.is_trained:
+            last.release()
+        strategy = self._strategy if last is None else current_session().make_strategy(self.mixed_precision)
         convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
-        self._prepared = PreparedModel(model, self._strategy, names, convert, earlier)
-        return self._prepared
+        prepared = PreparedModel(model, strategy, names, convert, earlier)
+        self._preparations.add(prepared)
+        # A model that is evaluated beside the trained one, such as the reference of trl's DPOTrainer, has its own.
+        if optimizers or last is None or last is earlier or not last.is_trained:
+            self._prepared, self._strategy = prepared, strategy
+        return prepared
 
     # Data, of which several processes may read the same
 

@@ -278,9 +278,9 @@ def _shifts_labels(model: Any) -> bool:
 
 def generate_together(model: Module) -> None:
     """Let ``generate`` run as many forward passes in all processes, where each pass is collective."""
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # noqa: SLF001 - by which generate knows it
+    base_model(model)._is_fsdp_managed_module = True  # noqa: SLF001 - by which generate knows it
 
 
 def generate_alone(model: Module) -> None:
     """Undo :func:`generate_together`."""
-    vars(model).pop("_is_fsdp_managed_module", None)
+    vars(base_model(model)).pop("_is_fsdp_managed_module", None)

@@ -43,6 +43,7 @@ class PreparedModel:
         module: The module that the strategy has: the model, or the HFModule with it.
         strategy: The strategy.
         optimizers: The program's optimizers.
+        names: The names of the parameters in their groups.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PreparedModel:
         earlier: PreparedModel | None = None,
     ) -> None:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
-        self._names, self._convert_output, self._is_running = names, convert_output, False
+        self.names, self._convert_output, self._is_running = names, convert_output, False
         self.module: Any = model
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
@@ -71,18 +72,8 @@ class PreparedModel:
         strategy.setup(Settings(strategy=strategy, make_optimizers=make_optimizers))
         if names:
             strategy.check_set_up()
-        axes = getattr(strategy, "axes", None)
-        if getattr(axes, "cp", 1) > 1:
-            raise ConflictError(
-                f"{type(strategy).__name__} divides sequences, and loops of other libraries do not weigh the losses "
-                "of their parts: leave cp out, or use dstrat.Trainer"
-            )
-        if strategy.compiled_steps() is not None:
-            raise ConflictError(
-                f"{type(strategy).__name__} runs forward and backward passes together here, which the loops of other "
-                "libraries take apart: use dstrat.Trainer with it, or choose another layout"
-            )
-        self._forward = model.forward
+        _check_loop(strategy)
+        self._forward, self._changed = model.forward, {"forward": model.__dict__.get("forward")}
 
         @functools.wraps(self._forward)  # by which libraries read the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -93,16 +84,36 @@ class PreparedModel:
         forward.prepared_model = self  # type: ignore[attr-defined]  # which lives as long as the model
         if not strategy.replicates_state:
             generate_together(model)
+            if hasattr(model, "generate"):
+                self._generate_in_a_step(model)
 
     @staticmethod
     def of(model: Any) -> PreparedModel | None:
         """Return the preparation of a model; None if no strategy has set it up."""
         return getattr(model.__dict__.get("forward"), "prepared_model", None)
 
+    def _generate_in_a_step(self, model: Any) -> None:
+        """Let ``generate`` run as one step, as it also calls layers alone: an encoder, or the model inside peft's."""
+        generate = model.generate
+        self._changed["generate"] = model.__dict__.get("generate")
+
+        @functools.wraps(generate)
+        def generate_in_a_step(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                return generate(*args, **kwargs)
+            self._is_running = True
+            try:
+                return self.strategy.validation_step(lambda _: generate(*args, **kwargs), None)
+            finally:
+                self._is_running = False
+                self.strategy.accelerator.end_graph("evaluation_step")
+
+        model.generate = generate_in_a_step
+
     def _with_new_parameters(self, _: Module) -> list[Optimizer]:
         """Return the optimizers with the parameters that the model has now, by name."""
         parameters = dict(self.model.named_parameters())
-        for optimizer, names in self._names.items():
+        for optimizer, names in self.names.items():
             for group, names_of_group in zip(optimizer.param_groups, names, strict=True):
                 group["params"] = [parameters[name] for name in names_of_group]
         return self.optimizers
@@ -194,12 +205,34 @@ class PreparedModel:
     # The end
 
     def release(self) -> None:
-        """Give the model back its ``forward``, and end the strategy, without the communication of the program."""
-        del self.model.forward
+        """Give the model back its methods, and end the strategy, without the communication of the program."""
+        for name, method in self._changed.items():  # which the program may have put on the instance, as trl does
+            self.model.__dict__.pop(name)
+            if method is not None:
+                self.model.__dict__[name] = method
         generate_alone(self.model)
         # It belongs to the session, and other strategies use it.
         self.strategy.close_communication = lambda **_: None  # type: ignore[attr-defined]
         self.strategy.teardown()
+
+
+def _check_loop(strategy: Strategy) -> None:
+    """Refuse a strategy, which is set up, whose steps a loop of another library takes apart.
+
+    Raises:
+        ConflictError: It runs such steps.
+    """
+    name = type(strategy).__name__
+    if getattr(getattr(strategy, "axes", None), "cp", 1) > 1:
+        raise ConflictError(
+            f"{name} divides sequences, and loops of other libraries do not weigh the losses of their parts: leave cp "
+            "out, or use dstrat.Trainer"
+        )
+    if strategy.compiled_steps() is not None:
+        raise ConflictError(
+            f"{name} runs forward and backward passes together here, which the loops of other libraries take apart: "
+            "use dstrat.Trainer with it, or choose another layout"
+        )
 
 
 def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:

@@ -208,6 +208,7 @@ class PretrainedWeights:
                     f"{self.name!r} has no tensor {aliases[0]!r} of shape {tuple(shape)} for {type(model).__name__}, "
                     f"and it cannot be made sharded: {_ALTERNATIVE}"
                 )
+            self._check_source(model, stored[name])
             matched[owner] = stored[name]
         buffers = {key for key, _ in model.named_buffers()}
         used = {key for name in shapes for keys in stored[name].keys.values() for key in keys}
@@ -215,6 +216,16 @@ class PretrainedWeights:
         if unused := sorted(self._paths.keys() - used - buffers):
             _logger.warning("%s has tensors that %s has not: %s", self.name, type(model).__name__, ", ".join(unused))
         return matched
+
+    def _check_source(self, model: Module, stored: StoredParameter) -> None:
+        """Refuse a parameter that is in the files under several names, such as an old one and a new one."""
+        keys = [key for of_pattern in stored.keys.values() for key in of_pattern]
+        if stored.converter is None and len(keys) > 1:
+            tensors = " and ".join(f"{key!r} in {Path(self._paths[key]).name}" for key in keys)
+            raise MisuseError(
+                f"{self.name!r} has parameter {stored.name!r} of {type(model).__name__} more than once, as {tensors}: "
+                "remove all of them but one"
+            )
 
     def _outlines(self) -> dict[str, Tensor]:
         """Return tensors of the same shapes without values, by name."""

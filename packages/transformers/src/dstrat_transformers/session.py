@@ -166,8 +166,9 @@ def _open_communication(selected: ParallelStrategy) -> None:
         "MASTER_ADDR": cluster.main_address,
         "MASTER_PORT": cluster.main_port,
     }
-    for name, value in variables.items():  # set already by torchrun and by dstrat, not by a scheduler
-        os.environ.setdefault(name, str(value))
+    if selected.world_size > 1:  # a single process that nothing has launched has no port
+        for name, value in variables.items():  # set already by torchrun and by dstrat, not by a scheduler
+            os.environ.setdefault(name, str(value))
     watch = ExitStack()
     watch.enter_context(
         watched_for_hangs(

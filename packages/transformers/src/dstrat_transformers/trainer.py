@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from transformers import Trainer
 
 from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
 from dstrat.errors import CheckpointError, ConflictError
 from dstrat.own_loop import checkpoint
-from dstrat_transformers.accelerate import DstratAccelerator
+from dstrat_transformers.accelerate import DstratAccelerator, StrategyOptimizer
 from dstrat_transformers.models import is_peft, is_pretrained_model
 from dstrat_transformers.prepared_model import PreparedModel
 from dstrat_transformers.saving import save_pretrained
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 SHARDS = "dstrat"
 """Name of the folder in a checkpoint of the Trainer with the state of a strategy that shards it."""
 
-_OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+_OF_DDP = {  # the Trainer's options, and the values that any strategy fulfils
+    "ddp_find_unused_parameters": (None, False),
+    "ddp_bucket_cap_mb": (None,),
+    "ddp_broadcast_buffers": (None,),
+    "ddp_static_graph": (None, False),
+}
 _ARGUMENTS, _OPTIMIZER, _SCHEDULER = "training_args.bin", "optimizer.pt", "scheduler.pt"  # the Trainer's files
 
 
@@ -41,7 +47,9 @@ class StrategyTrainer:
     accelerator: Any
     args: Any
     model: Any
+    optimizer: Any
     state: Any
+    _train_batch_size: int
 
     @property
     def strategy(self) -> Strategy:
@@ -66,7 +74,7 @@ class StrategyTrainer:
                 "train_sampling_strategy='batch_rebalance' divides batches among all processes, and some read the same "
                 f"batch with {type(self.strategy).__name__}: choose another"
             )
-        used = [name for name in _OF_DDP if getattr(self.args, name, None) is not None]
+        used = [name for name, neutral in _OF_DDP.items() if getattr(self.args, name, None) not in neutral]
         if used:
             raise ConflictError(
                 f"{used[0]} is an option of the Trainer's own DDP, and dstrat_transformers.use has selected a strategy "
@@ -93,6 +101,26 @@ class StrategyTrainer:
 
     def _has_mixed_mesh_grads(self, model: Module) -> bool:  # noqa: ARG002 - the Trainer's signature
         return False  # the accelerator computes the norm over all meshes
+
+    def _inner_training_loop(self, batch_size: int | None = None, **options: Any) -> Any:
+        try:
+            return super()._inner_training_loop(batch_size, **options)  # type: ignore[misc]
+        except Exception as error:
+            if self.args.auto_find_batch_size and should_reduce_batch_size(error):
+                self._reset_after_failed_step(error)
+            raise
+
+    def _reset_after_failed_step(self, error: Exception) -> None:
+        """Let the next try set up the strategy again, as the failed step has left gradients and hooks behind."""
+        if self.state.global_step > 0 and self._is_sharded:
+            # The state of the optimizer refers to shards that are released.
+            raise ConflictError(
+                f"step {self.state.global_step + 1} ran out of memory, and auto_find_batch_size=True cannot reduce the "
+                f"batches of {type(self.strategy).__name__} after the first step: start again, or resume from a "
+                f"checkpoint, with per_device_train_batch_size below {self._train_batch_size}"
+            ) from error
+        if isinstance(self.optimizer, StrategyOptimizer):
+            self.optimizer = self.optimizer.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if PreparedModel.of(self.model) is None:

@@ -93,14 +93,46 @@ class Events(transformers.TrainerCallback):
         self.names.append("train_end")
 
 
+class OutOfMemory(torch.autograd.Function):
+    """Identity whose backward pass runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def run_out_of_memory(model, passes, call):
+    """Let the forward or the backward pass of one of the calls with gradients fail."""
+    calls = 0
+
+    def fail(layer, args, output):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        if calls != call or not torch.is_grad_enabled():
+            return output
+        if passes == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return OutOfMemory.apply(output)
+
+    model.model.layers[0].register_forward_hook(fail)
+
+
 def accuracy(prediction):
     predicted = np.argmax(prediction.predictions[:, :-1], axis=-1)
     labels = prediction.label_ids[:, 1:]
     return {"accuracy": float((predicted == labels)[labels != -100].mean()), "number": int((labels != -100).sum())}
 
 
-def train(folder, *, resume=None, adapters=False, evaluates_first=False, trainings=1, config=None, **options):
+def train(
+    folder, *, resume=None, adapters=False, evaluates_first=False, trainings=1, config=None, failing=None, **options
+):
     model = llama(**(config or {}))
+    if failing:
+        run_out_of_memory(model, *failing)
     events = Events()
     trainer = Trainer(
         model=with_adapters(model) if adapters else model,

@@ -1,0 +1,148 @@
+"""A model of another library's loop in a strategy: modes, clipping, generation, references beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_trainer import LLAMA, start
+
+pytestmark = [
+    pytest.mark.xdist_group("hf_prepared_model"),
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # of the libraries
+]
+
+
+def seen_by_ranks(folder, strategy, program, devices=2):
+    """Return ``seen`` of each rank of a program."""
+    use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices={devices})\n"
+    gather = f"""
+import json
+of_ranks = [None] * {devices}
+torch.distributed.all_gather_object(of_ranks, seen) if {devices} > 1 else of_ranks.__setitem__(0, seen)
+if accelerator.is_main_process:
+    print("SEEN", json.dumps(of_ranks))
+"""
+    ended = start(folder, use + LLAMA + program + gather)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
+    return json.loads(line.removeprefix("SEEN "))
+
+
+def test_preparation_leaves_modes_of_layers(tmp_path):
+    program = """
+model.train()
+model.model.layers[0].eval()
+before = {name: layer.training for name, layer in model.named_modules()}
+accelerator.prepare(model, optimizer)
+after = {name: layer.training for name, layer in model.named_modules()}
+seen = {"before": before, "after": after}
+"""
+    (seen,) = seen_by_ranks(tmp_path, "ddp", program, devices=1)
+    assert seen["after"] == seen["before"]
+    assert not seen["after"]["model.layers.0.mlp"]
+
+
+CLIPPED = """
+def made():
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    return layers, [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
+def loss(layers):
+    return layers(torch.arange(12.0).reshape(3, 4)).square().sum()
+plain, optimizers = made()
+loss(plain).backward()
+norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+for one in optimizers:
+    one.step()
+model, optimizers = made()
+model, *optimizers = accelerator.prepare(model, *optimizers)
+accelerator.backward(loss(model))
+seen = {"norms": [float(norm), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))]}
+for one in optimizers:
+    one.step()
+state = accelerator.get_state_dict(model)
+expected = plain.state_dict()
+seen["difference"] = max([float((value - expected[name]).abs().max()) for name, value in state.items()], default=0)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_optimizers_are_clipped_by_one_norm(tmp_path, strategy):
+    for seen in seen_by_ranks(tmp_path, strategy, CLIPPED):
+        assert seen["norms"][1] == pytest.approx(seen["norms"][0], rel=1e-6)
+        assert seen["difference"] < 1e-6
+
+
+GENERATED = """
+from peft import LoraConfig, get_peft_model
+from transformers import T5Config, T5ForConditionalGeneration
+seen = {}
+rank = accelerator.process_index
+def made(name):
+    torch.manual_seed(4)
+    if name == "t5":
+        sizes_of_t5 = {"vocab_size": 16, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4}
+        config = T5Config(**sizes_of_t5, decoder_start_token_id=0)
+        return T5ForConditionalGeneration(config)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.generation_config.pad_token_id = 0
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if name == "peft" else model
+for name in ("llama", "t5", "peft"):
+    prompt = torch.tensor([[3, 4 + rank, 5]])
+    model = made(name).eval()
+    options = {"max_new_tokens": 3 + 4 * rank, "min_new_tokens": 2, "do_sample": False}  # of ranks that differ
+    expected = model.generate(input_ids=prompt, **options).tolist()
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    seen[name] = [expected, accelerator.unwrap_model(model).generate(input_ids=prompt, **options).tolist()]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+def test_sharded_weights_generate_the_text_of_one_device(tmp_path, strategy):
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+    pytest.importorskip("peft", reason="this environment has no peft")
+    for seen in seen_by_ranks(tmp_path, strategy, GENERATED):
+        for name, (expected, generated) in seen.items():
+            assert generated == expected, name
+
+
+REFERENCE = """
+import types
+torch.manual_seed(1)  # as the weights of rank 0 count
+reference = LlamaForCausalLM(model.config)
+reference.forward = types.MethodType(lambda self, x: LlamaForCausalLM.forward(self, x).logits, reference)
+tokens = torch.tensor([[1, 2, 3]])
+expected = reference(tokens).detach()
+accelerator.prepare_model(reference, evaluation_mode=True)  # before the trained one, as trl does
+accelerator.prepare(model, optimizer)
+accelerator.backward(model(tokens, labels=tokens).loss)
+optimizer = accelerator._optimizers[0]
+optimizer.step()
+torch.manual_seed(2)
+later = LlamaForCausalLM(model.config)
+later_expected = later(tokens).logits.detach()
+accelerator.prepare_model(later, evaluation_mode=True)
+with torch.no_grad():
+    difference = float((reference(tokens) - expected).abs().max())
+    later_difference = float((later(tokens).logits - later_expected).abs().max())
+accelerator.backward(model(tokens, labels=tokens).loss)
+optimizer.step()
+seen = [difference, later_difference]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_models_are_evaluated_beside_the_trained_one(tmp_path, strategy):
+    for differences in seen_by_ranks(tmp_path, strategy, REFERENCE):
+        assert differences == pytest.approx([0, 0], abs=1e-6)
