@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from typing_extensions import override
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.strategy import Components, Strategy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.strategy import ParallelStrategy
@@ -68,6 +68,7 @@ class GroupedStrategy(ParallelStrategy):
 
     Raises:
         MisuseError: The inner strategy is no strategy, or has components.
+        RequestError: The number of groups is none.
         ConflictError: The inner strategy cannot train a group.
     """
 
@@ -86,6 +87,8 @@ class GroupedStrategy(ParallelStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: str | None = None,
     ) -> None:
+        if groups is not None and (type(groups) is not int or groups < 1):
+            raise RequestError(f"groups={groups!r} is not a whole number from 1, or None")
         self.inner = _checked_inner(inner)
         super().__init__(
             accelerator,
@@ -179,6 +182,10 @@ class GroupedStrategy(ParallelStrategy):
         return {"num_replicas": division.num_groups * readers, "rank": self.groups.index * readers + rank}
 
     # The life cycle
+
+    def set_components(self, components: Components) -> None:
+        super().set_components(components)
+        self.inner.set_components(self.components)  # until its group is known
 
     def connect(self, module: Module) -> None:
         self.inner.connect(module)
