@@ -42,6 +42,7 @@ CLEAN = (
     "dstrat_colossalai",
     "dstrat_ddp",
     "dstrat_deepspeed",
+    "dstrat_diloco",
     "dstrat_fairscale",
     "dstrat_fsdp",
     "dstrat_hivemind",

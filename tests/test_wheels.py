@@ -18,8 +18,8 @@ import importlib, pkgutil, sys
 import dstrat
 
 families = (
-    "bagua", "ddp", "deepspeed", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning", "mesh",
-    "ray", "torchao", "torchft", "transformers",
+    "bagua", "ddp", "deepspeed", "diloco", "fairscale", "fsdp", "hivemind", "horovod", "hpu", "ipu", "lightning",
+    "mesh", "ray", "torchao", "torchft", "transformers",
 )
 for package in (dstrat, *(importlib.import_module(f"dstrat_{family}") for family in families)):
     assert package.__file__.startswith(sys.prefix), package.__file__

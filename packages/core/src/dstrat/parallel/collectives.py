@@ -102,14 +102,16 @@ class _GatherWithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
+        # As in the forward pass: a strategy may have another default group in the backward pass.
+        ctx.group = dist.group.WORLD if group is None else group
+        ctx.rank = dist.get_rank(group)
         return _gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         summed = gradient.contiguous().clone()  # a copy: autograd may use the gradient elsewhere too
         dist.all_reduce(summed, group=ctx.group)
-        return summed[dist.get_rank(ctx.group)], None
+        return summed[ctx.rank], None
 
 
 def broadcast_object(obj: T, *, src: int = 0) -> T:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dstrat_ddp import DDPSpawnStrategy as DDPSpawnStrategy
     from dstrat_ddp import DDPStrategy as DDPStrategy
     from dstrat_deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from dstrat_diloco import DiLoCoStrategy as DiLoCoStrategy
     from dstrat_fairscale import DDPFullyShardedStrategy as DDPFullyShardedStrategy
     from dstrat_fairscale import DDPShardedStrategy as DDPShardedStrategy
     from dstrat_fairscale import DDPSpawnShardedStrategy as DDPSpawnShardedStrategy
@@ -116,6 +117,7 @@ _STRATEGIES = {
     "deepspeed_stage_3": "dstrat-deepspeed",
     "deepspeed_stage_3_offload": "dstrat-deepspeed",
     "deepspeed_stage_3_offload_nvme": "dstrat-deepspeed",
+    "diloco": "dstrat-diloco",
     "dp": "dstrat-ddp",
     "fsdp": "dstrat-fsdp",
     "fsdp_cpu_offload": "dstrat-fsdp",
@@ -170,6 +172,7 @@ _STRATEGY_CLASSES = {
     "DDPStrategy": "dstrat-ddp",
     "DataParallelStrategy": "dstrat-ddp",
     "DeepSpeedStrategy": "dstrat-deepspeed",
+    "DiLoCoStrategy": "dstrat-diloco",
     "FSDPStrategy": "dstrat-fsdp",
     "HPUDDPStrategy": "dstrat-hpu",
     "HPUFSDPStrategy": "dstrat-hpu",

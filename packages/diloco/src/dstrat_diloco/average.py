@@ -1,0 +1,150 @@
+"""Means of tensors over the groups, in flight: full precision, or compressed to 16 or 8 bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from dstrat_diloco.groups import RankGroups
+
+DeltaDtype = Literal["bfloat16", "int8"]
+"""Dtype in which deltas are sent."""
+
+_BLOCK = 1024  # values that share a scale in 8 bits: 4 bytes more for 1024
+_BUCKET = 2**25  # elements that are averaged at a time where nothing computes meanwhile
+
+
+class GroupAverage:
+    """The mean of a tensor over the groups, which is communicated while others compute.
+
+    Ranks of a group that have the same tensor divide it, so that each sends a part to the other groups only.
+    Compressed, each peer adds a part of the values in float32, and sends their mean; so a value is rounded twice, and
+    all groups get the same bits.
+
+    Args:
+        tensor: Any number of values, of the same number on all peers.
+        groups: The groups.
+        is_shared: Whether all ranks of a group have the same tensor.
+        dtype: Dtype in which the values are sent; None for their own.
+    """
+
+    def __init__(self, tensor: Tensor, groups: RankGroups, *, is_shared: bool, dtype: DeltaDtype | None = None) -> None:
+        self._groups, self._like, self._dtype = groups, tensor, dtype
+        self._num_parts = groups.division.size if is_shared else 1
+        num_peers = groups.division.num_groups
+        flat = tensor.reshape(-1)
+        multiple = self._num_parts * (1 if dtype is None else num_peers * (_BLOCK if dtype == "int8" else 1))
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % multiple))
+        part = padded.view(self._num_parts, -1)[groups.rank if is_shared else 0]
+        self._mean: Tensor | None = None
+        self._work: Any = None
+        self._received: list[Tensor] | None = None
+        self._gathered: list[Tensor] | None = None
+        if num_peers == 1 or not flat.numel():
+            self._part = part
+        elif dtype is None:
+            self._part = part.clone()
+            self._work = dist.all_reduce(self._part, group=groups.peers, async_op=True)
+        else:
+            self._part = part
+            payload = _compress(part.view(num_peers, -1), dtype)
+            received = torch.empty_like(payload)
+            self._work = dist.all_to_all_single(received, payload, group=groups.peers, async_op=True)
+            self._received = [received]
+
+    def advance(self) -> None:
+        """Begin the second half of a compressed mean, if it has not begun; collective."""
+        if self._received is None or self._dtype is None:
+            return
+        self._work.wait()
+        [received] = self._received
+        self._received = None
+        mean = _expand(received, self._dtype).mean(dim=0)
+        payload = _compress(mean.unsqueeze(0), self._dtype)[0]
+        self._gathered = [torch.empty_like(payload) for _ in range(self._groups.division.num_groups)]
+        self._work = dist.all_gather(self._gathered, payload, group=self._groups.peers, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the mean, of the shape and dtype of the tensor; collective in the first call."""
+        if self._mean is not None:
+            return self._mean
+        self.advance()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._gathered is None or self._dtype is None:
+                self._part /= self._groups.division.num_groups
+            else:
+                self._part = _expand(torch.stack(self._gathered), self._dtype).reshape(-1)
+                self._gathered = None
+        part = self._part.to(self._like.dtype)
+        if self._num_parts > 1:
+            parts = [torch.empty_like(part) for _ in range(self._num_parts)]
+            dist.all_gather(parts, part.contiguous(), group=self._groups.group)
+            part = torch.cat(parts)
+        self._mean = part[: self._like.numel()].view(self._like.shape)
+        return self._mean
+
+
+def average(tensors: Sequence[Tensor], groups: RankGroups, *, is_shared: bool) -> list[Tensor]:
+    """Return the means of floating-point tensors over the groups, in new memory; collective.
+
+    Args:
+        tensors: Tensors of this rank, of the same sizes on all peers.
+        groups: The groups.
+        is_shared: Whether all ranks of a group have the same tensors.
+    """
+    means: dict[int, Tensor] = {}
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensors[index].reshape(-1) for index in bucket])
+        mean = GroupAverage(flat, groups, is_shared=is_shared).wait()
+        pieces = mean.split([tensors[index].numel() for index in bucket])
+        for index, piece in zip(bucket, pieces, strict=True):
+            means[index] = piece.view(tensors[index].shape)
+    return [means[index] for index in range(len(tensors))]
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of tensors that are averaged together: of one dtype, and not too many elements."""
+    buckets: list[list[int]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        filled = _BUCKET + 1  # the first tensor begins a bucket
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype == dtype:
+                if filled + tensor.numel() > _BUCKET:
+                    buckets.append([])
+                    filled = 0
+                buckets[-1].append(index)
+                filled += tensor.numel()
+    return buckets
+
+
+# Compression
+
+
+def _compress(rows: Tensor, dtype: DeltaDtype) -> Tensor:
+    """Return the bytes of each row of values."""
+    if dtype == "bfloat16":
+        return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
+    blocks = rows.float().view(rows.shape[0], -1, _BLOCK)
+    scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    # A block of zeros has no scale; one with a value that is not finite stays so, by its scale.
+    values = (blocks / scales.masked_fill(scales == 0, 1)).nan_to_num(0).round().to(torch.int8)
+    return torch.cat([scales.view(torch.uint8).flatten(1), values.view(torch.uint8).flatten(1)], dim=1)
+
+
+def _expand(rows: Tensor, dtype: DeltaDtype) -> Tensor:
+    """Return the values of each row of bytes, in float32."""
+    if dtype == "bfloat16":
+        return rows.view(torch.bfloat16).float()
+    num_blocks = rows.shape[1] // (_BLOCK + 4)
+    scales = rows[:, : 4 * num_blocks].contiguous().view(torch.float32)
+    values = rows[:, 4 * num_blocks :].contiguous().view(torch.int8)
+    return (values.float().view(rows.shape[0], num_blocks, _BLOCK) * scales.unsqueeze(-1)).flatten(1)

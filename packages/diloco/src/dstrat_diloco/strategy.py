@@ -1,0 +1,433 @@
+"""DiLoCo: groups train apart, and average what they have changed every few hundred steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dstrat.interfaces.checkpoint_io import FlatShard
+from dstrat.interfaces.communication import Collective, CommunicationLayout
+from dstrat.interfaces.state_dict import has_standard_layout
+from dstrat.parallel.collectives import broadcast_object, broadcast_tensors
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.shards import is_sharded, local_tensor, with_local
+from dstrat_diloco.average import GroupAverage, average
+from dstrat_diloco.grouped import GroupedStrategy
+from dstrat_diloco.outer import OuterOptimizer, OuterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dstrat.interfaces.accelerator import Accelerator
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import Strategy, TrainerLike
+    from dstrat_diloco.average import DeltaDtype
+
+_STATE = "diloco"
+"""Key of a rank's state in a checkpoint."""
+
+_logger = logging.getLogger(__name__)
+
+
+class DiLoCoStrategy(GroupedStrategy):
+    """Training of groups of ranks that communicate rarely (DiLoCo, https://arxiv.org/abs/2311.08105).
+
+    Each group trains by another strategy as if it were alone, on its share of the data.  Every ``every`` optimizer
+    steps the mean of what the groups have changed is the gradient of an outer SGD with Nesterov momentum, from whose
+    weights all groups go on.  With ``fragments`` and ``delay`` parts of the weights are sent in turn, while the groups
+    train on (https://arxiv.org/abs/2501.18512).  ``outer_lr=1.0, outer_momentum=0.0`` is post-local SGD.
+
+    Within a round the groups have different weights.  An evaluation, a checkpoint and the module after a training have
+    their mean; floating-point buffers are averaged in each round.  Gradients are clipped in each group.
+
+    Args:
+        inner: The strategy of each group, as an alias (``"fsdp(cpu_offload=True)"``) or an instance.
+        groups: Number of groups; None for one for each machine, or on a single one for each device.
+        every: Optimizer steps between two exchanges.
+        outer_lr: Learning rate of the outer SGD.
+        outer_momentum: Its Nesterov momentum; 0 for none.
+        fragments: Number of fragments of the weights, each of which is sent once in ``every`` steps.
+        delay: Optimizer steps for which the groups train on while a fragment is in flight.
+        mixing: With a delay, the share of a group's own weights after it has received the outer ones.
+        delta_dtype: Dtype in which changes are sent, ``"bfloat16"`` or ``"int8"``; None for float32.
+        accelerator: The hardware.
+        parallel_devices: The devices of this machine, one for each local rank.
+        cluster_environment: The cluster that the job runs on.
+        checkpoint_io: The format of checkpoints.
+        precision_plugin: The dtypes.
+        process_group_backend: Backend of torch.distributed; None takes the accelerator's.
+        timeout: How long a rank waits for the others before the job fails.
+        start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        RequestError: A value is out of range.
+        ConflictError: Two values exclude each other, or the inner strategy cannot train a group.
+        MisuseError: The inner strategy is no strategy, or has components.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        inner: str | Strategy = "ddp",
+        groups: int | None = None,
+        every: int = 100,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float = 0.5,
+        delta_dtype: DeltaDtype | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__(
+            inner,
+            groups,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
+        self._settings = OuterSettings(
+            every=every,
+            lr=outer_lr,
+            momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            mixing=mixing,
+            delta_dtype=delta_dtype,
+        )
+        self._outer: list[tuple[Optimizer, OuterOptimizer]] = []  # in the order of the optimizers
+        self._group_weights: dict[str, Tensor] = {}  # this rank's, while the module has the mean of the groups
+
+    # Layouts
+
+    def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
+        layout = self.inner.memory_layout(self._of_group(training))
+        if layout is None:
+            return None
+        # Outer weights and momentum are divided as the parameters are, and so is a delta.
+        share = min(1.0, layout.parameters / (training.parameters + training.module_buffers or 1))
+        delta = int(share * max(4 * training.trainable_numel, training.trainable_parameters))
+        copies = 2 if self._settings.momentum else 1
+        return dataclasses.replace(
+            layout,
+            buffers=layout.buffers + copies * delta,
+            optimizer_temporaries=max(layout.optimizer_temporaries, 2 * delta // self._settings.fragments),
+        )
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        of_group = self._of_group(training)
+        layout, memory = self.inner.communication_layout(of_group), self.inner.memory_layout(of_group)
+        if layout is None or memory is None:
+            return None
+        division = self._division(training.world_size, training.ranks_per_machine)
+        share = min(1.0, memory.parameters / (training.parameters + training.module_buffers or 1))
+        in_float32 = max(4 * training.trainable_numel, training.trainable_parameters)
+        sent = int(in_float32 * (1 / division.size if self.inner.replicates_state else share)) // self._settings.every
+        width = {None: 1.0, "bfloat16": 1 / 2, "int8": (1 + 4 / 1024) / 4}[self._settings.delta_dtype]
+        outer = Collective(
+            kind="all_reduce",  # compressed, an exchange and a gathering, which send as much
+            bytes=int(width * sent),
+            messages=self._settings.fragments // self._settings.every,
+            ranks=division.num_groups,
+            stride=division.size,
+            overlaps=self._settings.delay > 0,
+        )
+        return dataclasses.replace(
+            layout,
+            collectives=(*layout.collectives, outer),
+            assumption=f"the groups' exchange is that of a step, on average of {self._settings.every}",
+        )
+
+    # The life cycle
+
+    def setup(self, trainer: TrainerLike) -> None:
+        super().setup(trainer)
+        self._begin_anew()
+        # Inner strategies have made the ranks of a group the same.
+        broadcast_tensors([local_tensor(one) for one in _distinct(self.local_weights()).values()], self.groups.peers)
+
+    def _begin_anew(self) -> None:
+        self._outer, self._group_weights = [], {}
+
+    def finish_training(self) -> None:
+        super().finish_training()
+        self._show_average()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._begin_anew()  # nothing is exchanged from now on
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._begin_anew()
+        super().teardown()
+
+    # Steps
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
+    ) -> Any:
+        outer = self._outer_of(optimizer)
+        if not outer.is_complete(sum(len(group["params"]) for group in optimizer.param_groups)):
+            outer.add_parameters(self._parameters_of(optimizer))
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Whether or not it was skipped, such as after an overflow: the groups count alike.
+        outer.after_step()
+        if outer is self._outer[0][1] and outer.steps % self._settings.every == 0:
+            self._average_buffers()
+        return output
+
+    def _outer_of(self, optimizer: Optimizer) -> OuterOptimizer:
+        if [one for one, _ in self._outer] != self.optimizers:  # in the first step, and after a change of optimizers
+            known = {id(one): outer for one, outer in self._outer}
+            self._outer = [
+                (one, known.get(id(one)) or OuterOptimizer(self._settings, self._begin_average))
+                for one in self.optimizers
+            ]
+        return next(outer for one, outer in self._outer if one is optimizer)
+
+    def _begin_average(self, deltas: Tensor, dtype: DeltaDtype | None) -> GroupAverage:
+        return GroupAverage(deltas, self.groups, is_shared=self.replicates_state, dtype=dtype)
+
+    def _parameters_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the parameters of an optimizer by name, in its order."""
+        names = itertools.chain.from_iterable(self.parameter_names(optimizer))
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return dict(zip(names, parameters, strict=True))
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        buffers = _distinct({name: one for name, one in self.module.named_buffers() if one.is_floating_point()})
+        for buffer, mean in zip(
+            buffers.values(), average([*buffers.values()], self.groups, is_shared=False), strict=True
+        ):
+            buffer.copy_(mean)
+
+    # The mean of the groups, for evaluations, checkpoints, and after the training
+
+    @property
+    def _differ(self) -> bool:
+        """Whether the groups have different weights."""
+        return not self._group_weights and any(not outer.in_sync for _, outer in self._outer)
+
+    def _changing(self) -> dict[str, Any]:
+        """Return the weights and buffers in which groups may differ, by one name each; collective in the group."""
+        trained = {name for _, outer in self._outer for name in outer.names}
+        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        return {
+            name: one
+            for name, one in _distinct(self.local_weights()).items()
+            if (name in trained or name in buffers or one.requires_grad) and local_tensor(one).is_floating_point()
+        }
+
+    @torch.no_grad()
+    def _average_weights(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the means of weights and buffers; collective."""
+        changing = self._changing()
+        buffers = {name for name, _ in self.module.named_buffers()}
+        means: dict[str, Tensor] = {}
+        for is_shared in (False, True):  # ranks of a group may differ in buffers
+            names = [name for name in changing if (name not in buffers and self.replicates_state) == is_shared]
+            tensors = [local_tensor(changing[name]) for name in names]
+            means |= zip(names, average(tensors, self.groups, is_shared=is_shared), strict=True)
+        return means
+
+    @torch.no_grad()
+    def _show_average(self) -> None:
+        """Let the module have the mean of the groups, until :meth:`_show_group`; collective."""
+        if not self._differ:
+            return
+        means, changing = self._average_weights(), self._changing()
+        self._group_weights = {name: local_tensor(changing[name]).clone() for name in means}
+        self._set_weights(means)
+
+    def _show_group(self) -> None:
+        """Let the module have the weights of this rank's group again."""
+        if self._group_weights:
+            weights, self._group_weights = self._group_weights, {}
+            self._set_weights(weights)
+
+    @torch.no_grad()
+    def _set_weights(self, values: Mapping[str, Tensor]) -> None:
+        weights = self.local_weights()
+        for name, value in values.items():
+            local_tensor(weights[name]).copy_(value)
+        self.accept_local_weights()
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Return the context of an evaluation, in which the module has the mean of the groups; collective."""
+        with super().evaluation_context():
+            self._show_average()
+            try:
+                yield
+            finally:
+                self._show_group()
+
+    # State: the module's is the mean of the groups, and that of an inner optimizer the first group's
+
+    def sharded_module_state(self) -> dict[str, Any]:
+        state = super().sharded_module_state()
+        if not self._differ:
+            return state
+        weights, means = self.local_weights(), self._average_weights()
+        by_id = {id(weights[name]): mean for name, mean in means.items()}
+        averaged = {name: with_local(one, by_id[id(one)]) for name, one in weights.items() if id(one) in by_id}
+        return {name: averaged.get(name, value) for name, value in state.items()}
+
+    def load_sharded_module_state(self, state: dict[str, Any]) -> None:
+        self._begin_anew()
+        super().load_sharded_module_state(state)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self._begin_anew()  # before the weights are overwritten, which the mean would replace
+        super().load_module_state_dict(state, strict)
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().sharded_optimizer_state(optimizer)
+        # To gather shards, all ranks must have them, of which rank 0 receives those of its group.
+        gathers = not (self.replicates_state or self.checkpoint_io.is_collective)
+        return state if self._is_of_first_group or gathers else {}
+
+    @property
+    def _is_of_first_group(self) -> bool:
+        return self._groups is None or self._groups.index == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the outer optimizers, which all groups have; collective."""
+        outer = [outer.state_dict() for _, outer in self._outer]
+        if not self.checkpoint_io.is_collective and not self.replicates_state:
+            from dstrat.parallel.full_state import gather_state
+
+            outer = [gather_state(state, self) for state in outer]
+        with self._in_group():
+            return {"inner": self.inner.state_dict(), "outer": outer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`, of any number of groups."""
+        with self._in_group():
+            self.inner.load_state_dict(state["inner"])
+        for optimizer, saved in zip(self.optimizers, state["outer"], strict=False):  # none before the first step
+            self._outer_of(optimizer).load_state_dict(saved, self._parameters_of(optimizer))
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what differs between groups: weights within a round, optimizers and loss scales; collective."""
+        with self._in_group():
+            inner = self.inner.rank_state()
+        buffers = {name for name, _ in self.module.named_buffers()}
+        weights = self._group_weights
+        if self._differ:
+            weights = {name: local_tensor(one) for name, one in self._changing().items()}
+        of_group: dict[str, Any] = {"weights": {}, "optimizers": [], "precision": {}}
+        if not self._is_of_first_group:
+            optimizers = [super(DiLoCoStrategy, self).sharded_optimizer_state(one) for one in self.optimizers]
+            of_group["optimizers"] = [_local_values(optimizer) for optimizer in optimizers]
+            of_group["precision"] = self.precision_plugin.state_dict()
+        of_group["weights"] = {name: one for name, one in weights.items() if name not in buffers}
+        if self.replicates_state and self.groups.rank:  # the first rank of the group has the same
+            of_group = {}
+        return {
+            **inner,
+            _STATE: {
+                "layout": self._layout,
+                "buffers": {name: one for name, one in weights.items() if name in buffers},
+                "of_group": of_group,
+            },
+        }
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        saved = state.get(_STATE)
+        with self._in_group():
+            self.inner.load_rank_state(state)
+            if saved is None or saved["layout"] != self._layout:
+                self._log_layout(saved)
+                return
+            of_group = broadcast_object(saved["of_group"]) if self.replicates_state else saved["of_group"]
+        self._set_weights({**of_group["weights"], **saved["buffers"]})
+        # Decided together: a rank may have no shard of any weight.
+        differ = self.reduce_boolean_decision(bool(of_group["weights"]), all=False)
+        for _, outer in self._outer:
+            outer.in_sync = not differ
+        if of_group["precision"]:
+            self.precision_plugin.load_state_dict(of_group["precision"])
+        for optimizer, values in zip(self.optimizers, of_group["optimizers"], strict=False):
+            self._load_local_values(optimizer, values)
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        return {"groups": self.groups.division.num_groups, "inner": type(self.inner).__name__}
+
+    def _log_layout(self, saved: Mapping[str, Any] | None) -> None:
+        if saved is not None and self.is_global_zero:
+            _logger.warning(
+                "the checkpoint was saved by %s, and is continued by %s: all groups go on with the mean of the groups' "
+                "weights, and the inner optimizer of the first",
+                *(f"{layout['groups']} groups with {layout['inner']}" for layout in (saved["layout"], self._layout)),
+            )
+
+    def _load_local_values(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        """Load the local values of an inner optimizer's state, sharded as the state that it has now."""
+        super().load_sharded_optimizer_state(
+            optimizer,
+            _with_values(super().sharded_optimizer_state(optimizer), values, self._parameters_of(optimizer)),
+        )
+
+
+def _distinct(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors by their first names."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first.values()}
+
+
+def _local_values(value: Any) -> Any:
+    """Return a nested state with this rank's values of its tensors."""
+    if isinstance(value, dict):
+        return {key: _local_values(inner) for key, inner in value.items()}
+    return local_tensor(value) if isinstance(value, Tensor | FlatShard) else value
+
+
+def _with_values(state: dict[str, Any], values: dict[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with other local values, which are sharded as its tensors or parameters."""
+    if not has_standard_layout(values):
+        return values
+    entries: dict[str, Any] = {}
+    for name, entry in values["state"].items():
+        before = state["state"].get(name, {})
+        entries[name] = {
+            key: _like(before.get(key, parameters.get(name)), value) if isinstance(value, Tensor) else value
+            for key, value in entry.items()
+        }
+    return {**values, "state": entries}
+
+
+def _like(sharded: Any, local: Tensor) -> Any:
+    """Return local values sharded like another tensor, or as they are where that has another shape."""
+    if sharded is None or not is_sharded(sharded) or local_tensor(sharded).shape != local.shape:
+        return local
+    return with_local(sharded, local.to(local_tensor(sharded).device))

@@ -1,0 +1,75 @@
+"""What happens when a rank of another group fails or is gone."""
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+from tests.hand_loop import Net, parts, start, train
+from tests.ranks import in_ranks
+from torch import nn
+
+from dstrat_diloco import DiLoCoStrategy
+
+OPTIONS = [{"every": 1}, {"every": 3, "delay": 2}, {"every": 4, "fragments": 2}]
+
+
+class Failing(Net):
+    """Rank 1, which is the other group, breaks in its seventh step."""
+
+    def __init__(self, rank, dies):
+        super().__init__()
+        self.rank, self.dies = rank, dies
+
+    def training_step(self, batch, batch_idx):
+        if (batch_idx, self.rank) == (6, 1):
+            if self.dies:
+                os._exit(3)
+            raise ValueError("rank 1 had enough")
+        return super().training_step(batch, batch_idx)
+
+
+def until_it_breaks(cluster, dies, options):
+    """Return what broke, and how long the rest took, from the exception until everything was closed."""
+    strategy = DiLoCoStrategy(**options)
+    start(strategy, Failing(cluster.global_rank, dies), parts(cluster))
+    try:
+        train(strategy)
+    except Exception as error:
+        begun = time.monotonic()
+        strategy.on_exception(error)
+        still_open = dist.is_initialized()
+        strategy.teardown()
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun, still_open
+    return None
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_when_a_rank_raises_the_other_groups_do_not_wait_for_it(options):
+    (other, *closed), (culprit, *also_closed) = in_ranks(until_it_breaks, dies=False, options=options)
+    assert culprit == "ValueError: rank 1 had enough"
+    assert other.startswith("RuntimeError")
+    for seconds, still_open in (closed, also_closed):
+        assert seconds < 20
+        assert not still_open
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_when_a_rank_dies_the_other_groups_notice_and_can_close(options):
+    (message, seconds, still_open), gone = in_ranks(until_it_breaks, may_die=(1,), dies=True, options=options)
+    assert gone is None
+    assert message.startswith("RuntimeError")
+    assert seconds < 20
+    assert not still_open
+
+
+@pytest.mark.parametrize("inner", ["ddp", "single_device"])
+def test_teardown_before_setup_and_twice_is_harmless(inner):
+    strategy = DiLoCoStrategy(inner=inner)
+    strategy.receive(parts())
+    strategy.teardown()
+    strategy.connect(nn.Linear(1, 1))
+    strategy.on_exception(KeyboardInterrupt())
+    strategy.teardown()
+    strategy.teardown()
+    assert strategy.model is strategy.module
