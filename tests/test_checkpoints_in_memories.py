@@ -1,0 +1,160 @@
+"""Jobs on several machines whose ranks and machines are lost: they resume from the memory of the others.
+
+Each machine is a folder, which stands for its memory, and processes that are started as torchrun starts them.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from tests.on_machines import NUM_SAMPLES
+from tests.test_recovery import count_samples, lost_batches
+from tests.warm_program import WarmProgram
+
+PROGRAM = Path(__file__).with_name("on_machines.py")
+
+
+class Machines:
+    """A job on machines, which is started again after each fault.
+
+    Args:
+        folder: Where the job runs; ``memory-0`` and so on are the memories of the machines.
+        strategy: The name of its class.
+        ranks: The number of ranks of each machine.
+        num_epochs: How long it trains.
+    """
+
+    def __init__(self, folder, strategy, ranks=(1, 1, 1), num_epochs=1):
+        self.folder, self.strategy, self.ranks, self.num_epochs = folder, strategy, ranks, num_epochs
+        self.attempt = -1
+        self.processes = []
+        self.script = folder / PROGRAM.name
+        shutil.copy(PROGRAM, self.script)
+
+    def start(self):
+        self.attempt += 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = ",".join(map(str, self.ranks))
+        arguments = [self.strategy, ranks, str(port)]
+        self.processes = [
+            WarmProgram(self.script, *arguments, str(rank), str(self.attempt), str(self.num_epochs))
+            for rank in range(sum(self.ranks))
+        ]
+
+    def wait_for_training(self, rank=0):
+        """Return whether training has begun, and not ended, in this attempt."""
+        begun = self.folder / f"start-{self.attempt}-{rank}"
+        deadline = time.monotonic() + 100
+        while not begun.exists():
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
+                return False
+            time.sleep(0.01)
+        return True
+
+    def kill(self, *ranks):
+        """Kill some ranks at once, then, as torchrun does, the others; return what the first of them printed."""
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGKILL)
+        self.end()
+
+    def lose(self, machine):
+        """Lose a machine with its memory."""
+        first = sum(self.ranks[:machine])
+        self.kill(*range(first, first + self.ranks[machine]))
+        shutil.rmtree(self.memory(machine))
+
+    def end(self):
+        for process in self.processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        self.processes = []
+
+    def finish(self):
+        """Wait for the end of the job, and return what each rank printed on stderr."""
+        ends = [process.communicate(200) for process in self.processes]
+        codes = [process.returncode for process in self.processes]
+        self.processes = []
+        assert codes == [0] * sum(self.ranks), "\n".join(err for _, err in ends)
+        return [err for _, err in ends]
+
+    def memory(self, machine):
+        return self.folder / f"memory-{machine}"
+
+    def checkpoints(self, machine):
+        """Return the names of the checkpoints in the memory of a machine."""
+        return sorted(path.name for path in self.memory(machine).glob("**/*.ckpt"))
+
+    def unfinished(self):
+        """Return how many machines have a checkpoint that is being written."""
+        return sum(any(self.memory(machine).glob("**/.dstrat-*.tmp")) for machine in range(len(self.ranks)))
+
+    def wait_for_checkpoint(self, name, machine=0):
+        deadline = time.monotonic() + 100
+        while name not in self.checkpoints(machine):
+            assert time.monotonic() < deadline, f"there is no {name}"
+            time.sleep(0.002)
+
+    def assert_nothing_was_lost(self, weights):
+        """Compare with a run without faults."""
+        expected = {(epoch, index) for epoch in range(self.num_epochs) for index in range(NUM_SAMPLES)}
+        assert count_samples(self.folder) == dict.fromkeys(expected, 1)
+        # Those since a save, or since the one before that was being written.
+        assert max(lost_batches(self.folder), default=0) < 10
+        trained = torch.load(self.folder / "weights.pt")
+        assert all(torch.equal(trained[name], value) for name, value in weights.items())
+        assert [self.checkpoints(machine) for machine in range(len(self.ranks))] == [[] for _ in self.ranks]
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Make jobs, and end them after the test whatever happens."""
+    made = []
+
+    def make(*arguments, **options):
+        made.append(Machines(tmp_path, *arguments, **options))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the weights of a run without faults."""
+    weights = {}
+
+    def run(strategy, ranks=(1, 1, 1), num_epochs=1):
+        key = strategy, ranks, num_epochs
+        if key not in weights:
+            job = Machines(tmp_path_factory.mktemp("undisturbed"), *key)
+            job.start()
+            job.finish()
+            weights[key] = torch.load(job.folder / "weights.pt")
+        return weights[key]
+
+    return run
+
+
+@pytest.mark.parametrize("strategy", ["FSDPStrategy", pytest.param("DDPStrategy", marks=pytest.mark.variant)])
+def test_a_lost_machine_costs_the_steps_since_the_checkpoint_in_memory(machines, undisturbed, strategy):
+    job = machines(strategy)
+    job.start()
+    job.wait_for_checkpoint("step=10.ckpt")
+    job.lose(1)
+    job.start()
+    messages = job.finish()
+    assert "resume='auto': training resumes from" in messages[0]
+    assert "memory-0" in messages[0]
+    job.assert_nothing_was_lost(undisturbed(strategy))
