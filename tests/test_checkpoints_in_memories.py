@@ -4,10 +4,12 @@ Each machine is a folder, which stands for its memory, and processes that are st
 """
 
 import os
+import random
 import shutil
 import signal
 import socket
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,11 +95,15 @@ class Machines:
 
     def checkpoints(self, machine):
         """Return the names of the checkpoints in the memory of a machine."""
-        return sorted(path.name for path in self.memory(machine).glob("**/*.ckpt"))
+        return sorted(path.name for path in self.saved(machine, "*.ckpt"))
 
     def unfinished(self):
         """Return how many machines have a checkpoint that is being written."""
-        return sum(any(self.memory(machine).glob("**/.dstrat-*.tmp")) for machine in range(len(self.ranks)))
+        return sum(bool(self.saved(machine, ".dstrat-*.tmp")) for machine in range(len(self.ranks)))
+
+    def saved(self, machine, pattern):
+        folder = self.memory(machine) / f"dstrat-{os.geteuid()}" / str(self.folder).lstrip("/") / "checkpoints"
+        return list(folder.glob(f"*/{pattern}"))
 
     def wait_for_checkpoint(self, name, machine=0):
         deadline = time.monotonic() + 100
@@ -158,3 +164,78 @@ def test_a_lost_machine_costs_the_steps_since_the_checkpoint_in_memory(machines,
     assert "resume='auto': training resumes from" in messages[0]
     assert "memory-0" in messages[0]
     job.assert_nothing_was_lost(undisturbed(strategy))
+
+
+def test_a_loss_of_neighbors_falls_back_to_the_disk(machines, undisturbed):
+    job = machines("DDPStrategy")
+    job.start()
+    job.wait_for_checkpoint("step=10.ckpt")
+    job.lose(2)
+    shutil.rmtree(job.memory(1))
+    job.start()
+    messages = job.finish()
+    assert "resume='auto': training starts anew" in messages[0]
+    # The training of the first attempt is not part of the result.
+    for path in job.folder.glob("*-0-*"):
+        path.unlink()
+    job.assert_nothing_was_lost(undisturbed("DDPStrategy"))
+
+
+def test_other_machines_continue_alone(machines):
+    job = machines("FSDPStrategy")
+    job.start()
+    job.wait_for_checkpoint("step=10.ckpt")
+    job.lose(2)
+    job.ranks = (1, 1)
+    job.start()
+    messages = job.finish()
+    assert "was saved by 3 processes and is continued by 2" in messages[0]
+    counts = count_samples(job.folder)
+    assert len(counts) == NUM_SAMPLES
+    assert job.checkpoints(0) == job.checkpoints(1) == []
+
+
+def break_at_random(job, num_faults, seed):
+    """Break a job at random times of its training, and return how often each kind of fault was made."""
+    chance, faults = random.Random(seed), Counter()
+    size = sum(job.ranks)
+    while faults.total() < num_faults:
+        job.start()
+        if not job.wait_for_training(chance.randrange(size)):
+            break
+        time.sleep(chance.uniform(0, 0.6))
+        kind = chance.choice(("rank", "ranks", "machine", "copy"))
+        if kind == "copy":
+            deadline = time.monotonic() + 20
+            while not job.unfinished() and time.monotonic() < deadline:
+                time.sleep(0.0005)
+        if any(process.poll() is not None for process in job.processes):
+            break
+        if kind == "machine":
+            job.lose(chance.randrange(len(job.ranks)))
+        else:
+            job.kill(*chance.sample(range(size), 2 if kind == "ranks" else 1))
+        faults[kind] += 1
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "num_faults", "num_epochs"),
+    [
+        ("FSDPStrategy", (1, 1), 4, 1),
+        *(
+            pytest.param(
+                strategy, (1, 1, 1), 50, 12, marks=[pytest.mark.variant, pytest.mark.slow, pytest.mark.timeout(1800)]
+            )
+            for strategy in ("DDPStrategy", "FSDPStrategy")
+        ),
+    ],
+)
+def test_faults_of_ranks_and_machines_lose_no_sample(machines, undisturbed, strategy, ranks, num_faults, num_epochs):
+    job = machines(strategy, ranks, num_epochs)
+    faults = break_at_random(job, num_faults, seed=len(strategy))
+    print(dict(faults))
+    job.start()
+    job.finish()
+    assert faults.total() == num_faults
+    job.assert_nothing_was_lost(undisturbed(strategy, ranks, num_epochs))

@@ -107,10 +107,20 @@ def existing_in_memory(folders: Iterable[CheckpointPath], job_id: str | None = N
     """
     if not _is_private(memory_root()):
         return []
-    parents = [path for path in map(folder_in_memory, folders) if path.is_dir()]
-    jobs = [path for parent in parents for path in sorted(parent.iterdir()) if (path / _OWNER).is_file()]
-    attempts = [path for path in jobs if job_id is not None and path.name.startswith(job_folder_name(job_id, ""))]
-    return attempts or [path for path in jobs if not _is_claimed(path)]
+    folders = list(folders)
+    attempts = [path for folder in folders for path in attempts_in_memory(folder, job_id)]
+    return attempts or [path for folder in folders for path in _job_folders(folder) if not _is_claimed(path)]
+
+
+def attempts_in_memory(folder: CheckpointPath, job_id: str | None) -> list[Path]:
+    """Return the folders in memory of the attempts of a job, which belong to a folder of checkpoints."""
+    jobs = [] if job_id is None else _job_folders(folder)
+    return [path for path in jobs if path.name.startswith(job_folder_name(job_id, ""))]
+
+
+def _job_folders(folder: CheckpointPath) -> list[Path]:
+    parent = folder_in_memory(folder)
+    return [path for path in sorted(parent.iterdir()) if (path / _OWNER).is_file()] if parent.is_dir() else []
 
 
 class JobFolder:
@@ -174,9 +184,10 @@ def _is_claimed(folder: Path) -> bool:
 def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of jobs that have ended without a checkpoint, such as those killed in their first save."""
     for folder in parent.iterdir():
-        is_empty = (folder / _OWNER).is_file() and not any(folder.glob("*.ckpt"))
-        if is_empty and not _is_claimed(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank removes it too
+            is_empty = (folder / _OWNER).is_file() and not any(folder.glob("*.ckpt"))
+            if is_empty and not _is_claimed(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 # Files: new pages cost four times the time of a copy, and freeing them twice, so those of a superseded checkpoint serve

@@ -14,6 +14,7 @@ from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.memory_files import (
     MEMORY_VARIABLE,
     JobFolder,
+    attempts_in_memory,
     folder_in_memory,
     is_in_memory,
     job_folder_name,
@@ -118,17 +119,18 @@ class InMemoryCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._saved_at_step = trainer.global_step
-        # Those of the run that is resumed: the newest one is freed as if this run had saved it.  Others are still there
-        # if a process was killed after a save was complete, and before the removal, or if not all machines had it.
+        assert self.dirpath is not None  # noqa: S101 - setup comes first
         strategy = trainer.strategy
-        if self._superseded:
-            _remove(strategy, self._superseded)
+        # The one of the run that is resumed is freed as if this run had saved it.  Others are still there if a process
+        # was killed after a save was complete, and before the removal, or if not all machines had it.
+        folders = attempts_in_memory(self.dirpath, job_id_of(strategy))
         if self.ckpt_path:
-            for path in Path(self.ckpt_path).parent.glob("*.ckpt"):
-                if path != Path(self.ckpt_path):
-                    _remove(strategy, str(path))
-            if not strategy.reduce_boolean_decision(Path(self.ckpt_path).exists(), all=False):
-                self.ckpt_path = ""
+            folders.append(Path(self.ckpt_path).parent)
+        for path in (self._superseded, *(str(path) for folder in folders for path in folder.glob(f"*{EXTENSION}"))):
+            if path and path != self.ckpt_path:
+                _remove(strategy, path)
+        if self.ckpt_path and not strategy.reduce_boolean_decision(Path(self.ckpt_path).exists(), all=False):
+            self.ckpt_path = ""
 
     @override
     def on_train_batch_end(
