@@ -38,18 +38,22 @@ def describe_rank(ranks, port, rank, attempt):
 def main(strategy, ranks, port, rank, attempt, num_epochs):
     ranks = [int(count) for count in ranks.split(",")]
     describe_rank(ranks, port, int(rank), int(attempt))
+    train(strategy, ranks, int(attempt), int(num_epochs))
+
+
+def train(strategy, ranks, attempt, num_epochs):
     torch.manual_seed(0)
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks[0],
         num_nodes=len(ranks),
         strategy=getattr(dstrat.strategies, strategy)(),
-        max_epochs=int(num_epochs),
+        max_epochs=num_epochs,
         logger=False,
         default_root_dir=".",
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5), Diary(int(attempt))],
+        callbacks=[ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5), Diary(attempt)],
     )
     data = DataLoader(Numbers(NUM_SAMPLES), batch_size=12 // sum(ranks), shuffle=True)
     trainer.fit(Net(), data, resume="auto")

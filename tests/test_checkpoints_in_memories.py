@@ -22,6 +22,12 @@ from tests.warm_program import WarmProgram
 PROGRAM = Path(__file__).with_name("on_machines.py")
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Machines:
     """A job on machines, which is started again after each fault.
 
@@ -41,11 +47,7 @@ class Machines:
 
     def start(self):
         self.attempt += 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = ",".join(map(str, self.ranks))
-        arguments = [self.strategy, ranks, str(port)]
+        arguments = [self.strategy, ",".join(map(str, self.ranks)), str(free_port())]
         self.processes = [
             WarmProgram(self.script, *arguments, str(rank), str(self.attempt), str(self.num_epochs))
             for rank in range(sum(self.ranks))
@@ -239,3 +241,34 @@ def test_faults_of_ranks_and_machines_lose_no_sample(machines, undisturbed, stra
     job.finish()
     assert faults.total() == num_faults
     job.assert_nothing_was_lost(undisturbed(strategy, ranks, num_epochs))
+
+
+TORCHRUN = """
+import os, runpy, sys
+machine, port, script = sys.argv[1:]
+os.makedirs(f"memory-{machine}", exist_ok=True)
+os.environ |= {"DSTRAT_MEMORY_DIR": os.path.abspath(f"memory-{machine}"), "PYTHONPATH": REPOSITORY}
+sys.argv = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-id=one-job", "--max-restarts=2", "--monitor-interval=0.2", script]
+runpy.run_module("torch.distributed.run", run_name="__main__")
+"""
+TRAINING = """
+import os
+from tests.on_machines import train
+train("FSDPStrategy", [1, 1], int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_on_two_machines_restarts_from_their_memory(machines, undisturbed):
+    job = machines("FSDPStrategy", (1, 1))
+    (script := job.folder / "training.py").write_text(TRAINING)
+    (agent := job.folder / "agent.py").write_text(f"REPOSITORY = {str(PROGRAM.parents[1])!r}\n{TORCHRUN}")
+    port = str(free_port())
+    job.attempt, job.processes = 0, [WarmProgram(agent, str(machine), port, str(script)) for machine in (0, 1)]
+    job.wait_for_checkpoint("step=10.ckpt")
+    os.kill(int((job.folder / "pid-0-1").read_text()), signal.SIGKILL)
+    job.finish()
+    assert int((job.folder / "start-1-0").read_text()) >= 10
+    job.assert_nothing_was_lost(undisturbed("FSDPStrategy", (1, 1)))
