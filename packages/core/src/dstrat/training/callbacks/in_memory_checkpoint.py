@@ -78,6 +78,7 @@ class InMemoryCheckpoint(Callback):
         self._job: JobFolder | None = None
         self._background: BackgroundSaves | None = None
         self._saved_at_step = 0
+        self._copies_are_due = False
         self._is_complete = False
 
     @override
@@ -131,6 +132,8 @@ class InMemoryCheckpoint(Callback):
                 _remove(strategy, path)
         if self.ckpt_path and not strategy.reduce_boolean_decision(Path(self.ckpt_path).exists(), all=False):
             self.ckpt_path = ""
+        # After the first step: a machine that has replaced another one has no copies, and a second one may be lost.
+        self._copies_are_due = bool(self.ckpt_path) and trainer.num_nodes > 1
 
     @override
     def on_train_batch_end(
@@ -139,7 +142,9 @@ class InMemoryCheckpoint(Callback):
         assert self._background is not None  # noqa: S101 - on_fit_start comes first
         self._background.check()  # a failed write ends the run now, not at the next save
         # A batch may have several steps, and the batches before a step have none.
-        if trainer.global_step // self.every_n_train_steps > self._saved_at_step // self.every_n_train_steps:
+        every, step = self.every_n_train_steps, trainer.global_step
+        if step // every > self._saved_at_step // every or (self._copies_are_due and step > self._saved_at_step):
+            self._copies_are_due = False
             self._save(trainer)
 
     @override
