@@ -44,9 +44,18 @@ MODULES = (
     "fsdp",
     "zero",
 )
-WHEN_ASKED = ("bagua", "horovod_steps", "layouts", "loop_instructions", "mesh", "scaling", "xla_steps")
-"""In turn they need root, for namespaces of the network; Horovod; ten minutes; ten minutes, and valgrind; ten minutes;
-memory for 64 processes; torch_xla."""
+WHEN_ASKED = (
+    "bagua",
+    "horovod_steps",
+    "in_memory",
+    "layouts",
+    "loop_instructions",
+    "mesh",
+    "scaling",
+    "xla_steps",
+)
+"""In turn they need root, for namespaces of the network; Horovod; ten minutes; ten minutes; ten minutes, and valgrind;
+ten minutes; memory for 64 processes; torch_xla."""
 
 RESULTS = Path(__file__).parent / "results"
 

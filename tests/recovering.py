@@ -22,11 +22,14 @@ def write(name, text):
 
 
 class Numbers(Dataset):
+    def __init__(self, count=NUM_SAMPLES):
+        self.count = count
+
     def __len__(self):
-        return NUM_SAMPLES
+        return self.count
 
     def __getitem__(self, index):
-        return torch.tensor([index / NUM_SAMPLES, 1.0]), index
+        return torch.tensor([index / self.count, 1.0]), index
 
 
 class Net(TrainModule):
@@ -44,13 +47,23 @@ class Net(TrainModule):
 
 
 class Diary(Callback):
-    """Writes the process id of each rank, where it began, each batch that it has trained on, and the end."""
+    """Writes the process id of each rank, where it began, each batch that it has trained on, and the end.
+
+    Args:
+        attempt: Its number, from 0, if the Trainer does not know it.
+    """
+
+    def __init__(self, attempt=None):
+        self.attempt = attempt
+
+    def name_of(self, trainer):
+        return f"{trainer.restart_count if self.attempt is None else self.attempt}-{trainer.global_rank}"
 
     def setup(self, trainer, module, stage):
-        write(f"pid-{trainer.restart_count}-{trainer.global_rank}", os.getpid())
+        write(f"pid-{self.name_of(trainer)}", os.getpid())
 
     def on_train_start(self, trainer, module):
-        name = f"{trainer.restart_count}-{trainer.global_rank}"
+        name = self.name_of(trainer)
         write(f"start-{name}", trainer.fit_loop.batches_seen)
         self.path = Path(f"batches-{name}")
 

@@ -53,6 +53,12 @@ def is_builtin(io: CheckpointIO) -> bool:
     return type(io.file_io) in (TorchCheckpointIO, PortableCheckpointIO)
 
 
+def portable_io(io: CheckpointIO) -> PortableCheckpointIO | None:
+    """Return the portable checkpoint io that a checkpoint io is or writes with; None if it has another format."""
+    inner = io.file_io
+    return inner if isinstance(inner, PortableCheckpointIO) else None
+
+
 def unused_beside(path: str | Path, io: CheckpointIO) -> str | None:
     """Return another path for a checkpoint where a folder is to be written, and something is there; otherwise None."""
     target = as_path(path)

@@ -134,6 +134,11 @@ class ClusterEnvironment(ABC):
         return 0
 
     @property
+    def job_id(self) -> str | None:
+        """Name of the job that its restarts have too, and jobs beside it do not; None if there is none."""
+        return None
+
+    @property
     def requeue_signal(self) -> int | None:
         """Number of the signal after which the job is queued again, once it has saved a checkpoint; None if it is not.
 

@@ -175,7 +175,7 @@ def _boxes(local: Tensor, runs: Sequence[Sequence[Run]]) -> list[LocalBox]:
 def _runs(tensor: Any, coordinate: Sequence[int], name: str) -> list[list[Run]]:
     """Return this process's indices in each dimension."""
     runs: list[list[Run]] = [[(0, size)] for size in tensor.shape]
-    for placement, position, count in zip(tensor.placements, coordinate, tensor.device_mesh.mesh.shape, strict=True):
+    for placement, position, count in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
         if placement.is_replicate():
             continue
         dimension = getattr(placement, "dim", None)
@@ -232,6 +232,8 @@ def holders(tensor: Any) -> list[int]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
+    if not any(placement.is_replicate() for placement in tensor.placements):
+        return [tensor.device_mesh.get_rank()]  # without the mesh's tensor, which torch 2.13 computes in each access
     index = tuple(
         slice(None) if placement.is_replicate() else position
         for placement, position in zip(tensor.placements, coordinate, strict=True)

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import ast
 import logging
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dstrat import Callback, CSVLogger, InMemoryCheckpoint, ModelCheckpoint
+from dstrat.checkpoint.portable.memory_files import existing_in_memory, folder_in_memory
 from dstrat.checkpoint.portable.newest import is_complete
-from dstrat.errors import CheckpointError, ConflictError, RequestError
-from dstrat.training.checkpoint import in_memory
+from dstrat.errors import CheckpointError, RequestError
 
 ROOT = Path(f"/dev/shm/dstrat-{os.geteuid()}")
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
@@ -28,16 +31,20 @@ class Break(Callback):
             raise RuntimeError("broken")
 
 
+def paths_of(folder):
+    return sorted(Path(f"{ROOT}{folder}").glob("**/*.ckpt"))
+
+
 def in_memory_of(folder):
-    return sorted(path.name for path in Path(f"{ROOT}{folder}").glob("**/*.ckpt"))
+    return sorted(path.name for path in paths_of(folder))
 
 
 @pytest.fixture
 def run(quiet_trainer, make_line, loader, tmp_path):
     """Fit for 12 steps with checkpoints in memory after every fourth, until a step."""
 
-    def run(*callbacks, plugins=None, **options):
-        callbacks = [ModelCheckpoint(), InMemoryCheckpoint(4), *callbacks]
+    def run(*callbacks, plugins=None, every=4, **options):
+        callbacks = [ModelCheckpoint(), InMemoryCheckpoint(every), *callbacks]
         trainer = quiet_trainer(max_steps=12, plugins=plugins, callbacks=callbacks)
         trainer.fit(make_line(), loader(), **options)
         return trainer
@@ -66,7 +73,8 @@ def test_a_failed_fit_resumes_from_the_newest_checkpoint_in_memory(run, tmp_path
 def test_a_checkpoint_that_a_killed_run_has_superseded_is_removed(run, tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         run(Break(10))
-    shutil.copytree(f"{ROOT}{tmp_path}/checkpoints/step=8.ckpt", f"{ROOT}{tmp_path}/checkpoints/step=4.ckpt")
+    (path,) = paths_of(tmp_path)
+    shutil.copytree(path, path.with_name("step=4.ckpt"))
 
     class AtTheStart(Callback):
         runs_last = saves_checkpoints = True
@@ -75,7 +83,7 @@ def test_a_checkpoint_that_a_killed_run_has_superseded_is_removed(run, tmp_path)
             self.present = in_memory_of(tmp_path)
 
     start = AtTheStart()
-    run(start, ckpt_path=f"{ROOT}{tmp_path}/checkpoints/step=8.ckpt")
+    run(start, ckpt_path=path)
     assert start.present == ["step=8.ckpt"]
 
 
@@ -161,16 +169,91 @@ def test_a_name_that_a_failed_fit_has_used_is_not_written_over(run, tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
             run(Break(5))
-    assert in_memory_of(tmp_path) == ["step=4-v1.ckpt", "step=4.ckpt"]
+    assert in_memory_of(tmp_path) == ["step=4.ckpt", "step=4.ckpt"]
 
 
-def test_several_machines_are_refused():
-    with pytest.raises(ConflictError, match="num_nodes=2: each machine has its own memory"):
-        InMemoryCheckpoint(4).setup(SimpleNamespace(num_nodes=2), None, "fit")
+def test_files_of_a_superseded_checkpoint_are_written_over(run, tmp_path):
+    inodes = {}
+
+    class Inodes(Callback):
+        runs_last = saves_checkpoints = True
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.strategy.checkpoint_io.wait()
+            for path in paths_of(tmp_path):
+                (file,) = path.glob("*.safetensors")
+                inodes[path.name] = file.stat().st_ino
+
+    run(Inodes(), every=2)
+    assert inodes["step=2.ckpt"] == inodes["step=6.ckpt"] == inodes["step=10.ckpt"] != inodes["step=4.ckpt"]
+
+
+def test_a_failed_fit_frees_all_but_the_newest_checkpoint(run, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(10))
+    assert [path.name for path in paths_of(tmp_path)[0].parent.iterdir() if path.is_dir()] == ["step=8.ckpt"]
+
+
+def test_a_folder_of_a_job_that_saved_nothing_is_removed(run, tmp_path):
+    abandoned = Path(f"{ROOT}{tmp_path}/checkpoints/0123")
+    (abandoned / ".dstrat-1.tmp").mkdir(parents=True)
+    (abandoned / "owner").touch()
+    run()
+    assert not abandoned.exists()
+
+
+def test_two_running_jobs_without_a_logger_resume_from_their_own(run, tmp_path):
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(6))
+
+    class AnotherJob(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == 9:
+                self.step = run_elsewhere(tmp_path)
+
+    other = AnotherJob()
+    run(other)
+    assert other.step == 4
+
+
+def run_elsewhere(folder):
+    """Return the step from which a job in another process would resume, in a folder."""
+    program = f"""
+from pathlib import Path
+from dstrat.checkpoint.portable.memory_files import existing_in_memory
+print([path.name for job in existing_in_memory([Path({str(folder / "checkpoints")!r})]) for path in job.glob("*.ckpt")])
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    (name,) = ast.literal_eval(printed)
+    return int(re.search(r"step=(\d+)", name)[1])
+
+
+def test_a_restarted_job_takes_its_own_before_those_of_ended_jobs(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("slurm-7.aa", "slurm-71.bb", "cc"):
+        (job := folder_in_memory(folder) / name).mkdir(parents=True)
+        (job / "owner").touch()
+    names = [[path.name for path in existing_in_memory([folder], job_id)] for job_id in ("slurm-7", "slurm-8", None)]
+    shutil.rmtree(folder_in_memory(tmp_path))
+    assert names == [["slurm-7.aa"], ["cc", "slurm-7.aa", "slurm-71.bb"], ["cc", "slurm-7.aa", "slurm-71.bb"]]
+
+
+def test_a_checkpoint_of_an_earlier_root_is_not_looked_for(tmp_path):
+    callback = InMemoryCheckpoint(4)
+    callback.load_state_dict({"ckpt_path": str(tmp_path / "step=4.ckpt"), "superseded": ""})
+    assert (callback.ckpt_path, callback.state_dict()) == ("", {"ckpt_path": "", "superseded": ""})
+
+
+def test_another_folder_in_memory_may_be_set(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSTRAT_MEMORY_DIR", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    with pytest.raises(RuntimeError, match="broken"):
+        run(Break(6))
+    assert [path.name for path in (tmp_path / "memory").glob("**/*.ckpt")] == ["step=4.ckpt"]
 
 
 def test_a_root_that_others_may_change_is_refused(monkeypatch, tmp_path, run):
-    monkeypatch.setattr(in_memory, "_MEMORY", tmp_path)
+    monkeypatch.setenv("DSTRAT_MEMORY_DIR", str(tmp_path))
     root = tmp_path / ROOT.name
     root.mkdir()
     root.chmod(0o777)
@@ -179,7 +262,7 @@ def test_a_root_that_others_may_change_is_refused(monkeypatch, tmp_path, run):
 
 
 def test_a_system_without_such_memory_is_refused(monkeypatch, tmp_path, run):
-    monkeypatch.setattr(in_memory, "_MEMORY", tmp_path / "missing")
+    monkeypatch.setenv("DSTRAT_MEMORY_DIR", str(tmp_path / "missing"))
     with pytest.raises(CheckpointError, match="which this system does not have"):
         run()
 

@@ -51,6 +51,11 @@ class LSFEnvironment(ExternalEnvironment):
         return port_of_job(self.variables.text("LSB_JOBID"))
 
     @property
+    def job_id(self) -> str | None:
+        number = self.environ.get("LSB_JOBID")
+        return f"lsf-{number}" if number else None
+
+    @property
     def _slots(self) -> list[str]:
         """The job's hosts, each as often as it has slots."""
         if self.environ.get("LSB_DJOB_RANKFILE"):

@@ -108,6 +108,11 @@ class SLURMEnvironment(ExternalEnvironment):
         return self.variables.integer(name) if name in self.environ else 0
 
     @property
+    def job_id(self) -> str | None:
+        number = self.environ.get("SLURM_JOB_ID")
+        return f"slurm-{number}" if number else None
+
+    @property
     def requeue_signal(self) -> int | None:
         return self._requeue_signal if self.auto_requeue else None
 

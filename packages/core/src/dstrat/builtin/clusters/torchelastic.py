@@ -39,3 +39,8 @@ class TorchElasticEnvironment(ExternalEnvironment):
     def attempt(self) -> int:
         name = "TORCHELASTIC_RESTART_COUNT"
         return self.variables.integer(name) if name in self.environ else 0
+
+    @property
+    def job_id(self) -> str | None:
+        name = self.environ.get("TORCHELASTIC_RUN_ID", "none")
+        return None if name == "none" else f"torchrun-{name}"  # "none" is the default of --rdzv-id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,8 @@ from typing_extensions import override
 
 from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import BUCKET
+from dstrat.checkpoint.portable.machines import Machines
+from dstrat.checkpoint.portable.memory_files import is_in_memory
 from dstrat.checkpoint.portable.payload import Payload, as_bytes, host_memory, wait_for_devices
 from dstrat.checkpoint.portable.ranks import ChannelRanks, GroupRanks, Ranks
 from dstrat.checkpoint.portable.storage import map_in_threads
@@ -23,7 +26,6 @@ from dstrat.parallel.shards import LocalBox
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -50,6 +52,7 @@ class PortableCheckpointIO(CheckpointIO):
     def __init__(self, verify: bool = True, timeout: timedelta | None = None) -> None:
         self.verify, self.timeout = verify, timeout
         self._ranks: Ranks | None = None
+        self._machines: Machines | None = None
         self._memory = StagingMemory()
 
     @override
@@ -82,6 +85,13 @@ class PortableCheckpointIO(CheckpointIO):
         from dstrat.checkpoint.portable.save import write
 
         target = as_path(path)
+        if isinstance(target, Path) and is_in_memory(target):
+            machines = self.machines(staged.ranks)
+            if machines.count > 1:
+                from dstrat.checkpoint.portable.mirrored import write_mirrored
+
+                write_mirrored(staged, target, machines)
+                return
         write(staged, target)
         # Only now: the pointer must never name a checkpoint that is not complete.
         with staged.ranks.on_all_ranks("point to the newest checkpoint"):
@@ -91,7 +101,7 @@ class PortableCheckpointIO(CheckpointIO):
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
         from dstrat.checkpoint.portable.save import prepare
 
-        prepared = prepare(checkpoint, self._current_ranks())
+        prepared = prepare(checkpoint, self.ranks())
         # Threads read the tensors, on streams that do not wait for the one on which the last step was queued.
         wait_for_devices(prepared.shard.devices)
         return prepared
@@ -159,9 +169,15 @@ class PortableCheckpointIO(CheckpointIO):
         self._memory.release()
         if self._ranks is not None:
             self._ranks.close()
-            self._ranks = None
+            self._ranks = self._machines = None
 
-    def _current_ranks(self) -> Ranks:
+    def machines(self, ranks: Ranks) -> Machines:
+        """Return the machines of the ranks; collective on the first call in a job."""
+        if self._machines is None or self._machines.ranks is not ranks:
+            self._machines = Machines(ranks)
+        return self._machines
+
+    def ranks(self) -> Ranks:
         """Return the ranks of the current job; another fit opens another process group or channel."""
         if self._ranks is None or not self._ranks.is_current:
             (rank, size), job = rank_and_size(), current_job()

@@ -259,6 +259,11 @@ class _Read:
     target: Tensor
 
     @property
+    def num_bytes(self) -> int:
+        """Number of bytes that are read."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def is_direct(self) -> bool:
         """Whether the file can be read straight into the target, without a copy."""
         target = self.target
@@ -282,6 +287,7 @@ def read_into(
         CheckpointError: The checkpoint is damaged.
     """
     reads = [read for entry, boxes in wanted for local in boxes for read in _reads(entry, local)]
+    reader.fetch((read.file, read.begin, read.begin + read.num_bytes) for read in reads)
     for name in sorted({read.file for read in reads}):  # opened here: CheckpointReader.file is not thread-safe
         reader.file(name)
     map_in_threads(lambda batch: _read_all(reader, batch, advance), list(_batches(reads)))

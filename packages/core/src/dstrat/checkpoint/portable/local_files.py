@@ -106,7 +106,7 @@ class Claim:
             if descriptor is None and os.path.lexists(self._file):
                 return False
             if descriptor is not None:
-                if _is_at(descriptor, self._file):
+                if is_at(descriptor, self._file):
                     self._descriptor = descriptor
                     return True
                 os.close(descriptor)  # its owner has removed the file in between: try again with a new one
@@ -120,7 +120,8 @@ class Claim:
             os.close(descriptor)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a path is still that of an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -348,7 +349,7 @@ class OutputFile:
         if self._direct is not None and self._write_directly(self._direct, views, position):
             return
         for view in views:
-            _write_all(self._cached, view, position)
+            write_all(self._cached, view, position)
             position += len(view)
 
     def flush(self) -> None:
@@ -373,7 +374,7 @@ class OutputFile:
                 return False
             raise
         if written < filled:  # a nearly full disk; direct I/O cannot go on within a page
-            _write_all(self._cached, bucket[written:filled], position + written)
+            write_all(self._cached, bucket[written:filled], position + written)
         return True
 
 
@@ -383,7 +384,8 @@ def _open_direct(path: Path) -> int | None:
     return None
 
 
-def _write_all(descriptor: int, view: memoryview, position: int) -> None:
+def write_all(descriptor: int, view: memoryview, position: int) -> None:
+    """Write all bytes of a view at a position."""
     done = 0
     while done < len(view):  # a nearly full disk writes fewer bytes, and raises in the next call
         done += os.pwrite(descriptor, view[done:], position + done)

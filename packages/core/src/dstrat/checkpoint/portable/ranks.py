@@ -47,6 +47,20 @@ class Ranks:
         """Return the message of rank 0 on each of them; the messages of other ranks are ignored."""
         return message
 
+    sends_to_ranks = False
+    """Whether bytes can be sent from one rank to another, by the next three methods."""
+
+    def start_send(self, data: torch.Tensor, target: int) -> Any:
+        """Start to send bytes to a rank, which receives them in as many calls, and return what to wait for."""
+        raise NotImplementedError
+
+    def wait(self, sends: list[Any]) -> None:
+        """Wait until what was started is sent."""
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """Receive bytes from a rank, into their memory."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Free the resources of the communication."""
 
@@ -99,6 +113,8 @@ class GroupRanks(Ranks):
         timeout: How long a rank waits for the others.
     """
 
+    sends_to_ranks = True
+
     def __init__(self, timeout: timedelta) -> None:
         # A separate group: collectives of a background save must not interleave with those of the training.
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
@@ -141,6 +157,19 @@ class GroupRanks(Ranks):
             if int(size):
                 dist.broadcast(received, src=0, group=self._group)
         return received.numpy().tobytes()
+
+    def start_send(self, data: torch.Tensor, target: int) -> Any:
+        with self._losses():
+            return dist.isend(data, target, group=self._group)
+
+    def wait(self, sends: list[Any]) -> None:
+        with self._losses():
+            for send in sends:
+                send.wait()
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        with self._losses():
+            dist.recv(data, source, group=self._group)
 
     def _sizes(self, message: bytes) -> list[int]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

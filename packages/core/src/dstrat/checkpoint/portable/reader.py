@@ -24,7 +24,7 @@ from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from typing_extensions import Self
 
@@ -155,6 +155,17 @@ class CheckpointReader:
         """Size in bytes of each file except the manifest."""
         return {name: record.size for name, record in self.manifest.files.items()}
 
+    def fetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Make parts of files readable that are not in the folder; here all files are.
+
+        Args:
+            ranges: Names of files, with the positions of the first byte and after the last one.
+        """
+
+    def path_of(self, name: str) -> CheckpointPath:
+        """Return the path that a file is read from."""
+        return self.path / name
+
     def file(self, name: str) -> VerifiedFile:
         """Return a file of the checkpoint.
 
@@ -165,7 +176,7 @@ class CheckpointReader:
             if name not in self.manifest.files:
                 raise damaged_error(self.path, f"its manifest does not list {name}")
             record = self.manifest.files[name]
-            self._files[name] = VerifiedFile(self.path / name, record, verifies=self._verifies)
+            self._files[name] = VerifiedFile(self.path_of(name), record, verifies=self._verifies)
         return self._files[name]
 
     def document(self, name: str) -> Any:

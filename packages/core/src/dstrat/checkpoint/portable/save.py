@@ -116,19 +116,19 @@ def write(prepared: Prepared, target: CheckpointPath) -> None:
         # On a disk it has a temporary name until the commit, which only rank 0 knows.
         name = ranks.broadcast(b"" if folder is None else folder.path.name.encode()).decode()
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
-            report = _write_rank_files(prepared, target.parent / name, ranks.rank)
+            report = write_rank_files(prepared, target.parent / name, ranks.rank)
         # Each rank reports after it has flushed its files, so that the commit comes after all of them.
         reports = ranks.gather(report)
         # No rank returns before the commit: what follows a save may remove the checkpoint before it.
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if folder is not None:
-                folder.commit(_complete(prepared, folder.path, [parse_json(report) for report in reports]))
+                folder.commit(complete(prepared, folder.path, [parse_json(report) for report in reports]))
     finally:
         if folder is not None:
             folder.close()
 
 
-def _write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> bytes:
+def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> bytes:
     """Write this rank's files, and return the report for rank 0's index and manifest."""
     if storage_of(folder).is_local and not folder.is_dir():
         raise CheckpointError(
@@ -162,7 +162,7 @@ def _write_document(path: CheckpointPath, data: bytes) -> FileRecord:
     return FileRecord(size=len(data), checksums=block_checksums([memoryview(data)]))
 
 
-def _complete(prepared: Prepared, folder: CheckpointPath, reports: list[dict[str, Any]]) -> bytes:
+def complete(prepared: Prepared, folder: CheckpointPath, reports: Sequence[Mapping[str, Any]]) -> bytes:
     """Write the plain values and the index of all ranks, and return the manifest."""
     files = {
         name: FileRecord(size=size, checksums=checksums)
@@ -185,7 +185,7 @@ def _complete(prepared: Prepared, folder: CheckpointPath, reports: list[dict[str
     return _limited(manifest.to_bytes(), "checksums")
 
 
-def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _index(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of the index file: the tensors of all ranks, with their pieces in ascending order."""
     tensors: dict[str, dict[str, Any]] = {}
     for report in reports:

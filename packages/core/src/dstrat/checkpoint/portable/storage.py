@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+from typing_extensions import override
+
 from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.format import BUCKET, block_checksums
 from dstrat.checkpoint.portable.local_files import (
@@ -23,6 +25,7 @@ from dstrat.checkpoint.portable.local_files import (
     replace_file,
     write_flushed,
 )
+from dstrat.checkpoint.portable.memory_files import RecyclingFolder, ReusedFile, is_in_memory, recycle_folder
 from dstrat.checkpoint.portable.remote_files import (
     RemoteFile,
     UnfinishedUpload,
@@ -136,7 +139,9 @@ class Storage(Protocol[P]):
 
 def storage_of(path: CheckpointPath) -> Storage[Any]:
     """Return the storage of a local path or URL."""
-    return RemoteStorage() if isinstance(path, RemotePath) else LocalStorage()
+    if isinstance(path, RemotePath):
+        return RemoteStorage()
+    return MemoryStorage() if is_in_memory(path) else LocalStorage()
 
 
 class LocalStorage:
@@ -199,6 +204,18 @@ class LocalStorage:
             return f"{str(existing)!r} is not a folder"
         can_write = os.access(existing, os.W_OK | os.X_OK)
         return None if can_write else f"{str(existing)!r} is read-only for this process"
+
+
+class MemoryStorage(LocalStorage):
+    """Checkpoints in the memory of this machine, where the files of a superseded one are written over."""
+
+    begin_checkpoint = staticmethod(RecyclingFolder)
+    remove_checkpoint = staticmethod(recycle_folder)
+
+    @override
+    def write_buckets(self, path: Path, size: int, bucket: Callable[[int], list[memoryview]]) -> list[str]:
+        with contextlib.closing(ReusedFile(path, size)) as file:
+            return map_in_threads(lambda begin: file.write(bucket(begin), begin), range(0, size, BUCKET))
 
 
 def _nearby(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -10,17 +11,18 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from dstrat.checkpoint.formats import io_for, is_builtin, read_step
+from dstrat.checkpoint.formats import io_for, is_builtin, portable_io, read_step
 from dstrat.checkpoint.paths import as_path, shown_path
+from dstrat.checkpoint.portable.memory_files import existing_in_memory, memory_root
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.checkpoint.torch_file import read_content
 from dstrat.errors import CheckpointError, MisuseError, StoreError
-from dstrat.training.checkpoint.in_memory import existing_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dstrat.checkpoint.paths import CheckpointPath
+    from dstrat.checkpoint.portable.mirrored import MirroredCheckpoint
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.run import Run
@@ -48,10 +50,17 @@ def remove_checkpoint(strategy: Strategy, path: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SearchResult:
-    """The result of rank 0's search, for all ranks."""
+    """The result of rank 0's search, for all ranks.
+
+    Attributes:
+        path: Of the checkpoint; None if there is none.
+        error: Why there is none, if that is an error.
+        name_in_memory: Its path below the root of checkpoints in memory, which machines may have at different paths.
+    """
 
     path: str | None = None
     error: str | None = None
+    name_in_memory: str | None = None
 
 
 class Search(Enum):
@@ -90,17 +99,41 @@ def resolve_checkpoint(run: Run, requested: CheckpointRequest) -> str | Path | N
     """
     if not isinstance(requested, Search) and requested not in ("last", "best"):
         return None if requested is None else os.path.expanduser(requested)  # noqa: PTH111 - it may be a URL
-    # Only rank 0 searches: ranks could see another newest file, and would load different checkpoints.
-    result = run.strategy.broadcast(_find(run, requested) if run.is_global_zero else _SearchResult())
+    in_memories = _search_machines(run)
+    # Only rank 0 searches on the disk: ranks could see another newest file, and would load different checkpoints.
+    result = run.strategy.broadcast(_find(run, requested, in_memories) if run.is_global_zero else _SearchResult())
     if result.error is not None:
         raise CheckpointError(result.error)
-    return result.path
+    return result.path if result.name_in_memory is None else memory_root() / result.name_in_memory
 
 
-def _find(run: Run, requested: CheckpointRequest) -> _SearchResult:
+def _search_machines(run: Run) -> list[MirroredCheckpoint] | None:
+    """Return the checkpoints in the memory of several machines; None if there is one machine.  Collective."""
+    if run.plan.num_nodes == 1:
+        return None
+    io = portable_io(run.strategy.checkpoint_io)
+    if io is None or not io.ranks().sends_to_ranks:
+        return []
+    from dstrat.checkpoint.portable.mirrored import search_memories
+
+    folders: list[str] = []
+    if run.is_global_zero:
+        with contextlib.suppress(OSError):  # raised again by _find, for all ranks
+            folders = [str(folder) for folder in _folders(run)]
+    return search_memories(io.machines(io.ranks()), run.strategy.broadcast(folders), job_id_of(run.strategy))
+
+
+def job_id_of(strategy: Strategy) -> str | None:
+    """Return the name that the job of a strategy has in common with its restarts; None if there is none."""
+    cluster = strategy.components.cluster_environment
+    return None if cluster is None else cluster.job_id
+
+
+def _find(run: Run, requested: CheckpointRequest, in_memories: list[MirroredCheckpoint] | None) -> _SearchResult:
     """Search for a checkpoint, and log the result; on rank 0 only."""
     try:
-        result = _best_of_last_fit(run) if requested is Search.BEST_OF_LAST_FIT else _search(run, requested)
+        is_best = requested is Search.BEST_OF_LAST_FIT
+        result = _best_of_last_fit(run) if is_best else _search(run, requested, in_memories)
     except OSError as error:  # sent to all ranks, which would wait for the broadcast if it was raised here
         return _SearchResult(error=f"no checkpoint could be looked for: {error}")
     if result.path is not None:
@@ -108,11 +141,16 @@ def _find(run: Run, requested: CheckpointRequest) -> _SearchResult:
     return result
 
 
-def _search(run: Run, requested: CheckpointRequest) -> _SearchResult:
+def _search(run: Run, requested: CheckpointRequest, in_memories: list[MirroredCheckpoint] | None) -> _SearchResult:
     if requested == "best":
         return _best(run)
-    folders = _folders(run)
-    path = _newest([*folders, *existing_in_memory(folders)], run.strategy.checkpoint_io)
+    folders, io = _folders(run), run.strategy.checkpoint_io
+    of_this_machine = existing_in_memory(folders, job_id_of(run.strategy)) if in_memories is None else []
+    path = _newest([*folders, *of_this_machine], io)
+    if in_memories:
+        newest = max(in_memories, key=lambda checkpoint: (checkpoint.step, checkpoint.created_ns))
+        if path is None or (newest.step, newest.created_ns) > (_step_of(path, io) or 0, written_ns(path)):
+            return _SearchResult(path=str(newest.path), name_in_memory=newest.name)
     if path is not None:
         return _SearchResult(path=str(path))
     if requested == "last":
@@ -224,7 +262,7 @@ def _folders(run: Run) -> list[CheckpointPath]:
     folders = list(current)
     if log_dir is not None and has_versions:
         for folder in current:
-            folders += _in_other_runs(folder, Path(log_dir))
+            folders += _in_other_runs(run, folder, Path(log_dir))
     is_fixed = bool(current) and (default not in current or (logger is not None and not has_versions))
     if is_fixed or _newest(folders, run.strategy.checkpoint_io) is not None:
         return list(dict.fromkeys(folders))
@@ -235,13 +273,14 @@ def _folders(run: Run) -> list[CheckpointPath]:
     return list(dict.fromkeys([*folders, *below]))
 
 
-def _in_other_runs(folder: CheckpointPath, log_dir: Path) -> list[Path]:
+def _in_other_runs(run: Run, folder: CheckpointPath, log_dir: Path) -> list[Path]:
     """Return the folders that a folder in the logger's has in those of other runs."""
     if not isinstance(folder, Path) or not folder.absolute().is_relative_to(log_dir.absolute()):
         return []
     inner, parent = folder.absolute().relative_to(log_dir.absolute()), log_dir.absolute().parent
     paths = [run / inner for run in sorted(parent.iterdir())] if parent.is_dir() else []
-    return [path for path in paths if path.is_dir() or existing_in_memory([path])]
+    # Those in the memory of other machines are not known here.
+    return [path for path in paths if run.plan.num_nodes > 1 or path.is_dir() or existing_in_memory([path])]
 
 
 def _newest(folders: Iterable[CheckpointPath], io: CheckpointIO) -> CheckpointPath | None:

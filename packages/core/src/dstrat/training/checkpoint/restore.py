@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.foreign import how_to_convert
-from dstrat.checkpoint.formats import io_for
+from dstrat.checkpoint.formats import io_for, portable_io
 from dstrat.checkpoint.paths import shown_path
+from dstrat.checkpoint.portable.memory_files import is_in_memory
 from dstrat.checkpoint.strategy_state import (
     CURRENT_WEIGHTS,
     is_of_same_strategy,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.training.run import Run
 
@@ -56,7 +58,7 @@ class CheckpointRestore:
         from dstrat.training.checkpoint.lightning import LightningFileIO, is_lightning_file  # imports this module
 
         self._run, self._path = run, path
-        self._io = LightningFileIO() if is_lightning_file(path) else io_for(path, run.strategy.checkpoint_io)
+        self._io = LightningFileIO() if is_lightning_file(path) else _io_of(run, path)
         self._values = read_values(run.strategy, self._io, path)
         run.hooks.call("on_load_checkpoint", self._values)
 
@@ -183,6 +185,16 @@ class CheckpointRestore:
                 source,
                 self._run.fit_loop.epoch,
             )
+
+
+def _io_of(run: Run, path: str | Path) -> CheckpointIO:
+    """Return the checkpoint io that reads a checkpoint; collective with several machines."""
+    io = run.strategy.checkpoint_io
+    if run.plan.num_nodes > 1 and is_in_memory(path) and (portable := portable_io(io)) is not None:
+        from dstrat.checkpoint.portable.mirrored import MirroredCheckpointIO
+
+        return MirroredCheckpointIO(portable.machines(portable.ranks()), verify=portable.verify)
+    return io_for(path, io)
 
 
 def _describe_dropped(
