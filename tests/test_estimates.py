@@ -120,10 +120,11 @@ def estimated(alias, world_size, num_blocks, batches):
         pytest.param("deepspeed_stage_2", 2, ALL, 1, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_3", 2, ALL, 1, marks=pytest.mark.variant),
         pytest.param("ddp_sharded", 2, ALL, 1, marks=pytest.mark.variant),
+        pytest.param("bagua", 2, ALL, 1, marks=pytest.mark.variant),
     ],
 )
-def test_the_estimate_is_within_a_tenth_of_what_a_rank_has(alias, world_size, num_blocks, batches):
+def test_the_estimate_is_near_what_a_rank_has(alias, world_size, num_blocks, batches):
     peak = max(in_ranks(largest_in_training, world_size, alias=alias, num_blocks=num_blocks, batches=batches))
     estimate = estimated(alias, world_size, num_blocks, batches)
     print(f"{alias}: estimated {estimate / MIB:.0f} MiB, measured {peak / MIB:.0f} MiB")
-    assert estimate == pytest.approx(peak, rel=0.1)
+    assert estimate == pytest.approx(peak, rel=0.05)

@@ -1,4 +1,4 @@
-"""The shapes of Llama 3 in dry runs and rankings, and a small one that trains."""
+"""The shapes of Llama 3 and DeepSeek-V3 in dry runs and rankings, and small ones that train."""
 
 import json
 import sys
@@ -97,6 +97,57 @@ def test_a_small_shape_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_small_shape_with_experts_learns():
+    from deepseek import DeepSeek, Shape
+
+    torch.manual_seed(0)
+    sizes = {"width": 32, "layers": 3, "dense_layers": 1, "heads": 2, "head_size": 8, "rotary_size": 4}
+    sizes |= {"query_rank": 12, "key_rank": 8, "hidden": 64, "experts": 4, "choices": 2, "expert_hidden": 16}
+    model = DeepSeek(Shape(**sizes, vocabulary=50))
+    optimizer, tokens = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(40)[None] % 50
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model.training_step(tokens, 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_each_token_gets_the_outputs_of_its_experts(crowded):
+    from deepseek import Experts
+
+    torch.manual_seed(0)
+    experts = Experts(4, 6, 5)
+    tokens, weights = torch.randn(8, 6), torch.rand(8, 2)
+    index = torch.tensor([[0, 1]]).expand(8, 2) if crowded else torch.arange(16).view(8, 2) % 4
+
+    def output(token, choice):
+        one = index[token, choice]
+        gate, up, down = experts.gate[one], experts.up[one], experts.down[one]
+        hidden = nn.functional.silu(tokens[token] @ gate) * (tokens[token] @ up)
+        return weights[token, choice] * (hidden @ down)
+
+    taken = 4 if crowded else 8  # an expert takes 8 * 2 / 4 tokens
+    expected = torch.zeros(8, 6)
+    expected[:taken] = torch.stack([output(token, 0) + output(token, 1) for token in range(taken)])
+    torch.testing.assert_close(experts(tokens, index, weights), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_model_of_671_billion_parameters_with_experts_is_explained():
+    model = ("--model", f"{HERE / 'deepseek.py'}:deepseek_v3", "--precision", "bf16-mixed")
+    strategy = ("--strategy", "mesh(pp=16, ep=64, microbatches=120)")
+    code, shown = run("explain", *model, *strategy, "--devices", "2048", "--nodes", "256", "--batch", "15360")
+    assert (code, shown["refused"]) == (0, [])
+    plan = {row["subject"].strip(): row for row in shown["plan"]}
+    assert plan["mesh"]["value"] == "pp 16 x dp_shard 128"
+    assert plan["ep"]["reason"].startswith("parts of the experts")
+    assert sum(stage["parameters"] for stage in shown["memory"]) == pytest.approx(4 * 671.03e9 / 128, rel=0.01)
 
 
 @pytest.mark.parametrize("flag", ["32-true", "bf16-mixed", "bf16-true"])

@@ -1,10 +1,13 @@
 """Memory of a rank that each algorithm asks for, beside that of the training."""
 
 import pytest
+import torch
 from tests.hand_loop import Net, parts, start, train
 from tests.ranks import each, in_ranks
+from torch import nn
 
 from dstrat_bagua import BaguaStrategy
+from dstrat_bagua.buckets import GradientExchange
 
 
 def bytes_of_copies(cluster, **options):
@@ -34,3 +37,31 @@ def test_an_algorithm_of_weights_has_the_copies_that_it_declares_and_no_buckets_
     for outcomes in in_ranks(each, function=bytes_of_copies, cases=cases):
         for name, (copies, has_buckets, declared) in outcomes.items():
             assert (copies, has_buckets) == (declared, False), name
+
+
+class Arrived:
+    """An exchange that has ended."""
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_gradients_are_freed_while_the_backward_pass_computes_others(flatten):
+    net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))  # a bucket for each layer
+    started, are_views = [], []
+
+    def start(bucket):
+        started.append(bucket)
+        return Arrived()
+
+    def compare(_):
+        gradient, flat = net[1].weight.grad, started[0].flat
+        are_views.append(gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr())
+
+    exchange = GradientExchange([[*net.named_parameters()]], start, flatten=flatten, find_unused=None)
+    net[0].weight.register_post_accumulate_grad_hook(compare)
+    with exchange.during_backward():
+        net(torch.ones(2, 512)).sum().backward()
+    assert are_views == [flatten]
+    assert len(started) == 2

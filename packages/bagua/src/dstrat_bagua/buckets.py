@@ -78,6 +78,12 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def replace_gradients(self) -> None:
+        """Let gradients that were loaded be views of the bucket, which frees their memory."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = view
+
     @torch.no_grad()
     def store_gradients(self, *, as_views: bool) -> None:
         """Set the gradients of the parameters to the values of the bucket.
@@ -230,6 +236,8 @@ class GradientExchange:
                     'the layer with sparse=False, or choose strategy="ddp"'
                 )
         bucket.load_gradients()
+        if self._flatten:
+            bucket.replace_gradients()  # while the backward pass computes others
         lane.started.append((bucket, self._start(bucket)))
 
     def _finish(self) -> None:

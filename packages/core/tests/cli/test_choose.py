@@ -74,6 +74,31 @@ class Whole(Split):
     configure_model = TrainModule.configure_model
 
 
+class Experts(nn.Module):
+    """Four small matrices, which add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
+
+    def forward(self, tokens, index, weights):
+        return torch.einsum("tw,ewo->to", tokens, self.weight) * weights
+
+
+class Routed(Whole):
+    """Has one layer of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x):
+        return self.experts(self.net(x), torch.zeros(len(x), 1, dtype=torch.long), x[:, :1])
+
+    def configure_experts(self):
+        return [self.experts]
+
+
 class Staged(Whole):
     """Has four layers in order."""
 
@@ -184,6 +209,20 @@ def test_layouts_of_a_mesh_are_compared_or_refused_with_the_reason(choose):
         "mesh(pp=2, microbatches=8)": "Sequential has no configure_pipeline",
         "mesh(tp=2)": "Sequential has no configure_model",
     }
+
+
+def test_experts_are_divided_only_where_a_module_has_some(choose):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "6", "--strategy", "mesh", "--batch", "6", "--json")
+    shown = ranking(choose(*options, factory="Routed", of=machine(devices=6)))
+    names = {*(one["strategy"] for one in shown["candidates"]), *shown["refused"]}
+    sizes = {int(size) for name in names for size in re.findall(r"\bep=(\d+)", name)}
+    assert sizes == {2}  # of those that divide the devices, the one that divides four experts
+    divided = next(one for one in shown["candidates"] if one["strategy"] == "mesh(ep=2)")
+    assert "all_to_all" in {one["kind"] for one in divided["communication"]["collectives"]}
+    without = ranking(choose(*options, factory="Whole", of=machine(devices=6)))
+    assert "mesh" in {one["strategy"] for one in without["candidates"]}
+    assert "ep=" not in json.dumps(without)
 
 
 def test_state_that_fits_no_device_is_offloaded_to_the_host(choose):
@@ -434,6 +473,13 @@ def test_every_batch_is_measured_where_they_are_not_on_a_line(measured):
     assert measured == [BATCH, 2, 4, 16]
 
 
+def test_gradients_are_reduced_in_a_buffer_once_as_many_are_computed(training):
+    timed = dataclasses.replace(training, timeline=((50, 0), (45, 20), (10, 90)))
+    layout = MemoryLayout(parameters=7, gradients=0, optimizer_state=0, step_buffers=5)
+    peaks = [timed.peak(dataclasses.replace(layout, reduction_buffer=size)) - 12 for size in (0, 20, 30, 90, 91)]
+    assert peaks == [50, 45 + 20, 50, 10 + 90, 50]
+
+
 # The model of the time
 
 
@@ -477,6 +523,20 @@ def test_collectives_of_each_batch_are_hidden_beside_all_batches(training):
     )
     assert last.communication == pytest.approx(0.4 - 0.1 * 2 / 3)
     assert each.communication == pytest.approx(0)
+
+
+def test_collectives_that_take_the_processors_of_computation_delay_both(training):
+    of_batch = dataclasses.replace(training, work=Work(flops=10**9))  # a second, of which 2 / 3 are the backward pass
+    gather = Collective(kind="all_gather", bytes=8 * 10**7, messages=8, ranks=2, overlaps=True)  # 400 ms
+    layout = CommunicationLayout(collectives=(gather,))
+    times = [step_time(machine(overlap=share), of_batch, training.replicated, layout) for share in (0.5, 0.0, -0.5)]
+    assert [one.communication for one in times] == [pytest.approx(seconds) for seconds in (0.2, 0.4, 0.6)]
+
+
+def test_hooks_in_python_take_time_where_the_machine_says_so(training):
+    layout = CommunicationLayout(hooks=30)
+    times = [step_time(machine(hook_latency=latency), training, training.replicated, layout) for latency in (0.0, 1e-3)]
+    assert [one.communication for one in times] == [0, pytest.approx(0.03)]
 
 
 def test_ranks_that_split_operations_begin_all_of_them(training):

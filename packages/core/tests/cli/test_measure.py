@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from dstrat.cli.main import commands
-from dstrat.cli.measure.benchmarks import fit_link
+from dstrat.cli.measure.benchmarks import fit_link, overlap_of
 from dstrat.cli.measure.command import short_rate
 from dstrat.cli.measure.machine import Link, known_machines, read_machine
 from dstrat.errors import RequestError
@@ -89,6 +89,16 @@ def test_latency_and_bandwidth_are_those_of_the_line_through_times():
     assert (latency, bandwidth) == (pytest.approx(2e-3), pytest.approx(5e8))
 
 
+@pytest.mark.parametrize(
+    ("both", "share"),
+    [(3.0, 1.0), (4.0, 0.0), (3.5, 0.5), (4.5, -0.5), (9.0, -1.0)],
+    ids=["hidden", "one after the other", "half hidden", "both slower", "at most all of it"],
+)
+def test_overlap_is_what_a_collective_and_products_lose_at_once(both, share):
+    assert overlap_of(1.0, 3.0, both) == share
+    assert overlap_of(3.0, 1.0, both) == share
+
+
 @pytest.mark.parametrize(("rate", "text"), [(9.894e14, "989 T"), (1.35e9, "1.35 G"), (2.0, "2 ")])
 def test_rates_have_three_digits(rate, text):
     assert short_rate(rate) == text
@@ -108,7 +118,8 @@ def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path
     assert all(link.latency < 1 and 1e6 < link.bandwidth < 1e12 for link in machine.links)
     assert 1e8 < machine.flops["float32"] < 1e14
     assert 1e7 < machine.memory_bandwidth < 1e13
-    assert 0 <= machine.overlap <= 1
+    assert -1 <= machine.overlap <= 1
+    assert 0 < machine.operation_latency < machine.hook_latency < 0.1
 
 
 @pytest.mark.variant

@@ -146,7 +146,7 @@ class DDPStrategy(ParallelStrategy):
         return len(self.parallel_devices)
 
     @classmethod
-    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - of any size
+    def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - the same for all
         return ({}, {"activation_checkpointing": "full"})
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:

@@ -54,32 +54,39 @@ def _sharded(
     step = copy + math.ceil(training.optimizer_temporaries / ranks)
 
     # Gradients are collected in buckets, each of which is copied to be reduced.  Only buckets before the last one are
-    # reduced while activations live.  Memory of the host that is never written takes no pages.
+    # reduced while activations live.
     elements = int(zero.get("reduce_bucket_size", 500_000_000))
     collected = min(elements, numel) * itemsize
+    # Memory of the host takes no pages until it is written: a bucket for all gradients grows with them.
+    fills_bucket = not on_device and numel <= elements and not is_stage_3
     bucket = elements * itemsize if on_device else collected
     reduced_in_backward = collected if numel > elements else 0
 
     frozen = training.frozen_parameters
     if is_stage_3:
         frozen = math.ceil(frozen / ranks)
-        # Parameters that will be used again soon stay gathered, so that those of small models are never freed.
+        # Parameters that will be used again soon stay gathered, so that those of small models are never freed.  They
+        # are copies of a gathered buffer, which lives until the last parameter in it has been used.
         live = int(zero.get("stage3_max_live_parameters", 1_000_000_000)) * itemsize
-        working, reused = min(live, training.parameters), 0
+        prefetched = int(zero.get("stage3_prefetch_bucket_size", 50_000_000)) * itemsize
+        working = min(live, training.parameters) + min(prefetched, training.parameters)
+        in_step = min(live, training.parameters) + collected
     else:
         working = bucket * (2 if zero.get("overlap_comm") and on_device else 1)
-        reused = 0 if offloads_optimizer else shard  # the reduced gradients
+        in_step = working + collected - (0 if offloads_optimizer else shard)  # the reduced gradients reuse it
     parameters = (shard if is_stage_3 else training.trainable_parameters) + frozen + training.module_buffers
     on_host = 2 * copy + state + shard if offloads_optimizer else 0
     if is_stage_3 and on_device and "offload_param" in devices:
         parameters, on_host = 0, on_host + parameters
+    gradients = training.trainable_parameters if fills_bucket else shard
     has_copy = is_stage_3 or itemsize < _FLOAT32  # stages 1 and 2 step parameters in float32 themselves
     return MemoryLayout(
         parameters=parameters,
-        gradients=0 if offloads_optimizer else shard,
+        gradients=0 if offloads_optimizer else gradients,
         optimizer_state=0 if offloads_optimizer else state + (copy if has_copy else 0),
-        optimizer_temporaries=max(0 if offloads_optimizer else step, working + collected - reused),
+        optimizer_temporaries=max(0 if offloads_optimizer else step, in_step - (gradients - shard)),
+        accumulated=shard if is_stage_3 and not offloads_optimizer else 0,  # a buffer that stays between steps
         buffers=bucket if is_stage_3 else training.largest_parameter if offloads_optimizer else 0,
-        step_buffers=working + reduced_in_backward,
+        step_buffers=0 if fills_bucket else working + reduced_in_backward,
         host=on_host,
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from dstrat.interfaces.memory import MemoryLayout
@@ -14,6 +13,7 @@ from dstrat_fsdp.wrap_policy import blocks_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    import torch
     from torch import Tensor
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn import Module
@@ -23,9 +23,30 @@ if TYPE_CHECKING:
 
 # Of modules that are estimated for many layouts, and do not change.
 _blocks: WeakKeyDictionary[Module, dict[WrapPolicy | None, list[Module]]] = WeakKeyDictionary()
+_units: WeakKeyDictionary[Module, dict[tuple[int, ...], list[Unit]]] = WeakKeyDictionary()
 
 MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameters: The parameters.
+        shapes: Their shapes and dtypes, and whether they are trained: units that have the same ones need as much.
+        is_root: Whether they are those outside of blocks.
+    """
+
+    parameters: tuple[Tensor, ...]
+    shapes: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    is_root: bool = False
+
+    @property
+    def trainable(self) -> tuple[Tensor, ...]:
+        """The parameters that require a gradient."""
+        return tuple(parameter for parameter in self.parameters if parameter.requires_grad)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +120,15 @@ def sharded_layout(
         offloads: Whether shards and the optimizer's state are on the host.
         num_stages: Number of stages among which the caller divides the layout, and which accumulate their gradients.
     """
-    parameters = list(training.module.parameters())
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    shards = sum(_shard_bytes(parameter, division_of) for parameter in parameters)
-    gradients = sum(_shard_bytes(parameter, division_of) for parameter in trainable)
+    units = divided_units(training.module, blocks, division_of)
+    shards = gradients = summed = 0
+    for unit, division, count in units:
+        shards += count * _shard_bytes(unit.parameters, division)
+        gradients += count * _shard_bytes(unit.trainable, division)
+        summed += count * _bytes_in(unit, division, "summed", policy)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
-    step_buffers = _gathered(blocks, parameters, policy, frees_blocks=frees_blocks, division_of=division_of)
-    accumulated = 0
-    if training.accumulate_grad_batches > 1:
-        accumulated = _bytes_in(trainable, "summed", policy=policy, division_of=division_of) // num_stages
+    step_buffers, reduction_buffer = _buffers(units, policy, frees_blocks=frees_blocks)
+    accumulated = summed // num_stages if training.accumulate_grad_batches > 1 else 0
     layout = MemoryLayout(
         parameters=shards + training.module_buffers,
         gradients=gradients,
@@ -115,6 +136,7 @@ def sharded_layout(
         optimizer_temporaries=int(share * training.optimizer_temporaries),
         accumulated=accumulated,
         step_buffers=step_buffers,
+        reduction_buffer=reduction_buffer,
     )
     if not offloads or training.device_type == "cpu":  # a CPU is the host
         return layout
@@ -124,61 +146,78 @@ def sharded_layout(
         optimizer_state=0,
         accumulated=accumulated,
         step_buffers=layout.step_buffers,
+        reduction_buffer=layout.reduction_buffer,
         host=shards + gradients + layout.optimizer_state + layout.optimizer_temporaries,
     )
 
 
-def _shard_bytes(parameter: Tensor, division_of: Callable[[Tensor], Division]) -> int:
-    return division_of(parameter).shard(parameter) * parameter.element_size()
+def divided_units(
+    module: Module, blocks: Sequence[Module], division_of: Callable[[Tensor], Division]
+) -> list[tuple[Unit, Division, int]]:
+    """Return the units of a module's parameters, one of equal ones, with its division and the number of them.
 
-
-def _gathered(
-    blocks: Sequence[Module],
-    parameters: Iterable[Tensor],
-    policy: MixedPrecisionPolicy,
-    *,
-    frees_blocks: bool,
-    division_of: Callable[[Tensor], Division],
-) -> int:
-    """Return the memory of gathered parameters and of gradients that are not reduced yet, at the worst time.
-
-    That is in the backward pass of the largest block: its parameters and gradients, the buffer in which they are
-    summed, and the parameters of the block that is gathered next.  Parameters outside of blocks are gathered for a
-    full step, and their gradients reduced at its end.
+    Args:
+        module: The module.
+        blocks: The layers that are gathered together, inner ones before those that contain them.
+        division_of: Returns the division of a parameter, which is the same for all of a unit.
     """
-    units, root = divide_parameters(blocks, parameters)
-    bytes_in = partial(_bytes_in, policy=policy, division_of=division_of)
-    gathered = [bytes_in(unit, "gathered") for unit in units]
-    working = [
-        bytes_in(unit, "gradients") + bytes_in(unit, "summed") + (2 if frees_blocks else 0) * size
-        for unit, size in zip(units, gathered, strict=True)
-    ]
-    resident = bytes_in(root, "gathered") + (0 if frees_blocks else sum(gathered))
-    return resident + bytes_in(root, "gradients") + max(working, default=bytes_in(root, "summed"))
+    equal: dict[tuple[Any, ...], list[Unit]] = {}
+    for unit in _units_of(module, blocks):
+        key = (unit.shapes, unit.is_root, division_of(unit.parameters[0]))
+        equal.setdefault(key, []).append(unit)
+    return [(units[0], division, len(units)) for (_, _, division), units in equal.items()]
 
 
-def divide_parameters(
-    blocks: Sequence[Module], parameters: Iterable[Tensor]
-) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the parameters that are gathered together with each block, and those outside of blocks."""
-    seen: set[int] = set()
-    units: list[list[Tensor]] = []
-    for block in blocks:
-        unit: list[Tensor] = [parameter for parameter in block.parameters() if id(parameter) not in seen]
-        seen.update(map(id, unit))
-        units.append(unit)
-    return units, [parameter for parameter in parameters if id(parameter) not in seen]
+def _units_of(module: Module, blocks: Sequence[Module]) -> list[Unit]:
+    """Return the units of parameters of blocks, and the one outside of blocks; those that have none are left out."""
+    of_module, key = _units.setdefault(module, {}), tuple(map(id, blocks))
+    if key not in of_module:
+        seen: set[int] = set()
+        units = []
+        for block in (*blocks, module):
+            parameters = tuple(parameter for parameter in block.parameters() if id(parameter) not in seen)
+            seen.update(map(id, parameters))
+            shapes = tuple((one.shape, one.dtype, one.requires_grad) for one in parameters)
+            if parameters:
+                units.append(Unit(parameters, shapes, is_root=block is module))
+        of_module[key] = units
+    return of_module[key]
 
 
-def _bytes_in(
-    unit: Iterable[Tensor], stage: str, *, policy: MixedPrecisionPolicy, division_of: Callable[[Tensor], Division]
-) -> int:
+def _shard_bytes(parameters: Iterable[Tensor], division: Division) -> int:
+    return sum(division.shard(parameter) * parameter.element_size() for parameter in parameters)
+
+
+def _buffers(
+    units: Sequence[tuple[Unit, Division, int]], policy: MixedPrecisionPolicy, *, frees_blocks: bool
+) -> tuple[int, int]:
+    """Return the memory of gathered parameters and of gradients that are not reduced yet, and of those being reduced.
+
+    The first is largest in the backward pass of the largest block: its parameters and gradients, and the parameters of
+    the block that is gathered next.  The gradients of the block before it are summed in a buffer meanwhile.  Parameters
+    outside of blocks are gathered for a full step, and their gradients reduced at its end.
+    """
+    resident = summed_of_root = 0
+    working = []
+    for unit, division, count in units:
+        gathered, gradients, summed = (
+            _bytes_in(unit, division, stage, policy) for stage in ("gathered", "gradients", "summed")
+        )
+        if unit.is_root:
+            resident += gathered + gradients
+            summed_of_root = summed
+        else:
+            resident += 0 if frees_blocks else count * gathered
+            working.append((gradients + (2 if frees_blocks else 0) * gathered, summed))
+    largest, summed = max(working, key=sum, default=(summed_of_root, 0))
+    return resident + largest, summed
+
+
+def _bytes_in(unit: Unit, division: Division, stage: str, policy: MixedPrecisionPolicy) -> int:
     """Return the bytes of a unit's parameters as they are gathered, or of their gradients as computed or summed."""
     total = 0
-    for parameter in unit:
-        if stage != "gathered" and not parameter.requires_grad:
-            continue
+    for parameter in unit.parameters if stage == "gathered" else unit.trainable:
         computed = policy.param_dtype or parameter.dtype
         dtype = (policy.reduce_dtype or computed) if stage == "summed" else computed
-        total += division_of(parameter).gathered(parameter) * dtype.itemsize
+        total += division.gathered(parameter) * dtype.itemsize
     return total

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import (
     copied_bytes,
+    python_hooks,
     sharded_collectives,
     split_activation_share,
     split_collectives,
@@ -139,17 +140,17 @@ class ModelParallelStrategy(SharedBatchStrategy):
             *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
         )
         blocks = estimated_blocks(training, None)
-        sharded = sharded_collectives(
-            training,
-            blocks,
-            division_of=lambda _: Division(shards=data, splits=tensor),
-            policy=precision_policy(None, training.precision),
-            frees_blocks=True,
-        )
+        divided: dict[str, Any] = {
+            "division_of": lambda _: Division(shards=data, splits=tensor),
+            "frees_blocks": True,
+        }
+        policy = precision_policy(None, training.precision)
+        sharded = sharded_collectives(training, blocks, policy=policy, **divided)
         return CommunicationLayout(
             collectives=(*sharded, *split_collectives(training, blocks, tensor)),
             ranks_per_batch=tensor,
             copied=copied_bytes(sharded),
+            hooks=python_hooks(training, blocks, **divided),
             assumption="" if tensor == 1 else MATRICES_SPLIT.format(tensor),
         )
 

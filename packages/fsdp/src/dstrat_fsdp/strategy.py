@@ -15,7 +15,7 @@ from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import copied_bytes, sharded_collectives
+from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives
 from dstrat_fsdp.memory import Division, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
@@ -154,7 +154,7 @@ class FSDPStrategy(ShardedStrategy):
             _logger.info("there is one process, so that nothing is sharded")
 
     @classmethod
-    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - of any size
+    def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - the same for all
         return ({}, {"activation_checkpointing": "full"})
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
@@ -171,15 +171,19 @@ class FSDPStrategy(ShardedStrategy):
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
-        collectives = sharded_collectives(
-            training,
-            estimated_blocks(training, self._auto_wrap_policy),
-            division_of=lambda _: Division(shards=shape[-1]),
-            num_replicas=math.prod(shape[:-1]),
-            policy=precision_policy(self._mixed_precision, training.precision),
-            frees_blocks=self._reshard_after_forward is not False,
+        divided: dict[str, Any] = {
+            "division_of": lambda _: Division(shards=shape[-1]),
+            "num_replicas": math.prod(shape[:-1]),
+            "frees_blocks": self._reshard_after_forward is not False,
+        }
+        blocks = estimated_blocks(training, self._auto_wrap_policy)
+        policy = precision_policy(self._mixed_precision, training.precision)
+        collectives = sharded_collectives(training, blocks, policy=policy, **divided)
+        return CommunicationLayout(
+            collectives=collectives,
+            copied=copied_bytes(collectives),
+            hooks=python_hooks(training, blocks, **divided),
         )
-        return CommunicationLayout(collectives=collectives, copied=copied_bytes(collectives))
 
     def _mesh_shape(self, world_size: int, per_machine: int) -> tuple[int, ...]:
         return sharding_mesh_shape(

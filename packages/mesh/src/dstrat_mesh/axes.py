@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ class Axes:
     @property
     def options(self) -> dict[str, Any]:
         """The constructor's options for these sizes; ``dp_shard`` is what the others leave."""
-        sizes = zip(self.names, self.shape, strict=True)
+        sizes = zip((*self.names, EXPERT), (*self.shape, self.ep), strict=True)
         return {name: size for name, size in sizes if size > 1 and name != SHARD} | (
             {"microbatches": _MICROBATCHES * self.pp} if self.pp > 1 else {}
         )
@@ -154,13 +155,18 @@ class Axes:
         return rows
 
 
-def layouts(world_size: int, ranks_per_machine: int) -> list[Axes]:
+def layouts(world_size: int, ranks_per_machine: int, num_experts: int = 1) -> list[Axes]:
     """Return the meshes of a number of processes whose split layers and divided sequences stay in a machine.
 
     Their communication is the most, and waits.  Sizes divide the number of processes.
+
+    Args:
+        world_size: Number of processes.
+        ranks_per_machine: Number of them on each machine.
+        num_experts: Number of experts of each layer that has some; each size that divides it is an ``ep``.
     """
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    return [
+    dense = [
         Axes(pp=pp, dp_replicate=dp_replicate, dp_shard=rest // dp_replicate, cp=cp, tp=tp)
         for tp in divisors
         for cp in divisors
@@ -170,6 +176,15 @@ def layouts(world_size: int, ranks_per_machine: int) -> list[Axes]:
         for dp_replicate in divisors
         if rest % dp_replicate == 0
     ]
+    # With replicas each rank would have more experts, and gather them from fewer.
+    divided = [
+        dataclasses.replace(axes, ep=ep)
+        for axes in dense
+        if axes.dp_replicate == 1
+        for ep in divisors[1:]
+        if num_experts % ep == 0 and axes.dp_shard * axes.cp * axes.tp % ep == 0 and ep % axes.tp == 0
+    ]
+    return dense + divided
 
 
 def checked_size(name: str, value: Any, *, or_auto: bool = False) -> Any:

@@ -77,6 +77,8 @@ def _expert_collectives(training: TrainingSize, layers: Sequence[Module], axes: 
         layers: The layers, which are called with tokens, the experts of each, and factors.
         axes: The sizes of the mesh.
     """
+    if not layers:
+        return ()
     names = {id(layer): name for name, layer in training.module.named_modules()}
     called = [names[id(layer)] for layer in layers if names[id(layer)] in training.inputs]
     batches, rows, gathered = training.accumulate_grad_batches, 0, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,14 @@ def experts_of(module: Module, ranks: int) -> dict[Module, int]:
     return {layer: _number_of_experts(module, layer, names[layer], ranks) for layer in _layers_of(module)}
 
 
+def common_number_of_experts(module: Module) -> int:
+    """Return the largest number that divides the experts of all layers; 1 if a module has none that can be divided."""
+    try:
+        return math.gcd(*experts_of(module, 1).values())
+    except MisuseError:  # also from hooks of modules that are defined for any model
+        return 1
+
+
 def with_experts(layers: Sequence[Module], module: Module, blocks: Sequence[Module]) -> list[Module]:
     """Return the blocks of a module with its layers of experts, which are blocks of their own.
 
@@ -119,6 +128,8 @@ def with_experts(layers: Sequence[Module], module: Module, blocks: Sequence[Modu
         module: The module.
         blocks: Its blocks, of which those within experts are left out.
     """
+    if not layers:
+        return [*blocks]
     within = {inner for layer in layers for inner in layer.modules()}
     present = set(module.modules())
     return [*(layer for layer in layers if layer in present), *(block for block in blocks if block not in within)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,24 @@ def pipeline_of(module: Any) -> Pipeline:
             "dstrat.Pipeline"
         )
     return pipeline
+
+
+# Of modules that are estimated for many layouts, and do not change.
+_stages: WeakKeyDictionary[Module, dict[tuple[int, int], Stages]] = WeakKeyDictionary()
+
+
+def estimated_stages(module: Module, ranks: int, stages_per_rank: int) -> Stages:
+    """Return the stages of a module that is estimated, as :meth:`Stages.of` does.
+
+    Args:
+        module: The module, with a pipeline.
+        ranks: Number of ranks along the pipeline.
+        stages_per_rank: Number of stages of each.
+    """
+    of_module, key = _stages.setdefault(module, {}), (ranks, stages_per_rank)
+    if key not in of_module:
+        of_module[key] = Stages.of(module, pipeline_of(module), ranks, stages_per_rank)
+    return of_module[key]
 
 
 class PipelineRun:

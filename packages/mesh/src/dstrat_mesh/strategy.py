@@ -21,7 +21,7 @@ from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
-from dstrat_fsdp.communication import copied_bytes, sharded_collectives, split_activation_share
+from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives, split_activation_share
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, Division, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
@@ -32,11 +32,10 @@ from dstrat_fsdp.wrap_policy import blocks_of
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import activation_collectives, stage_collectives
-from dstrat_mesh.experts import ExpertParallelism, experts_of, with_experts
-from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, pipeline_of
+from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
+from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, estimated_stages
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
-from dstrat_mesh.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -318,12 +317,12 @@ class MeshStrategy(SharedBatchStrategy):
         return {**super()._gradient_layout, "ep": self._ep, "stages": self._schedule.num_stages}
 
     @classmethod
-    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
-        meshes = layouts(world_size, ranks_per_machine)
+    def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
+        meshes = layouts(world_size, ranks_per_machine, num_experts=common_number_of_experts(module))
         # Fewer microbatches, for batches that do not divide into as many as a short bubble needs.
         few = [{**axes.options, "microbatches": axes.pp} for axes in meshes if axes.pp > 1]
         # Offload is for state of which not even a shard over all ranks fits.
-        sharded = [axes for axes in meshes if axes.dp_replicate == axes.pp == 1]
+        sharded = [axes for axes in meshes if axes.dp_replicate == axes.pp == axes.ep == 1]
         return [
             *(axes.options for axes in meshes),
             *few,
@@ -335,7 +334,7 @@ class MeshStrategy(SharedBatchStrategy):
         module, name = training.module, type(training.module).__name__
         if self._pp > 1:
             check_module(module, training.precision)
-            Stages.of(module, pipeline_of(module), self._pp, self._schedule.stages_per_rank)
+            estimated_stages(module, self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
             if size < count:
                 raise RequestError(
@@ -364,8 +363,7 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         blocks, experts = estimated_blocks(training, self._auto_wrap_policy), self._experts_in(training)
         share = split_activation_share(training, blocks, axes.tp, unsplit=experts)
-        pipeline = pipeline_of(training.module)
-        names = Stages.of(training.module, pipeline, self._pp, self._schedule.stages_per_rank).names
+        names = estimated_stages(training.module, self._pp, self._schedule.stages_per_rank).names
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
         return [
             Stage(
@@ -412,14 +410,14 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         experts = self._experts_in(training)
         blocks = estimated_blocks(training, self._auto_wrap_policy)
-        sharded = sharded_collectives(
-            self._with_microbatches(training),
-            with_experts(experts, training.module, blocks),
-            division_of=_divisions(experts, axes),
-            num_replicas=axes.dp_replicate,
-            policy=precision_policy(self._mixed_precision, training.precision),
-            frees_blocks=self._reshard_after_forward,
-        )
+        divided: dict[str, Any] = {
+            "division_of": _divisions(experts, axes),
+            "num_replicas": axes.dp_replicate,
+            "frees_blocks": self._reshard_after_forward,
+        }
+        in_microbatches, units = self._with_microbatches(training), with_experts(experts, training.module, blocks)
+        policy = precision_policy(self._mixed_precision, training.precision)
+        sharded = sharded_collectives(in_microbatches, units, policy=policy, **divided)
         of_activations = activation_collectives(training, blocks, axes, self._context_parallel, experts)
         if self._recomputes:
             # Those of the forward pass, which are half of them, once more.
@@ -439,6 +437,7 @@ class MeshStrategy(SharedBatchStrategy):
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
+            hooks=python_hooks(in_microbatches, units, **divided) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )

@@ -138,7 +138,9 @@ class TrainingSize:
         always = layout.parameters + layout.optimizer_state + layout.buffers
         share = layout.gradients / self.trainable_parameters if self.trainable_parameters else 0.0
         live = (
-            layout.activation_share * activations + max(layout.accumulated, share * gradients)
+            layout.activation_share * activations
+            + max(layout.accumulated, share * gradients)
+            + (layout.reduction_buffer if gradients >= layout.reduction_buffer else 0)
             for activations, gradients in self.timeline
         )
         backward = max(live, default=0.0)
@@ -159,6 +161,8 @@ class MemoryLayout:
         accumulated: Gradients of a step's earlier batches, which are there in all passes but the first.
         buffers: What a strategy keeps besides from the first step on, such as buckets of gradients.
         step_buffers: What it needs in forward and backward passes only, such as layers that are gathered.
+        reduction_buffer: Gradients of a layer that it reduces while others are computed, once as many bytes of them are
+            computed.
         host: Memory on the host, to which something is offloaded.
         activation_share: Share of a batch's activations that the rank has.
         assumption: A clause that holds only in some trainings, such as "each weight matrix is split"; shown to users.
@@ -171,6 +175,7 @@ class MemoryLayout:
     accumulated: int = 0
     buffers: int = 0
     step_buffers: int = 0
+    reduction_buffer: int = 0
     host: int = 0
     activation_share: float = 1.0
     assumption: str = ""

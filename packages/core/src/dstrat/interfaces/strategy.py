@@ -385,10 +385,11 @@ class Strategy(ABC):
         return ()
 
     @classmethod
-    def layout_options(cls, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
+    def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
         """Return options of the constructor for each layout that is worth comparing, for ``dstrat choose``.
 
         Args:
+            module: The module to train, whose parameters have shapes and no values.
             world_size: Number of processes of the job.
             ranks_per_machine: Number of processes on each machine.
         """

@@ -170,10 +170,19 @@ class Candidates:
             if "(" in alias or self._catalog.missing_requirements(offer):
                 yield alias, make_strategy
                 continue
-            layouts = self._catalog.load(offer).layout_options(self._workload.devices, self._workload.ranks_per_machine)
-            # Another alias presets an option differently.
-            layouts = [options for options in layouts if not options.keys() & offer.component.options.keys()]
+            layouts = value_or_reason(partial(self._layout_options, offer, cases))
+            if isinstance(layouts, str):
+                refused[alias] = layouts
+                continue
             yield from cases.strategies([f"{alias}{options_text(options)}" for options in layouts])
+
+    def _layout_options(self, offer: Offer, cases: Cases) -> list[Mapping[str, Any]]:
+        sizes = self._sizes_with(cases.new_precision(), cases.new_precision, None)
+        layouts: Sequence[Mapping[str, Any]] = self._catalog.load(offer).layout_options(
+            sizes.of_training().module, self._workload.devices, self._workload.ranks_per_machine
+        )
+        # Another alias presets an option differently.
+        return [options for options in layouts if not options.keys() & offer.component.options.keys()]
 
     def _fitting(self, alias: str, strategy: Strategy, cases: Cases) -> Candidate:
         """Return the candidate with the fewest batches of a step that fits.
@@ -182,11 +191,14 @@ class Candidates:
             DstratError: None fits, or the strategy cannot train so, or does not say what it needs.
         """
         layouts = self._layouts(strategy, cases)
-        first, *_ = layouts
+        first, last = layouts[0], layouts[-1]
         strategy.check_training(first.training)
         # More batches need less memory, but for the second one, with which gradients are accumulated.
         limit = MOST_OF_MEMORY * self._workload.memory
-        smallest = 0 if first.peak <= limit else bisect_left(layouts, True, 1, key=lambda one: one.peak <= limit)
+        smallest = 0
+        if first.peak > limit:
+            fits = last.peak <= limit
+            smallest = bisect_left(layouts, True, 1, key=lambda one: one.peak <= limit) if fits else len(layouts)
         problem = "a step has no sample"
         if smallest < len(layouts):
             fitting = layouts[smallest]
@@ -321,7 +333,7 @@ def _too_large(layout: _Layout) -> str:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer_state,
         "activations": int(memory.activation_share * layout.training.activations),
-        "other": memory.buffers + memory.step_buffers,
+        "other": memory.buffers + memory.step_buffers + memory.reduction_buffer,
     }
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes.items() if size)
     return f"it needs {layout.peak / 2**30:.1f} GiB with batches of {layout.training.batch_size} ({parts})"

@@ -26,7 +26,7 @@ class StepTime:
 
     Attributes:
         compute: Forward and backward passes.
-        communication: Collectives that computation does not hide.
+        communication: Collectives that computation does not hide, and what the strategy does in Python for them.
         idle: Waiting for other ranks, such as in the bubble of a pipeline.
         optimizer: The step of the optimizer.
         offload: Copies between host and device, and the optimizer's step on the host.
@@ -103,8 +103,9 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
 
 
 def _exposed(machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute: float) -> float:
-    """Return the time of collectives that is not hidden by backward passes, and of copies for them."""
+    """Return the time of collectives that is not hidden by backward passes, and of copies and hooks for them."""
     exposed = communication.copied / (machine.efficiency * machine.memory_bandwidth)
+    exposed += communication.hooks * machine.hook_latency
     in_each_batch = in_last_batch = 0.0
     for collective in communication.collectives:
         seconds = collective_seconds(machine, collective, training.ranks_per_machine)

@@ -377,7 +377,7 @@ def _estimate(alias: str, size: TrainingSize, layout: MemoryLayout, limit: int |
         gradients=layout.gradients,
         optimizer_state=layout.optimizer_state,
         activations=int(layout.activation_share * size.activations),
-        other=layout.buffers + max(layout.step_buffers, layout.optimizer_temporaries),
+        other=layout.buffers + max(layout.step_buffers + layout.reduction_buffer, layout.optimizer_temporaries),
         peak=peak,
         host=size.host(layout),
         fits=None if limit is None else peak <= limit,

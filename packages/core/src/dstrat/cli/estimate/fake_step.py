@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from dstrat.cli.estimate.work import CountedWork, RecordedHeads
+from dstrat.cli.estimate.work import READS_DEVICE, CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
@@ -457,6 +457,8 @@ class LiveMemory(DispatchMode):
             self._live_gradients += self._sizes[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return args[0].fake_device
         output = func(*args, **(kwargs or {}))
         apply_to_tensors(output, self._count)
         self._largest = max(self._largest, self._live)

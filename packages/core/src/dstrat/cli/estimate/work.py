@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 # Of the CPU's kernel, on which a fake step runs; torch's registry has those of GPUs.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+READS_DEVICE: Any = torch.ops.prim.device.default
+"""Operation of a fake tensor that has no work; torch's engine calls it twice for each of the others."""
 
 
 class CountedWork(TorchDispatchMode):
@@ -32,6 +37,8 @@ class CountedWork(TorchDispatchMode):
         return work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return args[0].fake_device
         output = func(*args, **(kwargs or {}))
         tensors: list[Tensor] = [*tensors_in(output)]
         if func.is_view or not tensors:

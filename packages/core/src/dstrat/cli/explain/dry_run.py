@@ -294,7 +294,8 @@ def _sentences(run: DryRun, time: StepTime | None) -> Iterable[str]:
 
 def _memory_row(number: int, one: RankMemory) -> tuple[str, ...]:
     memory = one.memory
-    other = memory.buffers + memory.step_buffers + max(0, memory.accumulated - memory.gradients)
+    in_step = memory.step_buffers + memory.reduction_buffer
+    other = memory.buffers + in_step + max(0, memory.accumulated - memory.gradients)
     sizes = (memory.parameters, memory.gradients, memory.optimizer_state, one.activations, other, one.host, one.peak)
     name = f"{number}: {_layer_names(one.layers)}" if one.layers else "all layers"
     ranks = f"{one.ranks[0]}-{one.ranks[-1]}"

@@ -30,12 +30,14 @@ _PRODUCT_SECONDS = 0.02  # least duration of the largest matrix product
 _LARGEST_PRODUCT = 8192
 _COPIED = 2**26  # bytes
 _FIRST_RUNS, _RUNS = 2, 6  # the first runs allocate memory and open connections
+_RUNS_OF_SMALL, _SMALL = 30, 2**20  # small messages are disturbed more
 
 
 def measure(loop: OwnLoop, name: str) -> Machine:
     """Return the speed of this rank's machine and of the links between machines; collective.
 
-    Each value is that of the slowest rank, with all ranks at work.
+    Each value is that of the slowest rank, with all ranks at work, without the time in which other programs have the
+    processors.
 
     Args:
         loop: A launched loop with a :class:`ParallelStrategy`.
@@ -55,6 +57,7 @@ def measure(loop: OwnLoop, name: str) -> Machine:
         flops=flops,
         memory_bandwidth=_copy_bandwidth(clock),
         operation_latency=_operation_latency(clock),
+        hook_latency=_hook_latency(clock),
         host_bandwidth=_host_bandwidth(clock),
         overlap=_overlap(clock),
         links=links,
@@ -74,19 +77,44 @@ class _Clock:
         self._strategy = strategy
         self.device = strategy.root_device
         self.ranks_per_machine = len(strategy.parallel_devices)
+        # Ranks that are more than processors take turns.
+        self._turns = max(1.0, self.ranks_per_machine / len(os.sched_getaffinity(0)))
 
     def seconds(self, function: Callable[[], Any], runs: int = _RUNS) -> float:
         """Return the shortest time of a call, which other programs disturb least; collective."""
+        return self._slowest(min(self._times(function, time.perf_counter, runs)))
+
+    def seconds_of_computation(self, function: Callable[[], Any]) -> float:
+        """Return the shortest time of a call that waits for no other rank; collective.
+
+        On a CPU with one thread that is the processor's time, which other programs disturb even less.
+        """
+        if self.device.type != "cpu" or torch.get_num_threads() > 1:
+            return self.seconds(function)
+        return self._slowest(self._turns * min(self._times(function, time.thread_time)))
+
+    def seconds_with_threads(self, function: Callable[[], Any]) -> float:
+        """Return the shortest time of a call on the device, in all threads of this process; collective.
+
+        On CPUs, of which a rank has one, its threads take turns.
+        """
+        if self.device.type != "cpu":
+            return self.seconds(function)
+        return self._slowest(self._turns * min(self._times(function, time.process_time)))
+
+    def _times(self, function: Callable[[], Any], read_clock: Callable[[], float], runs: int = _RUNS) -> list[float]:
         times = []
         for _ in range(_FIRST_RUNS + runs):
             self._strategy.barrier()
             self._wait_for_device()
-            begin = time.perf_counter()
+            begin = read_clock()
             function()
             self._wait_for_device()
-            times.append(time.perf_counter() - begin)
-        slowest = torch.tensor(min(times[_FIRST_RUNS:]), device=self.device)
-        return float(self._strategy.reduce(slowest, reduce_op="max"))
+            times.append(read_clock() - begin)
+        return times[_FIRST_RUNS:]
+
+    def _slowest(self, seconds: float) -> float:
+        return float(self._strategy.reduce(torch.tensor(seconds, device=self.device), reduce_op="max"))
 
     def is_supported(self, function: Callable[[], Any]) -> bool:
         """Return whether a function raises no error in any rank; collective."""
@@ -127,7 +155,7 @@ def _product_rate(clock: _Clock, dtype: torch.dtype) -> float | None:
         matrix = torch.rand(size, size, device=clock.device).to(dtype)
         if not clock.is_supported(lambda matrix=matrix: matrix @ matrix):  # type: ignore[misc]  # of this round
             return None
-        seconds = clock.seconds(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]  # likewise
+        seconds = clock.seconds_of_computation(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]  # likewise
         if seconds > _PRODUCT_SECONDS or size == _LARGEST_PRODUCT:
             return 2 * size**3 / seconds
         size *= 2
@@ -136,7 +164,7 @@ def _product_rate(clock: _Clock, dtype: torch.dtype) -> float | None:
 def _copy_bandwidth(clock: _Clock) -> float:
     source = torch.zeros(_COPIED, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
-    return 2 * _COPIED / clock.seconds(lambda: target.copy_(source))  # read and written
+    return 2 * _COPIED / clock.seconds_of_computation(lambda: target.copy_(source))  # read and written
 
 
 def _operation_latency(clock: _Clock) -> float:
@@ -146,13 +174,31 @@ def _operation_latency(clock: _Clock) -> float:
         for _ in range(count):
             value.add_(1.0)
 
-    return clock.seconds(run) / count
+    return clock.seconds_of_computation(run) / count
+
+
+def _hook_latency(clock: _Clock) -> float:
+    """Return the time that hooks add to both passes of a layer; 0 on devices, which compute meanwhile."""
+    if clock.device.type != "cpu":
+        return 0.0
+    layer, sample, count = torch.nn.Linear(16, 16), torch.ones(1, 16, requires_grad=True), 100
+
+    def run() -> None:
+        for _ in range(count):
+            layer(sample).sum().backward()
+
+    plain = clock.seconds_of_computation(run)
+    layer.register_forward_pre_hook(lambda _layer, _inputs: None)
+    layer.register_forward_hook(lambda _layer, _inputs, _output: None)
+    layer.register_full_backward_pre_hook(lambda _layer, _gradients: None)
+    layer.register_full_backward_hook(lambda _layer, _inputs, _gradients: None)
+    return max(0.0, clock.seconds_of_computation(run) - plain) / count
 
 
 def _host_bandwidth(clock: _Clock) -> float:
     on_host = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=clock.device.type != "cpu")
     target = torch.empty_like(on_host, device=clock.device)
-    return _COPIED / clock.seconds(lambda: target.copy_(on_host, non_blocking=True))
+    return _COPIED / clock.seconds_of_computation(lambda: target.copy_(on_host, non_blocking=True))
 
 
 def device_memory(device: torch.device, ranks_per_machine: int) -> int:
@@ -212,7 +258,10 @@ def _measure_links(clock: _Clock) -> list[Link]:
             calls = [_Call(kind, size, group, clock.device) for size in _SIZES]
             if not clock.is_supported(calls[0].function()):
                 continue
-            points = [(_sent(call, ranks), clock.seconds(call.function())) for call in calls]
+            points = [
+                (_sent(call, ranks), clock.seconds(call.function(), _RUNS_OF_SMALL if call.size < _SMALL else _RUNS))
+                for call in calls
+            ]
             latency, bandwidth = fit_link(points)
             links.append(Link(kind=kind, scope=scope, ranks=ranks, latency=latency, bandwidth=bandwidth))
     return links
@@ -235,13 +284,16 @@ def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _overlap(clock: _Clock) -> float:
-    """Return the share of an all-reduce that matrix products hide, if both take the same time alone."""
+    """Return the share of an all-reduce that matrix products hide, if both take the same time alone.
+
+    It is less than 0 if both at once take longer than one after the other, as processors and memory are shared.
+    """
     if dist.get_world_size() == 1:
         return 0.0
     full = torch.zeros(_SIZES[-1] // 4, device=clock.device)
     matrix = torch.rand(512, 512, device=clock.device)
     alone = clock.seconds(lambda: dist.all_reduce(full))
-    count = max(1, round(alone / clock.seconds(lambda: matrix @ matrix)))
+    count = max(1, round(alone / clock.seconds_of_computation(lambda: matrix @ matrix)))
 
     def compute() -> None:
         for _ in range(count):
@@ -252,8 +304,21 @@ def _overlap(clock: _Clock) -> float:
         compute()
         work.wait()
 
-    computed, both = clock.seconds(compute), clock.seconds(compute_beside)
-    return min(1.0, max(0.0, (alone + computed - both) / min(alone, computed)))
+    computed = clock.seconds_of_computation(compute)
+    # Other programs delay two threads more than they need, unless these share one processor.
+    both = min(clock.seconds(compute_beside), max(alone, clock.seconds_with_threads(compute_beside)))
+    return overlap_of(alone, computed, both)
+
+
+def overlap_of(communicated: float, computed: float, both: float) -> float:
+    """Return the share that is hidden of the shorter of a collective and a computation, from -1 to 1.
+
+    Args:
+        communicated: Seconds of the collective alone.
+        computed: Seconds of the computation alone.
+        both: Seconds of both at the same time.
+    """
+    return min(1.0, max(-1.0, (communicated + computed - both) / min(communicated, computed)))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -60,8 +60,11 @@ class Machine:
         flops: Floating-point operations per second in matrix products, by dtype, such as ``"bfloat16"``.
         memory_bandwidth: Bytes per second that operations such as copies read and write in the device's memory.
         operation_latency: Seconds that a device is busy with an operation on a few elements.
+        hook_latency: Seconds in which Python runs the hooks of a layer, before and after both passes; 0 where a device
+            computes meanwhile.
         host_bandwidth: Bytes per second between host and device, in each direction.
-        overlap: Share of a collective's time that computation hides, if it runs beside it: 1 hides all.
+        overlap: Share of a collective's time that computation hides, if it runs beside it: 1 hides all, and less than 0
+            delays both, as where they share processors.
         links: Speed of collectives.
         efficiency: Share of ``flops`` and ``memory_bandwidth`` that a training reaches: 1 if these are measured.
         source: Where the values come from.
@@ -78,6 +81,7 @@ class Machine:
     host_bandwidth: float
     overlap: float
     links: Sequence[Link]
+    hook_latency: float = 0.0
     efficiency: float = 1.0
     source: str
 
