@@ -543,6 +543,25 @@ def test_in_lightnings_trainer_ddp_alone_is_its_ddp(library):
     assert not isinstance(ours("fsdp"), theirs.DDPStrategy | theirs.FSDPStrategy)
 
 
+class Metric:
+    """An object that a file of torch has as a pickle."""
+
+
+def test_lightnings_trainer_with_ddp_loads_trusted_pickles(library, tmp_path):
+    net, data, _ = nets.classes(library)
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    best = library.callbacks.ModelCheckpoint(tmp_path, filename="best", monitor="val_loss")
+    made = library.Trainer(accelerator="cpu", devices=1, strategy="dstrat_ddp", max_epochs=1, callbacks=[best], **off)
+    module = net(dropout=0.0)
+    module.hparams["metric"] = Metric()
+    made.fit(module, datamodule=data())
+    trained = [p.detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        module.layers[0].weight.zero_()
+    made.validate(datamodule=data(), ckpt_path="best", weights_only=False, verbose=False)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), trained, strict=True))
+
+
 def test_the_best_checkpoint_is_a_file_of_torch(library, make, tmp_path):
     net, data, trainer = make
     for name, plugins, is_file in (("default", None, True), ("chosen", "portable", False)):

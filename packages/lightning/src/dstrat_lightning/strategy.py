@@ -138,7 +138,8 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
 
         @property
         def restore_checkpoint_after_setup(self) -> bool:
-            return True  # states are loaded into what the strategy has sharded
+            # After the setup, Lightning 2.6 ignores the user's weights_only=False: only what is sharded is loaded then.
+            return not self.inner.replicates_state
 
         # Processes
 
@@ -262,7 +263,10 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             return self.inner.module_state_dict()
 
         def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-            self.inner.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+            if self.restore_checkpoint_after_setup:
+                self.inner.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+            else:
+                self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
             return self.inner.optimizer_state(unwrap_optimizer(optimizer))
