@@ -207,6 +207,7 @@ class GroupedStrategy(ParallelStrategy):
         # It prepares the device, and communication is opened where it opens its own, with the backend that it needs.
         if isinstance(inner, ParallelStrategy):
             inner.process_group_backend = inner.process_group_backend or self.process_group_backend
+            inner.timeout = self.timeout
             inner.open_communication = lambda: self._open_group(division, inner.process_group_backend)  # type: ignore[method-assign]
             inner.close_communication = lambda *, aborts: None  # type: ignore[method-assign]  # noqa: ARG005
         elif division.size > 1:
