@@ -68,6 +68,14 @@ def test_losses_are_those_of_a_loop_written_by_hand(net, inner, ranks, precision
             torch.testing.assert_close(state[parameter], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("inner", ["mesh", "model_parallel(tensor_parallel_size=1)"])
+def test_other_strategies_that_shard_train_groups_too(inner):
+    cases = {inner: {"net": "BlockNet", "inner": inner, "groups": 2, "precision": "64-true"}}
+    [result, *_] = in_ranks(each, 4, function=trained, cases=cases)
+    losses, _ = hand_written(BlockNet().double(), groups=2, ranks=2, every=EVERY, steps=STEPS)
+    assert result[inner][0] == pytest.approx(losses, rel=1e-12)
+
+
 class Plain(Net):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)

@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.strategy import Components, Strategy
-from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat.parallel.job import current_job
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT, check_same_catalog
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.plugins.catalog import get_catalog
 from dstrat_diloco.groups import Division, GroupEnvironment, RankGroups, divide
@@ -191,10 +192,10 @@ class GroupedStrategy(ParallelStrategy):
         self.inner.connect(module)
 
     def setup_environment(self) -> None:
-        super().setup_environment()
-        division = self._division(self.world_size, len(self.parallel_devices))
+        self._root_device = None  # a forked rank has inherited that of its parent
+        inner, division = self.inner, self._division(self.world_size, len(self.parallel_devices))
         first = self.local_rank - self.local_rank % division.local_size
-        self.inner.set_components(
+        inner.set_components(
             Components(
                 accelerator=self.accelerator,
                 parallel_devices=self.parallel_devices[first : first + division.local_size],
@@ -203,34 +204,38 @@ class GroupedStrategy(ParallelStrategy):
                 precision_plugin=self.precision_plugin,
             )
         )
-        if isinstance(self.inner, ParallelStrategy):
-            inner = self.inner
+        # It prepares the device, and communication is opened where it opens its own, with the backend that it needs.
+        if isinstance(inner, ParallelStrategy):
             inner.process_group_backend = inner.process_group_backend or self.process_group_backend
-            # Its process group is opened here, and is closed with that of the job.
-            inner.open_communication = lambda: self._open_group_of(inner, division)  # type: ignore[method-assign]
+            inner.timeout = self.timeout
+            inner.open_communication = lambda: self._open_group(division, inner.process_group_backend)  # type: ignore[method-assign]
             inner.close_communication = lambda *, aborts: None  # type: ignore[method-assign]  # noqa: ARG005
-            try:
-                inner.setup_environment()
-            finally:
-                if self._groups is not None:
-                    dist.group.WORLD = self._groups.job
-        else:
-            if division.size > 1:
-                raise ConflictError(
-                    f"inner={type(self.inner).__name__} trains on one rank, and groups={division.num_groups} have "
-                    f"{division.size} each: give groups={self.world_size}, or another inner strategy"
-                )
-            self._open_groups(division, self.process_group_backend)
+        elif division.size > 1:
+            raise ConflictError(
+                f"inner={type(inner).__name__} trains on one rank, and groups={division.num_groups} have "
+                f"{division.size} each: give groups={self.world_size}, or another inner strategy"
+            )
+        try:
+            inner.setup_environment()
+            if self._groups is None:
+                self._open_group(division, self.process_group_backend)
+        finally:
+            if self._groups is not None:
+                dist.group.WORLD = self._groups.job
 
-    def _open_group_of(self, inner: ParallelStrategy, division: Division) -> dist.Store:
-        self._open_groups(division, inner.process_group_backend)
-        dist.group.WORLD = self.groups.group  # in the rest of its setup
-        return dist.PrefixStore(f"group {self.groups.index}", self._present(self.job, "job"))
+    def _open_group(self, division: Division, backend: str | None) -> dist.Store:
+        """Open communication of the job and its groups, and return the store of this rank's group; collective.
 
-    def _open_groups(self, division: Division, backend: str | None) -> None:
-        """Open the groups; collective."""
+        The default group is this rank's group then.
+        """
+        self.process_group_backend = backend
+        store = self.open_communication()
+        self.job = current_job()
+        check_same_catalog(get_catalog(), store, self.global_rank, self.world_size)
         backend = backend or self.accelerator.process_group_backend
         self._groups = RankGroups(division, backend=backend, timeout=self.timeout)
+        dist.group.WORLD = self._groups.group
+        return dist.PrefixStore(f"group {self._groups.index}", store)
 
     def setup(self, trainer: TrainerLike) -> None:
         if self.inner.compiled_steps() is not None:
@@ -266,9 +271,7 @@ class GroupedStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         try:
-            self.checkpoint_io.teardown()  # first, as its ranks are those of the job
-            with self._in_group():
-                self.inner.teardown()
+            self.inner.teardown()  # not in its group, as the ranks that save a checkpoint are those of the job
         finally:
             self.job = None
             self.close_communication(aborts=False)

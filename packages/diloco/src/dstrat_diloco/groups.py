@@ -140,7 +140,9 @@ class RankGroups:
         groups, size = range(division.num_groups), division.size
         # Each rank takes part in the opening of all of them, in the same order.
         by_group = [dist.new_group([g * size + r for r in range(size)], timeout, backend) for g in groups]
-        by_rank = [dist.new_group([g * size + r for g in groups], timeout, backend) for r in range(size)]
+        # Other groups wait longer: a rank that hangs is named by those of its group, which hang for it.
+        longer = 1.5 * timeout if size > 1 else timeout
+        by_rank = [dist.new_group([g * size + r for g in groups], longer, backend) for r in range(size)]
         self.group, self.peers = by_group[self.index], by_rank[self.rank]
         wait_for_all_ranks("open the groups of ranks")  # Gloo fails in a rank that still connects when another closes
 

@@ -309,9 +309,15 @@ class DiLoCoStrategy(GroupedStrategy):
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().sharded_optimizer_state(optimizer)
-        # To gather shards, all ranks must have them, of which rank 0 receives those of its group.
-        gathers = not (self.replicates_state or self.checkpoint_io.is_collective)
-        return state if self._is_of_first_group or gathers else {}
+        return state if self._is_of_first_group else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.replicates_state:
+            return super().optimizer_state(optimizer)
+        from dstrat.parallel.full_state import gather_optimizer_state
+
+        # Each group gathers its state, of which rank 0 receives that of the first.
+        return gather_optimizer_state(super().sharded_optimizer_state(optimizer), self)
 
     @property
     def _is_of_first_group(self) -> bool:
