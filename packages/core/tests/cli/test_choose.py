@@ -454,6 +454,19 @@ def test_after_three_batches_on_a_line_no_other_is_measured(measured):
         assert len(derived[count].timeline) < len(real.timeline) / 2
 
 
+@pytest.mark.parametrize(("factory", "count"), [("attending", 2), ("comparing", 3)])
+def test_batches_that_are_computed_again_are_on_the_line_of_the_usual_ones(factory, count, measured):
+    make = {"attending": attending, "comparing": lambda: (ComparesSamples(), torch.zeros(BATCH, WIDTH))}[factory]
+    usual, measure = sizes_of(make, measured)
+    for size in (2, 4, 8):
+        usual.of(size)
+    measured.clear()
+    again = TrainingSizes(measure, usual)
+    derived = [again.of(size).work for size in (2, 4, 8)]
+    assert len(measured) == count
+    assert derived == [usual.of(size).work for size in (2, 4, 8)]
+
+
 class ComparesSamples(nn.Module):
     """Attends between samples, so that its work grows with their square."""
 

@@ -254,7 +254,7 @@ class Candidates:
         self, precision: Precision, make_precision: Callable[[], Precision], saved: SavedActivations | None
     ) -> TrainingSizes:
         """Return the sizes of the training, which depend on a precision by its dtypes only."""
-        workload, key = self._workload, (precision.param_dtype, precision.compute_dtype, saved)
+        workload, dtypes = self._workload, (precision.param_dtype, precision.compute_dtype)
 
         def measure(batch_size: int | None) -> TrainingSize:
             return measure_factory(
@@ -267,7 +267,8 @@ class Candidates:
                 saved,
             )
 
-        return self._sizes.setdefault(key, TrainingSizes(measure))
+        usual = None if saved is None else self._sizes.get((dtypes, None))
+        return self._sizes.setdefault((dtypes, saved), TrainingSizes(measure, usual))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,14 +25,24 @@ class TrainingSizes:
 
     Args:
         measure: Returns the sizes for a batch size; None is the batch of the training.
+        usual: Sizes of the same training whose layers save all activations.  What they compute again is the same, so
+            that the third batch need not be measured if that of the usual ones was on the line.
     """
 
-    def __init__(self, measure: Callable[[int | None], TrainingSize]) -> None:
-        self._measure = measure
+    def __init__(self, measure: Callable[[int | None], TrainingSize], usual: TrainingSizes | None = None) -> None:
+        self._measure, self._usual = measure, usual
         self._measured: dict[int, TrainingSize] = {}
         self._compact: dict[int, TrainingSize] = {}
         self._default: TrainingSize | None = None
-        self._grows_along_line = False
+        self._is_checked = False
+
+    @property
+    def grows_along_line(self) -> bool:
+        """Whether other batches are on the line through the first two that were measured."""
+        several = self._several()
+        if self._is_checked or self._usual is None or not self._usual.grows_along_line or len(several) < _MEASURED - 1:
+            return self._is_checked
+        return len(several[0].timeline) == len(several[1].timeline)
 
     def of_training(self) -> TrainingSize:
         """Return the sizes for the batch of the training."""
@@ -51,7 +61,7 @@ class TrainingSizes:
     def _full_size(self, batch_size: int) -> TrainingSize:
         if batch_size in self._measured:
             return self._measured[batch_size]
-        if self._grows_along_line and batch_size > 1:
+        if self.grows_along_line and batch_size > 1:
             first, second, *_ = self._several()
             return _on_line(first, second, batch_size)
         size = self._measure(batch_size)
@@ -63,7 +73,7 @@ class TrainingSizes:
         several = self._several()
         if len(several) == _MEASURED:
             first, second, third = several
-            self._grows_along_line = _is_on_line(first, second, third)
+            self._is_checked = _is_on_line(first, second, third)
 
     def _several(self) -> list[TrainingSize]:
         # A training without tensors of samples has one size for all batches.
