@@ -44,8 +44,9 @@ def measure(settings: Settings) -> Iterator[Figure]:
 
 
 def _run(strategy: str, nodes: int, pairs: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"--strategy={strategy}", f"--nodes={nodes}", f"--pairs={pairs}", f"--folder={folder}"]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        arguments = [f"--strategy={strategy}", f"--nodes={nodes}", f"--pairs={pairs}"]
+        arguments += [f"--folder={folder}", f"--memory={memory}"]
         lines = run_job(torchrun(2, "in_memory_rank.py", *arguments), patience=1200.0).output.splitlines()
     measured: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
     return measured

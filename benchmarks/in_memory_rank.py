@@ -94,9 +94,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--memory", required=True, help="a folder in memory, for several machines")
     options = parser.parse_args()
     if options.nodes > 1:  # each rank is a machine
-        folder = Path("/dev/shm", f"dstrat-benchmark-{os.environ['MASTER_PORT']}-{os.environ['RANK']}")
+        folder = Path(options.memory, os.environ["RANK"])
         folder.mkdir(exist_ok=True)
         os.environ |= {"DSTRAT_MEMORY_DIR": str(folder), "GROUP_RANK": os.environ["RANK"]}
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -105,16 +105,19 @@ class Machines:
 
     def saved(self, machine, pattern):
         folder = self.memory(machine) / f"dstrat-{os.geteuid()}" / str(self.folder).lstrip("/") / "checkpoints"
-        return list(folder.glob(f"*/{pattern}"))
+        with suppress(FileNotFoundError):  # the job removes one meanwhile
+            return list(folder.glob(f"*/{pattern}"))
+        return []
 
     def wait_for_copies(self):
         """Wait until each machine has files of its ranks and of another machine's; until then it may not be lost."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and all(process.poll() is None for process in self.processes):
             saved = [self.saved(machine, "*.ckpt") for machine in range(len(self.ranks))]
-            names = [{path.name for path in paths if len(list(path.glob("*.safetensors"))) > 1} for paths in saved]
-            if set.intersection(*names):
-                return
+            with suppress(FileNotFoundError):
+                names = [{path.name for path in paths if len(list(path.glob("*.safetensors"))) > 1} for paths in saved]
+                if set.intersection(*names):
+                    return
             time.sleep(0.005)
 
     def wait_for_checkpoint(self, name, machine=0):

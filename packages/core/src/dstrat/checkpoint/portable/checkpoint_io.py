@@ -24,7 +24,7 @@ from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.shards import LocalBox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -221,7 +221,7 @@ class StagingMemory:
                 reached += payload.num_bytes
                 copies.append(Payload(payload.name, LocalBox(tensor=target, starts=payload.starts)))
                 moves += list(_moves(payload.tensor, target))
-        map_in_threads(_move, moves)
+        map_in_threads(_move_all, list(_batches(moves)))
         # Copies to pinned memory are in flight, and the next step changes the tensors.
         wait_for_devices(shard.devices)
         return dataclasses.replace(shard, payloads=copies)
@@ -259,7 +259,8 @@ def _groups(payloads: Sequence[Payload]) -> list[list[Payload]]:
 
 def _moves(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of tensors to copy: buckets of the two, so that the threads share a large tensor."""
-    if not source.is_contiguous() or source.is_conj() or source.is_neg() or not source.is_cpu:
+    is_plain = source.is_contiguous() and not source.is_conj() and not source.is_neg() and source.is_cpu
+    if not is_plain or source.nbytes <= BUCKET:
         yield source, target
         return
     one, other = as_bytes(source), as_bytes(target)
@@ -267,8 +268,22 @@ def _moves(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield one[begin : begin + BUCKET], other[begin : begin + BUCKET]
 
 
-def _move(pair: tuple[Tensor, Tensor]) -> None:
-    source, target = pair
+def _batches(moves: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield groups of moves of about a bucket: a thread for each small tensor would cost more than its copy."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for move in moves:
+        batch.append(move)
+        size += move[1].nbytes
+        if size >= BUCKET:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _move_all(batch: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
-        # From a device without pinned memory the copy must be complete when this returns.
-        target.copy_(source, non_blocking=not source.is_cpu and target.is_pinned())
+        for source, target in batch:
+            # From a device without pinned memory the copy must be complete when this returns.
+            target.copy_(source, non_blocking=not source.is_cpu and target.is_pinned())

@@ -38,7 +38,7 @@ _KINDS = (_DOCUMENT, ".safetensors")
 def write_mirrored(prepared: Prepared, target: Path, machines: Machines) -> None:
     """Write the files of every rank to its machine and to the next one, then give the checkpoint its path; collective.
 
-    The machines have it at the same time, or none has: one that was lost meanwhile leaves the checkpoint before it.
+    A machine or rank that is lost meanwhile leaves the checkpoint before it.
 
     Raises:
         CheckpointError: A rank failed; then all ranks raise, and unfinished folders are removed.
@@ -55,14 +55,15 @@ def write_mirrored(prepared: Prepared, target: Path, machines: Machines) -> None
         sizes = {name: size for name, (size, _) in parse_json(report)["files"].items()}
         transfer_files(ranks, _mirroring(machines, sizes), read_from=path, write_to=lambda name: path / name)
         reports = ranks.gather(report)
+        manifest = index = b""
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
-            first = folder if ranks.rank == 0 else None
-            manifest = b"" if first is None else complete(prepared, first.path, [parse_json(each) for each in reports])
+            if ranks.rank == 0:
+                manifest = complete(prepared, path, [parse_json(each) for each in reports])
+                index = (path / INDEX).read_bytes()
+        documents = {STATE: ranks.broadcast(prepared.state), INDEX: ranks.broadcast(index)}
         manifest = ranks.broadcast(manifest)
-        documents = {STATE: ranks.broadcast(prepared.state)}
-        documents[INDEX] = ranks.broadcast(b"" if first is None else (path / INDEX).read_bytes())
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
-            if folder is not None and first is None:
+            if folder is not None and ranks.rank != 0:
                 for name, data in documents.items():
                     storage_of(path).write_file(path / name, data)
         # Only when all machines have all files; a rank returns when all machines have committed.
@@ -224,8 +225,7 @@ class _AllFiles:
                 for first, last in _runs(blocks)
             ]
         )
-        with self._ranks.on_all_ranks("read a checkpoint in the memory of other machines"):
-            """Other ranks of this machine read what one of them has received."""
+        self._ranks.any_rank(value=False)  # the ranks of a machine read what one of them has received
 
     def path_of(self, name: str) -> Path:
         """Return the path that this machine reads a file from."""

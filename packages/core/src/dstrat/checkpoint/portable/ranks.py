@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dstrat.parallel.job import Channel, Job
 
 _LONGEST_MESSAGE = 4000  # bytes, of each rank to each
+_SIZE, _SHORT = 8, 248  # bytes: of a size, and of a message that is sent with its size
 
 
 class Ranks:
@@ -129,12 +130,19 @@ class GroupRanks(Ranks):
 
     def exchange(self, message: bytes) -> list[bytes]:
         with self._losses():
-            # Collectives need equal shapes: sizes first, then messages padded to the longest.
-            sizes = self._sizes(message)
-            gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-            if max(sizes):
-                dist.all_gather(gathered, _padded(message, max(sizes)), group=self._group)
-        return _cut(gathered, sizes)
+            # Collectives need equal shapes: each size with the beginning of its message, which most often is all of
+            # it, then messages padded to the longest.
+            heads = self._all_gather(len(message).to_bytes(_SIZE, "little") + message[:_SHORT], _SIZE + _SHORT)
+            sizes = [int.from_bytes(head[:_SIZE], "little") for head in heads]
+            if max(sizes) <= _SHORT:
+                return [head[_SIZE : _SIZE + size] for head, size in zip(heads, sizes, strict=True)]
+            messages = self._all_gather(message, max(sizes))
+        return [padded[:size] for padded, size in zip(messages, sizes, strict=True)]
+
+    def _all_gather(self, message: bytes, size: int) -> list[bytes]:
+        gathered = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(gathered, _padded(message, size), group=self._group)
+        return [tensor.numpy().tobytes() for tensor in gathered]
 
     def any_rank(self, *, value: bool) -> bool:
         with self._losses():

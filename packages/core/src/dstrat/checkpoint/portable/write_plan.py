@@ -7,6 +7,8 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dstrat.checkpoint.portable.format import DTYPES, MEBIBYTE, dtype_name, dump_json, parse_json
 from dstrat.checkpoint.portable.index import TensorEntry
 from dstrat.checkpoint.portable.payload import Payload, check_kind, memory_key
@@ -86,6 +88,7 @@ def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Te
     return WritePlan(payloads=payloads, entries=entries)
 
 
+@torch.no_grad()  # in which a DTensor gives its elements without recording that
 def _layouts(tensors: Mapping[str, Any]) -> dict[str, TensorLayout]:
     """Describe each tensor; of tensors that share their memory only the first is stored."""
     first: dict[Any, str] = {}
