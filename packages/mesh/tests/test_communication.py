@@ -228,6 +228,24 @@ def test_stages_begin_their_operations_for_each_microbatch_and_split_layers_all_
     assert [MeshStrategy(**one).communication_layout(training).operation_share for one in layouts] == [1, 1, 4]
 
 
+def gathers(cluster, **options):
+    recorded = RecordedCollectives()
+    strategy = started(cluster, pp=2, microbatches=4, **options)
+    declared = totals(strategy.communication_layout(sizes(SAMPLES)).collectives)["all_gather"]
+    second_step(strategy, recorded)
+    return totals(recorded.collectives)["all_gather"], declared
+
+
+def test_a_pipeline_gathers_its_layers_once_in_a_batch_or_in_each_pass():
+    cases = {"once": {}, "in each pass": {"reshard_after_forward": True}}
+    for of_rank in in_ranks(each, 4, function=gathers, cases=cases):
+        once, declared = of_rank["once"]
+        assert once == declared == (once[0], 2)  # two blocks of a stage
+        found, declared = of_rank["in each pass"]
+        assert declared == (8 * once[0], 8 * 2)
+        assert found == pytest.approx(declared, rel=0.07)  # Torch gathers a block once too often, as above
+
+
 def test_layers_are_gathered_in_each_batch_and_gradients_summed_in_the_last():
     declared = MeshStrategy(dp_replicate=2).communication_layout(sizes(SAMPLES)).collectives
     assert {one.kind: one.in_each_batch for one in declared} == {

@@ -97,14 +97,17 @@ def sharded_layout(
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
-        num_stages: Number of stages among which the caller divides the layout, and which accumulate their gradients.
+        num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
+            blocks gathered, of their own layers only.
     """
     parameters = list(training.module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     shards = sum(_shard_bytes(parameter, division_of) for parameter in parameters)
     gradients = sum(_shard_bytes(parameter, division_of) for parameter in trainable)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
-    step_buffers = _gathered(blocks, parameters, policy, frees_blocks=frees_blocks, division_of=division_of)
+    step_buffers = _gathered(
+        blocks, parameters, policy, frees_blocks=frees_blocks, division_of=division_of, num_stages=num_stages
+    )
     accumulated = 0
     if training.accumulate_grad_batches > 1:
         accumulated = _bytes_in(trainable, "summed", policy=policy, division_of=division_of) // num_stages
@@ -139,6 +142,7 @@ def _gathered(
     *,
     frees_blocks: bool,
     division_of: Callable[[Tensor], Division],
+    num_stages: int,
 ) -> int:
     """Return the memory of gathered parameters and of gradients that are not reduced yet, at the worst time.
 
@@ -153,7 +157,7 @@ def _gathered(
         bytes_in(unit, "gradients") + bytes_in(unit, "summed") + (2 if frees_blocks else 0) * size
         for unit, size in zip(units, gathered, strict=True)
     ]
-    resident = bytes_in(root, "gathered") + (0 if frees_blocks else sum(gathered))
+    resident = bytes_in(root, "gathered") + (0 if frees_blocks else sum(gathered) // num_stages)
     return resident + bytes_in(root, "gradients") + max(working, default=bytes_in(root, "summed"))
 
 
