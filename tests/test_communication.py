@@ -160,7 +160,7 @@ def test_one_device_communicates_nothing():
 
 def test_stages_divide_layers_and_send_activations_and_their_gradients():
     layout = declared("mesh(pp=2, microbatches=4)", 4, accumulate=1, attends=False)
-    shards = declared("mesh", 2, accumulate=4, attends=False)  # gathered for each microbatch, reduced once
+    shards = declared("mesh(reshard_after_forward=False)", 2, accumulate=1, attends=False)  # gathered once
     *of_stage, between = layout.collectives
     assert [one.bytes for one in of_stage] == [one.bytes // 2 for one in shards.collectives]
     assert (between.kind, between.messages, between.stride) == ("send", 8, 2)

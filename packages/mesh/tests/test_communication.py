@@ -163,9 +163,9 @@ def test_a_rank_holds_the_declared_share_of_the_experts():
 
 
 class LiveSends(DispatchMode):
-    """Counts the tensors that were sent and are still in memory."""
+    """Counts the tensors that were sent and are still in memory: at most, and when the last one is sent."""
 
-    live = largest = 0
+    live = largest = at_last = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(cls not in (torch.Tensor, nn.Parameter) for cls in types):
@@ -175,7 +175,7 @@ class LiveSends(DispatchMode):
             for tensor in args[0]:
                 self.live += 1
                 weakref.finalize(tensor.untyped_storage(), self.forget)
-            self.largest = max(self.largest, self.live)
+            self.largest, self.at_last = max(self.largest, self.live), self.live
         return output
 
     def forget(self):
@@ -185,7 +185,7 @@ class LiveSends(DispatchMode):
 def live_sends(cluster, samples, **options):
     mode = LiveSends()
     second_step(started(cluster, **options), mode, samples)
-    return mode.largest
+    return mode.largest, mode.at_last
 
 
 SHORT_AND_LONG = [
@@ -197,9 +197,16 @@ SHORT_AND_LONG = [
 
 def test_sent_tensors_are_freed_when_they_have_arrived():
     for largest in in_ranks(each, 2, function=live_sends, cases={str(one): one for one in SHORT_AND_LONG}):
-        short, long, interleaved, long_interleaved = largest.values()
+        short, long, interleaved, long_interleaved = (one for one, _ in largest.values())
         assert 0 < long <= short <= 3
         assert 0 < long_interleaved <= interleaved <= 8
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
+def test_gradients_do_not_pile_up_after_the_last_forward_pass(schedule):
+    cases = {"": {"pp": 2, "microbatches": 16, "samples": 16, "schedule": schedule}}
+    _, last = in_ranks(each, 2, function=live_sends, cases=cases)
+    assert last[""][1] <= 5  # of 16, and of as many outputs where each rank has two stages
 
 
 def test_stages_hold_whole_gradients_of_several_microbatches():
@@ -219,6 +226,24 @@ def test_stages_begin_their_operations_for_each_microbatch_and_split_layers_all_
     training = sizes(SAMPLES)
     layouts = ({"tp": 4}, {"pp": 4, "microbatches": 4}, {"pp": 4, "microbatches": 16})
     assert [MeshStrategy(**one).communication_layout(training).operation_share for one in layouts] == [1, 1, 4]
+
+
+def gathers(cluster, **options):
+    recorded = RecordedCollectives()
+    strategy = started(cluster, pp=2, microbatches=4, **options)
+    declared = totals(strategy.communication_layout(sizes(SAMPLES)).collectives)["all_gather"]
+    second_step(strategy, recorded)
+    return totals(recorded.collectives)["all_gather"], declared
+
+
+def test_a_pipeline_gathers_its_layers_once_in_a_batch_or_in_each_pass():
+    cases = {"once": {}, "in each pass": {"reshard_after_forward": True}}
+    for of_rank in in_ranks(each, 4, function=gathers, cases=cases):
+        once, declared = of_rank["once"]
+        assert once == declared == (once[0], 2)  # two blocks of a stage
+        found, declared = of_rank["in each pass"]
+        assert declared == (8 * once[0], 8 * 2)
+        assert found == pytest.approx(declared, rel=0.07)  # Torch gathers a block once too often, as above
 
 
 def test_layers_are_gathered_in_each_batch_and_gradients_summed_in_the_last():

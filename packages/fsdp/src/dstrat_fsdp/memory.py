@@ -118,7 +118,8 @@ def sharded_layout(
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
-        num_stages: Number of stages among which the caller divides the layout, and which accumulate their gradients.
+        num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
+            blocks gathered, of their own layers only.
     """
     units = divided_units(training.module, blocks, division_of)
     shards = gradients = summed = 0
@@ -127,7 +128,7 @@ def sharded_layout(
         gradients += count * _shard_bytes(unit.trainable, division)
         summed += count * _bytes_in(unit, division, "summed", policy)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
-    step_buffers, reduction_buffer = _buffers(units, policy, frees_blocks=frees_blocks)
+    step_buffers, reduction_buffer = _buffers(units, policy, frees_blocks=frees_blocks, num_stages=num_stages)
     accumulated = summed // num_stages if training.accumulate_grad_batches > 1 else 0
     layout = MemoryLayout(
         parameters=shards + training.module_buffers,
@@ -189,7 +190,7 @@ def _shard_bytes(parameters: Iterable[Tensor], division: Division) -> int:
 
 
 def _buffers(
-    units: Sequence[tuple[Unit, Division, int]], policy: MixedPrecisionPolicy, *, frees_blocks: bool
+    units: Sequence[tuple[Unit, Division, int]], policy: MixedPrecisionPolicy, *, frees_blocks: bool, num_stages: int
 ) -> tuple[int, int]:
     """Return the memory of gathered parameters and of gradients that are not reduced yet, and of those being reduced.
 
@@ -197,7 +198,7 @@ def _buffers(
     the block that is gathered next.  The gradients of the block before it are summed in a buffer meanwhile.  Parameters
     outside of blocks are gathered for a full step, and their gradients reduced at its end.
     """
-    resident = summed_of_root = 0
+    resident = of_blocks = summed_of_root = 0
     working = []
     for unit, division, count in units:
         gathered, gradients, summed = (
@@ -207,10 +208,10 @@ def _buffers(
             resident += gathered + gradients
             summed_of_root = summed
         else:
-            resident += 0 if frees_blocks else count * gathered
+            of_blocks += 0 if frees_blocks else count * gathered
             working.append((gradients + (2 if frees_blocks else 0) * gathered, summed))
     largest, summed = max(working, key=sum, default=(summed_of_root, 0))
-    return resident + largest, summed
+    return resident + of_blocks // num_stages + largest, summed
 
 
 def _bytes_in(unit: Unit, division: Division, stage: str, policy: MixedPrecisionPolicy) -> int:

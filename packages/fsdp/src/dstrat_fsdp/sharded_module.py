@@ -224,9 +224,16 @@ class ShardedModule:
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether backward passes reduce gradients, or accumulate them without communication."""
+        if enabled == self._synchronizes:
+            return
         self._synchronizes, self._accumulates = enabled, self._accumulates or not enabled
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def set_free_after_backward(self, enabled: bool) -> None:
+        """Set whether backward passes free units, or leave them gathered for a further microbatch."""
+        for unit in self._units:
+            unit.set_reshard_after_backward(enabled, recurse=False)
 
     def begin_backward(self) -> None:
         """Let a backward pass compute the gradients of those scalars that require them now, as it does for shards."""

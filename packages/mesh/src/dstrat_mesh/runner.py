@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _MOST_DIMENSIONS = 8
+_PASSES_BEHIND = 2  # of the rank before this one, of which it waits for no more when all forward passes are done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +121,8 @@ class StageRunner:
 
     What a rank sends is freed as soon as an answer shows that it has arrived: each rank has the same order of passes in
     every batch, and before it sends anything in one of them, it has received all that it needed for those before.
+    After the last forward pass nothing answers to gradients: there a rank waits until the one before it has received
+    all but the latest of them.
 
     Args:
         links: The neighbours.
@@ -163,7 +166,7 @@ class StageRunner:
         total = torch.zeros((), device=links.device)
         pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
         trained: set[int] = set()  # the stages with gradients, known before the first backward pass
-        num_computed = 0
+        num_computed, num_forward = 0, len(microbatches) * self._schedule.stages_per_rank
         for step in self._schedule.passes(links.position):
             stage, index = self._stage(step.chunk), step.microbatch
             if step.is_backward:
@@ -171,11 +174,14 @@ class StageRunner:
                     num_computed += 1
                     before_backward(num_computed == len(trained) * len(microbatches))
                 self._run_backward(stage, index, *pending.pop((stage, index)))
+                if not num_forward:
+                    self._wait_for_previous(stage, index)
                 continue
+            num_forward -= 1
             received = inputs[index]
             if stage:
                 received = self._receive(stage, keys[index])
-                self._free_sends(stage - 1, index)
+                self._free_sends(links.rank_of(stage - 1), self._number(stage - 1, index))
             output = self._forward(step.chunk, received, microbatches[index])
             if self._is_last(stage):
                 loss, factor = _checked_loss(output), factors[index]
@@ -198,9 +204,17 @@ class StageRunner:
             send.work.wait()
         self._sends = []
 
-    def _free_sends(self, stage: int, microbatch: int, *, is_backward: bool = False) -> None:
-        """Free all that the rank of a stage has received up to one of its passes; wait for it, if it is on its way."""
-        rank, number = self._links.rank_of(stage), self._number(stage, microbatch, is_backward=is_backward)
+    def _wait_for_previous(self, stage: int, microbatch: int) -> None:
+        """Wait until gradients for the previous stage have been received, but for the latest, and free them."""
+        # Ranks before this one have done their forward passes too, so that none of them waits for this one.  The last
+        # rank receives from the first one only when it has done all passes of its own later stages: that may take until
+        # this one goes on.
+        if stage % len(self._links.ranks):
+            number = self._number(stage - 1, microbatch, is_backward=True)
+            self._free_sends(self._links.rank_of(stage - 1), number - _PASSES_BEHIND)
+
+    def _free_sends(self, rank: int, number: int) -> None:
+        """Free all that a rank receives up to the pass with a number; wait for it, if it is on its way."""
         remaining = []
         for send in self._sends:
             if send.rank == rank and send.number <= number:
@@ -289,10 +303,10 @@ class StageRunner:
         elif output.requires_grad:
             gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, links.rank_of(stage + 1), group=links.group(stage + 1, stage))
-            self._free_sends(stage + 1, microbatch, is_backward=True)
+            self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch, is_backward=True))
             output.backward(gradient)
         else:  # a frozen stage, to which nothing answers
-            self._free_sends(stage + 1, microbatch)
+            self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch))
         if received is not None and received.requires_grad:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
             self._isend(gradient, stage, stage - 1, self._number(stage - 1, microbatch, is_backward=True))

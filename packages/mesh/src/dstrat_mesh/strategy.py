@@ -116,7 +116,9 @@ class MeshStrategy(SharedBatchStrategy):
             ``"selective"`` for repeated layers, or classes of layers.
         activation_checkpointing_policy: The layers, as classes or a function of a module.
         activation_offload: Whether repeated layers save their activations on the host; True, or the layers.
-        reshard_after_forward: Whether blocks are freed between their forward and backward passes.
+        reshard_after_forward: Whether blocks are freed between their forward and backward passes.  None frees them, but
+            for a pipeline, which would gather them in both passes of each microbatch: there they stay gathered for a
+            batch, as unreduced gradients do.
         state_dict_type: The parameters after a run: ``"sharded"``, or ``"full"`` on each rank.
 
     Raises:
@@ -149,7 +151,7 @@ class MeshStrategy(SharedBatchStrategy):
         activation_checkpointing: LayerClasses | str | None = None,
         activation_checkpointing_policy: LayerPolicy | None = None,
         activation_offload: bool | LayerPolicy = False,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         state_dict_type: str = "sharded",
         start_method: str = "popen",
     ) -> None:
@@ -189,8 +191,8 @@ class MeshStrategy(SharedBatchStrategy):
         self._sequences: Sequences | None = None
         self._experts: ExpertParallelism | None = None
         self._accumulates = self._begins_step = False
-        if not isinstance(reshard_after_forward, bool):
-            raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True or False")
+        if not isinstance(reshard_after_forward, bool | None):
+            raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True, False or None")
         self._cpu_offload = cpu_offload
         self._mixed_precision = mixed_precision
         self._auto_wrap_policy = checked_policy("auto_wrap_policy", auto_wrap_policy, or_size=True)
@@ -198,7 +200,7 @@ class MeshStrategy(SharedBatchStrategy):
             activation_checkpointing, activation_checkpointing_policy, activation_offload
         )
         self._recomputes = memory is not None and memory.recomputation == "full"
-        self._reshard_after_forward = reshard_after_forward
+        self._reshard_after_forward = pp == 1 if reshard_after_forward is None else reshard_after_forward
         self._state_dict_type = state_dict_type_name(state_dict_type)
 
     # The mesh
@@ -417,7 +419,9 @@ class MeshStrategy(SharedBatchStrategy):
         }
         in_microbatches, units = self._with_microbatches(training), with_experts(experts, training.module, blocks)
         policy = precision_policy(self._mixed_precision, training.precision)
-        sharded = sharded_collectives(in_microbatches, units, policy=policy, **divided)
+        gathers_once = self._pp > 1 and not self._reshard_after_forward
+        gathering = training if gathers_once else in_microbatches
+        sharded = sharded_collectives(gathering, units, policy=policy, **divided)
         of_activations = activation_collectives(training, blocks, axes, self._context_parallel, experts)
         if self._recomputes:
             # Those of the forward pass, which are half of them, once more.
@@ -480,6 +484,8 @@ class MeshStrategy(SharedBatchStrategy):
 
         def before_backward(is_last: bool) -> None:
             sharded.set_gradient_sync(is_last and not self._accumulates)
+            if not self._reshard_after_forward:
+                sharded.set_free_after_backward(is_last)
 
         with self._attending("training_step"):
             outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
