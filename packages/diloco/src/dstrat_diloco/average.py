@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from dstrat.parallel.collectives import wait_for_collective
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -63,7 +65,7 @@ class GroupAverage:
         """Begin the second half of a compressed mean, if it has not begun; collective."""
         if self._received is None or self._dtype is None:
             return
-        self._work.wait()
+        wait_for_collective(self._work)
         [received] = self._received
         self._received = None
         mean = _expand(received, self._dtype).mean(dim=0)
@@ -77,7 +79,7 @@ class GroupAverage:
             return self._mean
         self.advance()
         if self._work is not None:
-            self._work.wait()
+            wait_for_collective(self._work)
             self._work = None
             if self._gathered is None or self._dtype is None:
                 self._part /= self._groups.division.num_groups
