@@ -39,24 +39,24 @@ class GroupAverage:
 
     def __init__(self, tensor: Tensor, groups: RankGroups, *, is_shared: bool, dtype: DeltaDtype | None = None) -> None:
         self._groups, self._like, self._dtype = groups, tensor, dtype
-        self._num_parts = groups.division.size if is_shared else 1
+        self._num_pieces = groups.division.size if is_shared else 1
         num_peers = groups.division.num_groups
         flat = tensor.reshape(-1)
-        multiple = self._num_parts * (1 if dtype is None else num_peers * (_BLOCK if dtype == "int8" else 1))
+        multiple = self._num_pieces * (1 if dtype is None else num_peers * (_BLOCK if dtype == "int8" else 1))
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % multiple))
-        part = padded.view(self._num_parts, -1)[groups.rank if is_shared else 0]
+        piece = padded.view(self._num_pieces, -1)[groups.rank if is_shared else 0]
         self._mean: Tensor | None = None
         self._work: Any = None
         self._received: list[Tensor] | None = None
         self._gathered: list[Tensor] | None = None
         if num_peers == 1 or not flat.numel():
-            self._part = part
+            self._piece = piece
         elif dtype is None:
-            self._part = part.clone()
-            self._work = dist.all_reduce(self._part, group=groups.peers, async_op=True)
+            self._piece = piece.clone()
+            self._work = dist.all_reduce(self._piece, group=groups.peers, async_op=True)
         else:
-            self._part = part
-            payload = _compress(part.view(num_peers, -1), dtype)
+            self._piece = piece
+            payload = _compress(piece.view(num_peers, -1), dtype)
             received = torch.empty_like(payload)
             self._work = dist.all_to_all_single(received, payload, group=groups.peers, async_op=True)
             self._received = [received]
@@ -82,16 +82,16 @@ class GroupAverage:
             wait_for_collective(self._work)
             self._work = None
             if self._gathered is None or self._dtype is None:
-                self._part /= self._groups.division.num_groups
+                self._piece /= self._groups.division.num_groups
             else:
-                self._part = _expand(torch.stack(self._gathered), self._dtype).reshape(-1)
+                self._piece = _expand(torch.stack(self._gathered), self._dtype).reshape(-1)
                 self._gathered = None
-        part = self._part.to(self._like.dtype)
-        if self._num_parts > 1:
-            parts = [torch.empty_like(part) for _ in range(self._num_parts)]
-            dist.all_gather(parts, part.contiguous(), group=self._groups.group)
-            part = torch.cat(parts)
-        self._mean = part[: self._like.numel()].view(self._like.shape)
+        piece = self._piece.to(self._like.dtype)
+        if self._num_pieces > 1:
+            pieces = [torch.empty_like(piece) for _ in range(self._num_pieces)]
+            dist.all_gather(pieces, piece.contiguous(), group=self._groups.group)
+            piece = torch.cat(pieces)
+        self._mean = piece[: self._like.numel()].view(self._like.shape)
         return self._mean
 
 
