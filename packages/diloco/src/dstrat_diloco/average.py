@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from dstrat.parallel.collectives import wait_for_collective
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,24 +39,24 @@ class GroupAverage:
 
     def __init__(self, tensor: Tensor, groups: RankGroups, *, is_shared: bool, dtype: DeltaDtype | None = None) -> None:
         self._groups, self._like, self._dtype = groups, tensor, dtype
-        self._num_shards = groups.division.size if is_shared else 1
+        self._num_pieces = groups.division.size if is_shared else 1
         num_peers = groups.division.num_groups
         flat = tensor.reshape(-1)
-        multiple = self._num_shards * (1 if dtype is None else num_peers * (_BLOCK if dtype == "int8" else 1))
+        multiple = self._num_pieces * (1 if dtype is None else num_peers * (_BLOCK if dtype == "int8" else 1))
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % multiple))
-        shard = padded.view(self._num_shards, -1)[groups.rank if is_shared else 0]
+        piece = padded.view(self._num_pieces, -1)[groups.rank if is_shared else 0]
         self._mean: Tensor | None = None
         self._work: Any = None
         self._received: list[Tensor] | None = None
         self._gathered: list[Tensor] | None = None
         if num_peers == 1 or not flat.numel():
-            self._shard = shard
+            self._piece = piece
         elif dtype is None:
-            self._shard = shard.clone()
-            self._work = dist.all_reduce(self._shard, group=groups.peers, async_op=True)
+            self._piece = piece.clone()
+            self._work = dist.all_reduce(self._piece, group=groups.peers, async_op=True)
         else:
-            self._shard = shard
-            payload = _compress(shard.view(num_peers, -1), dtype)
+            self._piece = piece
+            payload = _compress(piece.view(num_peers, -1), dtype)
             received = torch.empty_like(payload)
             self._work = dist.all_to_all_single(received, payload, group=groups.peers, async_op=True)
             self._received = [received]
@@ -63,7 +65,7 @@ class GroupAverage:
         """Begin the second half of a compressed mean, if it has not begun; collective."""
         if self._received is None or self._dtype is None:
             return
-        self._work.wait()
+        wait_for_collective(self._work)
         [received] = self._received
         self._received = None
         mean = _expand(received, self._dtype).mean(dim=0)
@@ -77,19 +79,19 @@ class GroupAverage:
             return self._mean
         self.advance()
         if self._work is not None:
-            self._work.wait()
+            wait_for_collective(self._work)
             self._work = None
             if self._gathered is None or self._dtype is None:
-                self._shard /= self._groups.division.num_groups
+                self._piece /= self._groups.division.num_groups
             else:
-                self._shard = _expand(torch.stack(self._gathered), self._dtype).reshape(-1)
+                self._piece = _expand(torch.stack(self._gathered), self._dtype).reshape(-1)
                 self._gathered = None
-        shard = self._shard.to(self._like.dtype)
-        if self._num_shards > 1:
-            shards = [torch.empty_like(shard) for _ in range(self._num_shards)]
-            dist.all_gather(shards, shard.contiguous(), group=self._groups.group)
-            shard = torch.cat(shards)
-        self._mean = shard[: self._like.numel()].view(self._like.shape)
+        piece = self._piece.to(self._like.dtype)
+        if self._num_pieces > 1:
+            pieces = [torch.empty_like(piece) for _ in range(self._num_pieces)]
+            dist.all_gather(pieces, piece.contiguous(), group=self._groups.group)
+            piece = torch.cat(pieces)
+        self._mean = piece[: self._like.numel()].view(self._like.shape)
         return self._mean
 
 

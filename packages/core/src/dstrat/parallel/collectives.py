@@ -72,6 +72,11 @@ def name_of_operation(reduce_op: str | dist.ReduceOp | None) -> str:
     return name
 
 
+def wait_for_collective(work: dist.Work) -> None:
+    """Wait for a collective that was begun before, in a frame by which a rank is known to wait for its peers."""
+    work.wait()
+
+
 def gather_tensors(tensor: Tensor, *, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
     """Return the tensors of all ranks stacked along a new first dimension; collective.
 
