@@ -38,8 +38,6 @@ class TestPairsWithFSDP(StrategySuite):
     pytestmark = pytest.mark.variant
     expected_failures: ClassVar = {
         "test_it_trains_in_each_precision_that_it_declares": "the kit trains on one rank, which are not two groups",
-        "test_a_rank_that_hangs_ends_the_job_after_the_timeout": "the job ends, and the error may name a rank of the "
-        "other group, which waits: a step that hangs is called from dstrat.parallel, as if it waited too",
     }
 
 

@@ -23,6 +23,7 @@ from dstrat.launch.failures import (
 )
 from dstrat.launch.nccl_status import describe_collectives
 from dstrat.parallel.collectives import reduce_tensor
+from dstrat.parallel.step_module import StepModule
 from dstrat.training.loops.stopping import EvaluationVotes, Votes
 from dstrat.training.metrics.reduction import exchange_epoch, exchange_steps
 
@@ -163,6 +164,7 @@ SLEEPING = """Current thread 0x1 (most recent call first):
         (exchange_epoch, True),
         (Strategy.read_values, True),
         (Strategy.run_step, False),  # a step computes in it
+        (StepModule.forward, False),  # likewise
         (EvaluationVotes.between, False),  # a loader that computes is called in it
     ],
 )

@@ -384,7 +384,10 @@ def _prefixes_of_waits() -> tuple[str, ...]:
     assert torch is not None  # noqa: S101 - core requires it
     assert torch.origin is not None  # noqa: S101 - likewise
     ours, theirs = Path(__file__).parents[1], Path(torch.origin).parent
-    folders = [theirs / "distributed", theirs / "autograd", ours / "parallel"]
+    folders = [theirs / "distributed", theirs / "autograd"]
+    # Not the others of this folder, which call the program's step.
+    modules = ("collectives", "full_state", "job", "matrix_exchange", "metric_states", "process_group")
+    waiting = [str(ours / "parallel" / f"{module}.py") for module in modules]
     # On a GPU a collective returns at once, and the code that reads its result waits: single functions, as others of
     # these files are on the stack while a step or a program's loader computes.
     readers = {
@@ -393,4 +396,4 @@ def _prefixes_of_waits() -> tuple[str, ...]:
         ours / "training" / "metrics" / "reduction.py": ("exchange_", "_reduce_all"),
     }
     functions = [f"{file} in {name}" for file, names in readers.items() for name in names]
-    return *(os.path.join(folder, "") for folder in folders), *functions  # noqa: PTH118 - the end of a folder's name
+    return *(os.path.join(folder, "") for folder in folders), *waiting, *functions  # noqa: PTH118 - the end of a folder's name
