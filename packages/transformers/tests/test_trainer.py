@@ -185,7 +185,7 @@ def own_loop(tmp_path_factory):
 @pytest.mark.parametrize("alias", ["ddp", "fsdp"])
 def test_a_loop_with_accelerate_is_that_of_its_own_ddp(tmp_path, own_loop, alias):
     seen = result(run(tmp_path, alias, {}, program="accelerated.py"))
-    for key in ("losses", "norms", "resumed", "rate"):
+    for key in ("losses", "norms", "resumed", "rate", "one by one"):
         assert seen[key] == pytest.approx(own_loop[key], rel=1e-5), key
     assert seen["sums"] == pytest.approx(own_loop["sums"], abs=1e-5)
     for key in ("accuracy", "names", "unwrapped"):

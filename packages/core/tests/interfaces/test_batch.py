@@ -65,6 +65,19 @@ class Encoding(UserDict):
         self.length = length
 
 
+class Rows(UserDict):
+    """Iterates over its rows and not its names, as the TensorDict of tensordict does."""
+
+    def __iter__(self):
+        return zip(*self.data.values(), strict=True)
+
+    def keys(self):
+        return self.data.keys()
+
+    def values(self):
+        return self.data.values()
+
+
 class Tagged(list):
     tag = None
 
@@ -218,6 +231,14 @@ def test_a_mapping_that_cannot_be_rebuilt_is_an_error_that_says_what_to_do():
     with pytest.raises(MisuseError, match="Fixed, which cannot be made from a dict"):
         move_to_device(Fixed(tensor(), 2), META)
     assert move_to_device(Fixed(1, 2), META)["two"] == 2
+
+
+def test_a_mapping_that_iterates_over_rows_is_rebuilt_by_its_keys():
+    rows = Rows({"x": torch.ones(3), "y": torch.zeros(3)})
+    changed = apply_to_tensors(rows, lambda tensor: tensor + 1)
+    assert type(changed) is Rows
+    assert [float(changed[name].sum()) for name in ("x", "y")] == [6, 3]
+    assert float(rows["x"].sum()) == 3
 
 
 def test_a_function_is_applied_to_tensors_alone():

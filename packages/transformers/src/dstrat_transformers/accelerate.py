@@ -109,6 +109,8 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
 
     @override
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        if len(args) == 1 and isinstance(args[0], Module) and next(args[0].parameters(), None) is None:
+            return args[0].to(self.device)  # a loss, which no strategy has to know
         models = [one for one in args if isinstance(one, Module)]
         optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, StrategyOptimizer)]
         if len(models) > 1:
@@ -116,11 +118,14 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 f"prepare got {len(models)} models, and a strategy has one: prepare the one that is trained, and put "
                 "further ones on accelerator.device"
             )
-        if optimizers and not models:
-            raise MisuseError("prepare got an optimizer without its model, which the strategy may shard: pass both")
+        earlier = self._prepared
+        if optimizers and not models and (earlier is None or earlier.is_trained):
+            raise MisuseError(
+                "prepare got an optimizer without its model, which a strategy may shard: pass the model first, or both"
+            )
         wrapped: dict[int, Any] = {}
         if optimizers:
-            prepared = self._set_up(models[0], optimizers)
+            prepared = self._set_up(models[0] if models else self.prepared_model.model, optimizers)
             wrapped = {id(one): StrategyOptimizer(one, prepared) for one in optimizers}
         return super().prepare(*(wrapped.get(id(one), one) for one in args), device_placement=device_placement)
 

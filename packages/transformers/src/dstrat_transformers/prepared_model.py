@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
@@ -40,6 +41,7 @@ class PreparedModel:
 
     Attributes:
         model: The model.
+        replaced_names: Names of the parameters that the strategy may have replaced, as long as something has them.
         module: The module that the strategy has: the model, or the HFModule with it.
         strategy: The strategy.
         optimizers: The program's optimizers.
@@ -64,6 +66,7 @@ class PreparedModel:
             self.module = HFModule(model)
             for layer, mode in modes:  # which are the program's
                 layer.training = mode
+        self.replaced_names = WeakIdKeyDictionary({p: name for name, p in model.named_parameters()})
         strategy.connect(self.module)
         if isinstance(self.module, HFModule):
             self.module.prepare(strategy)
@@ -236,14 +239,16 @@ def _check_loop(strategy: Strategy) -> None:
 
 
 def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:
-    """Return the names of the parameters in each group of an optimizer.
+    """Return the names of the parameters in each group of an optimizer, also of those before a preparation.
 
     Raises:
         MisuseError: The model does not have one of them.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    earlier = PreparedModel.of(model)
+    names = WeakIdKeyDictionary({} if earlier is None else earlier.replaced_names)
+    names.update({parameter: name for name, parameter in model.named_parameters()})
     try:
-        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     except KeyError:
         raise MisuseError(
             f"{type(optimizer).__name__} has a parameter that {type(model).__name__} does not have: prepare a model "

@@ -87,6 +87,32 @@ def accuracy(accelerator, model):
     return len(right), sum(right)
 
 
+def prepared_one_by_one():
+    """Prepare the loss, the model and the optimizer each by itself, in this order, as skorch does."""
+    accelerator = Accelerator()
+    torch.manual_seed(5)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    loss = nn.CrossEntropyLoss()
+    if STRATEGY != "own":  # whose DDP refuses a module without parameters
+        loss = accelerator.prepare(loss)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    return accelerator, loss, model, optimizer
+
+
+def train_one_by_one():
+    accelerator, criterion, model, optimizer = prepared_one_by_one()
+    losses = []
+    for x, y in accelerator.prepare(DataLoader(data(96), batch_size=BATCH)):
+        loss = criterion(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.gather(loss.detach()).mean()))
+    return losses
+
+
 def main():
     run = prepared("no")
     accelerator, model = run[:2]
@@ -104,6 +130,7 @@ def main():
     again = prepared("no")
     again[0].load_state(str(OUT / "state"))
     result["resumed"] = train(again, 1)[0]
+    result["one by one"] = train_one_by_one()
     if accelerator.is_main_process:
         (OUT / "result.json").write_text(json.dumps(result))
 

@@ -209,7 +209,8 @@ def _unpack(batch: Any, kind: _NodeKind) -> tuple[Sequence[Any], Sequence[Any], 
     if kind is _NodeKind.SEQUENCE:
         return range(len(batch)), batch, _rebuild_sequence
     if kind is _NodeKind.MAPPING:
-        return list(batch), list(batch.values()), _rebuild_mapping
+        # Not the keys by iteration: that of a TensorDict gives rows.
+        return list(batch.keys()), list(batch.values()), _rebuild_mapping
     names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
     return names, [getattr(batch, name) for name in names], _rebuild_dataclass
 
