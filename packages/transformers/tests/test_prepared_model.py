@@ -146,3 +146,27 @@ seen = [difference, later_difference]
 def test_models_are_evaluated_beside_the_trained_one(tmp_path, strategy):
     for differences in seen_by_ranks(tmp_path, strategy, REFERENCE):
         assert differences == pytest.approx([0, 0], abs=1e-6)
+
+
+HELD = """
+from dstrat.errors import MisuseError
+class Holder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.held = [self.layer.weight]
+    def forward(self, x):
+        return x @ self.held[0]
+model = Holder()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+try:
+    optimizer.step()
+except MisuseError as error:
+    seen = str(error)
+"""
+
+
+def test_a_model_that_holds_its_first_parameters_is_an_error(tmp_path):
+    for seen in seen_by_ranks(tmp_path, "fsdp", HELD):
+        assert "no parameter of Holder got a gradient" in seen

@@ -58,6 +58,7 @@ class PreparedModel:
     ) -> None:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
         self.names, self._convert_output, self._is_running = names, convert_output, False
+        self._has_stepped = False
         self.module: Any = model
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
@@ -172,9 +173,26 @@ class PreparedModel:
         return norm
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step one of the program's optimizers; the closure computes the loss again, for those that need it."""
+        """Step one of the program's optimizers; the closure computes the loss again, for those that need it.
+
+        Raises:
+            MisuseError: The loss depends on no shard of the model.
+        """
+        if not self._has_stepped and closure is None:
+            self._check_gradients()
+        self._has_stepped = True
         self.strategy.optimizer_step(self._stepped(optimizer), closure or (lambda: None), self.strategy.model)
         self.strategy.accelerator.end_graph("optimizer_step")
+
+    def _check_gradients(self) -> None:
+        """Refuse a model that computes with references to its first parameters, which shards have replaced."""
+        shards = [one for one in self.model.parameters() if isinstance(one, DTensor) and one.requires_grad]
+        if shards and all(shard.grad is None for shard in shards):
+            raise MisuseError(
+                f"no parameter of {type(self.model).__name__} got a gradient: its forward pass must read parameters "
+                "from its layers, where the strategy puts the gathered ones, and not hold tensors itself, as models of "
+                "Keras do: choose 'ddp' for it"
+            )
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Return the strategy's optimizer for one of the program's, which it may have replaced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 SHARDS = "dstrat"
 """Name of the folder in a checkpoint of the Trainer with the state of a strategy that shards it."""
 
-_OF_DDP = {  # the Trainer's options, and the values that any strategy fulfils
+_logger = logging.getLogger(__name__)
+
+_OF_DDP = {  # the Trainer's options, and the values that leave it to the strategy
     "ddp_find_unused_parameters": (None, False),
     "ddp_bucket_cap_mb": (None,),
-    "ddp_broadcast_buffers": (None,),
+    "ddp_broadcast_buffers": (None, False),  # False is the default of sentence-transformers
     "ddp_static_graph": (None, False),
 }
 _ARGUMENTS, _OPTIMIZER, _SCHEDULER = "training_args.bin", "optimizer.pt", "scheduler.pt"  # the Trainer's files
@@ -80,6 +83,8 @@ class StrategyTrainer:
                 f"{used[0]} is an option of the Trainer's own DDP, and dstrat_transformers.use has selected a strategy "
                 "instead: leave it out, and select one that has it, such as 'ddp_find_unused_parameters_true'"
             )
+        if self.args.ddp_broadcast_buffers is False:
+            _logger.info("ddp_broadcast_buffers=False has no effect: %s decides it", type(self.strategy).__name__)
         if self.args.save_only_model and self.args.load_best_model_at_end and not self.strategy.replicates_state:
             raise ConflictError(
                 "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True "

@@ -53,7 +53,8 @@ def states_gathered_by(strategy: Strategy) -> Iterator[None]:
             original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
             return
         # What torchmetrics (1.x) does around its gathering; unsync restores the cache.
-        metric._cache = metric._copy_state_dict()  # noqa: SLF001
+        copy = getattr(metric, "_copy_state_dict", None)  # torchmetrics 1.1 and newer
+        metric._cache = _states(metric) if copy is None else copy()  # noqa: SLF001
         for name, value in _merged_state(metric, strategy, process_group or metric.process_group).items():
             setattr(metric, name, value)
         metric._is_synced = True  # noqa: SLF001
@@ -64,6 +65,11 @@ def states_gathered_by(strategy: Strategy) -> Iterator[None]:
         yield
     finally:
         torchmetrics.Metric.sync = original
+
+
+def _states(metric: Any) -> dict[str, Any]:
+    """Return the states of a metric by name; the public property is of torchmetrics 1.1 and newer."""
+    return {name: getattr(metric, name) for name in metric._defaults}  # noqa: SLF001
 
 
 def _syncs_by_itself(metric: Any) -> bool:
@@ -85,7 +91,7 @@ def _merged_state(metric: Any, strategy: Strategy, group: Any) -> dict[str, Any]
 
     Ranks without an update are left out: defaults are no values for a mean, a maximum or a minimum.
     """
-    rank_state = _RankState(max(int(metric.update_count), 1), metric.metric_state)
+    rank_state = _RankState(max(int(metric.update_count), 1), _states(metric))
     # Ranks that read the same data count once.
     counts = _was_updated(metric) and (group is not None or strategy.is_first_reader)
     messages = _gather_bytes(_pack(rank_state if counts else None), strategy, group)
@@ -104,7 +110,7 @@ def _was_updated(metric: Any) -> bool:
         return True
     # A user's method other than update may have changed the state.
     defaults = metric._defaults  # noqa: SLF001 - torchmetrics (1.x) has no public name
-    return not all(_is_default(value, defaults[name]) for name, value in metric.metric_state.items())
+    return not all(_is_default(value, defaults[name]) for name, value in _states(metric).items())
 
 
 def _is_default(value: Any, default: Any) -> bool:
