@@ -4,11 +4,16 @@ import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.hand_loop import Net, parts, start, train
 from tests.ranks import in_ranks
+from tests.trainer_runs import quiet_trainer, shuffled_loader
 from torch import nn
 
+from dstrat import EMAWeightAveraging, ModelCheckpoint, TrainModule
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import ConflictError
 from dstrat_diloco import DiLoCoStrategy
 
 OPTIONS = [{"every": 1}, {"every": 3, "delay": 2}, {"every": 4, "fragments": 2}]
@@ -73,3 +78,64 @@ def test_teardown_before_setup_and_twice_is_harmless(inner):
     strategy.teardown()
     strategy.teardown()
     assert strategy.model is strategy.module
+
+
+# With a Trainer
+
+
+class Breaks(TrainModule):
+    """Fails in its sixth step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5:
+            raise ValueError("enough")
+        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_checkpoint_of_a_failed_training_has_the_outer_optimizer(tmp_path):
+    saves = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True)
+    trainer = quiet_trainer(DiLoCoStrategy(every=2), callbacks=[saves])
+    with pytest.raises(ValueError, match="enough"):
+        trainer.fit(Breaks(), shuffled_loader(16, 2))
+    [path] = tmp_path.glob("*.ckpt")
+    [outer] = PortableCheckpointIO().load_checkpoint(path)["strategy_state"]["outer"]
+    assert outer["steps"] == 5
+    assert set(outer["weights"]) == {"layer.weight", "layer.bias"}
+
+
+class SavesInAStep(Breaks):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_after_backward(self):
+        if self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+def saved_in_a_step(cluster, folder):
+    trainer = quiet_trainer(DiLoCoStrategy(every=4), cluster, limit_train_batches=4)
+    trainer.fit(SavesInAStep(f"{folder}/saved"), shuffled_loader(32, 2))
+
+
+def test_a_save_within_a_step_is_one_of_all_groups(tmp_path):
+    in_ranks(saved_in_a_step, folder=str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert "layer.weight" in PortableCheckpointIO().load_checkpoint(tmp_path / "saved")["state_dict"]
+
+
+def average_in_groups(cluster):
+    trainer = quiet_trainer(DiLoCoStrategy(), cluster, callbacks=[EMAWeightAveraging()])
+    with pytest.raises(ConflictError, match="EMAWeightAveraging averages the weights of each group by itself"):
+        trainer.fit(Breaks(), shuffled_loader(16, 2))
+
+
+def test_averages_of_each_group_are_refused():
+    in_ranks(average_in_groups)

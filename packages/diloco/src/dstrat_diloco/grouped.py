@@ -20,6 +20,7 @@ from dstrat_diloco.groups import Division, GroupEnvironment, RankGroups, divide
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
+    from pathlib import Path
 
     import torch
     from torch import Tensor
@@ -384,6 +385,11 @@ class GroupedStrategy(ParallelStrategy):
             return super().all_gather(tensor, group, sync_grads)
 
     # State
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        with self._in_job():  # also within a step
+            super().save_checkpoint(checkpoint, path)
 
     def sharded_module_state(self) -> dict[str, Any]:
         with self._in_group():

@@ -231,6 +231,10 @@ class OuterOptimizer:
             for name, anchor, piece in zip(sent.names, anchors, pieces, strict=True)
         ]
 
+    def abandon_exchange(self) -> None:
+        """Forget the fragments in flight, and that the groups differ, as nothing can be exchanged any more."""
+        self._sent, self.in_sync = [], True
+
     # State: the same in all groups, sharded as the parameters
 
     def state_dict(self) -> dict[str, Any]:

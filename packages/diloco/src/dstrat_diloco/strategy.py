@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dstrat.errors import ConflictError
 from dstrat.interfaces.checkpoint_io import FlatShard
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import has_standard_layout
@@ -166,10 +167,21 @@ class DiLoCoStrategy(GroupedStrategy):
     # The life cycle
 
     def setup(self, trainer: TrainerLike) -> None:
+        self._check_callbacks(trainer)
         super().setup(trainer)
         self._begin_anew()
         # Inner strategies have made the ranks of a group the same.
         broadcast_tensors([local_tensor(one) for one in _distinct(self.local_weights()).values()], self.groups.peers)
+
+    def _check_callbacks(self, trainer: TrainerLike) -> None:
+        from dstrat.training.callbacks.weight_averaging import WeightAveraging
+
+        averages = [one for one in getattr(trainer, "callbacks", ()) if isinstance(one, WeightAveraging)]
+        if averages and self.groups.division.num_groups > 1:
+            raise ConflictError(
+                f"{type(averages[0]).__name__} averages the weights of each group by itself, which differ between "
+                "exchanges: leave it out, as the outer weights are an average already"
+            )
 
     def _begin_anew(self) -> None:
         self._outer, self._group_weights = [], {}
@@ -179,7 +191,9 @@ class DiLoCoStrategy(GroupedStrategy):
         self._show_average()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._begin_anew()  # nothing is exchanged from now on
+        self._group_weights = {}
+        for _, outer in self._outer:  # which a checkpoint that saves the failed training still has
+            outer.abandon_exchange()
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -301,6 +315,10 @@ class DiLoCoStrategy(GroupedStrategy):
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
         self._begin_anew()
+        # While groups differ, sharded_module_state gives means, and they have been loaded.
+        weights = self.local_weights()
+        loaded = {name: one for name, one in state.items() if name in weights and one is not weights[name]}
+        self._set_weights({name: local_tensor(one) for name, one in loaded.items()})
         super().load_sharded_module_state(state)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -344,6 +362,8 @@ class DiLoCoStrategy(GroupedStrategy):
         """Return what differs between groups: weights within a round, optimizers and loss scales; collective."""
         with self._in_group():
             inner = self.inner.rank_state()
+        if self._groups is None:  # closed after an error
+            return inner
         buffers = {name for name, _ in self.module.named_buffers()}
         weights = self._group_weights
         if self._differ:
@@ -385,7 +405,11 @@ class DiLoCoStrategy(GroupedStrategy):
 
     @property
     def _layout(self) -> dict[str, Any]:
-        return {"groups": self.groups.division.num_groups, "inner": type(self.inner).__name__}
+        return {
+            "groups": self.groups.division.num_groups,
+            "inner": type(self.inner).__name__,
+            "mesh": None if self.replicates_state else list(self.device_mesh.shape),
+        }
 
     def _log_layout(self, saved: Mapping[str, Any] | None) -> None:
         if saved is not None and self.is_global_zero:

@@ -122,7 +122,7 @@ class StageRunner:
     What a rank sends is freed as soon as an answer shows that it has arrived: each rank has the same order of passes in
     every batch, and before it sends anything in one of them, it has received all that it needed for those before.
     After the last forward pass nothing answers to gradients: there a rank waits until the one before it has received
-    all but the latest of them.
+    all but the latest of them; the first rank, to whose gradients the last one would have to answer, keeps all.
 
     Args:
         links: The neighbours.

@@ -441,7 +441,7 @@ class MeshStrategy(SharedBatchStrategy):
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
-            hooks=python_hooks(in_microbatches, units, **divided) // axes.pp,
+            hooks=python_hooks(gathering, units, **divided) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )

@@ -109,9 +109,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
 
     @override
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        if len(args) == 1 and isinstance(args[0], Module) and next(args[0].parameters(), None) is None:
-            return args[0].to(self.device)  # a loss, which no strategy has to know
-        models = [one for one in args if isinstance(one, Module)]
+        models = [one for one in args if isinstance(one, Module) and not _is_loss(one)]
         optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, StrategyOptimizer)]
         if len(models) > 1:
             raise ConflictError(
@@ -131,6 +129,8 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
 
     @override
     def prepare_model(self, model: Module, device_placement: Any = None, evaluation_mode: bool = False) -> Module:
+        if _is_loss(model):
+            return model.to(self.device)
         if PreparedModel.of(model) not in self._preparations:
             self._set_up(model, [])
         if not any(one is model for one in self._models):
@@ -300,16 +300,36 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         return state
 
     def _load_sharded_model(self, models: list[Module], input_dir: str) -> None:
-        """Load the model before ``load_state`` does, which would load full tensors into shards; collective."""
-        prepared = self._prepared
-        if prepared is None or self._strategy.replicates_state:
+        """Load models before ``load_state`` does, which would load full tensors into shards; collective."""
+        if self._prepared is None or self._strategy.replicates_state:
             return
+        # Accelerate numbers the files by the order in which models were prepared.
+        for index, model in enumerate(models):
+            prepared = PreparedModel.of(model)
+            if prepared is None:
+                continue
+            state: dict[str, Any] = {}
+            if self.is_main_process:  # whose state is sent to the others
+                state = _read_weights(Path(input_dir), index)
+            prepared.load_state_dict(state)
         models.clear()  # by which Accelerate knows that they are loaded
-        state: dict[str, Any] = {}
-        if self.is_main_process:  # whose state is sent to the others
-            path = Path(input_dir, SAFE_WEIGHTS_NAME)
-            state = load_file(path) if path.exists() else torch.load(Path(input_dir, WEIGHTS_NAME), weights_only=True)
-        prepared.load_state_dict(state)
+
+
+def _is_loss(module: Module) -> bool:
+    """Return whether a module has no parameters, so that no strategy has to know it."""
+    return next(module.parameters(), None) is None
+
+
+def _read_weights(folder: Path, index: int) -> dict[str, Any]:
+    """Return the weights of a model in a folder of ``save_state``."""
+
+    def numbered(name: str) -> Path:
+        stem, suffix = name.rsplit(".", 1)
+        return folder / (f"{stem}_{index}.{suffix}" if index else name)
+
+    path = numbered(SAFE_WEIGHTS_NAME)
+    state: dict[str, Any] = load_file(path) if path.exists() else torch.load(numbered(WEIGHTS_NAME), weights_only=True)
+    return state
 
 
 class StrategyOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not imported by mypy

@@ -189,9 +189,9 @@ class PreparedModel:
         shards = [one for one in self.model.parameters() if isinstance(one, DTensor) and one.requires_grad]
         if shards and all(shard.grad is None for shard in shards):
             raise MisuseError(
-                f"no parameter of {type(self.model).__name__} got a gradient: its forward pass must read parameters "
-                "from its layers, where the strategy puts the gathered ones, and not hold tensors itself, as models of "
-                "Keras do: choose 'ddp' for it"
+                f"no parameter of {type(self.model).__name__} got a gradient. If a backward pass ran before this step, "
+                "its forward pass must read parameters from its layers, where the strategy puts the gathered ones, and "
+                "not hold tensors itself, as models of Keras do: choose 'ddp' for it"
             )
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
@@ -228,7 +228,7 @@ class PreparedModel:
     def release(self) -> None:
         """Give the model back its methods, and end the strategy, without the communication of the program."""
         for name, method in self._changed.items():  # which the program may have put on the instance, as trl does
-            self.model.__dict__.pop(name)
+            self.model.__dict__.pop(name, None)
             if method is not None:
                 self.model.__dict__[name] = method
         generate_alone(self.model)

@@ -15,6 +15,7 @@ from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
 from dstrat.errors import CheckpointError, ConflictError
 from dstrat.own_loop import checkpoint
+from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_transformers.accelerate import DstratAccelerator, StrategyOptimizer
 from dstrat_transformers.models import is_peft, is_pretrained_model
 from dstrat_transformers.prepared_model import PreparedModel
@@ -53,6 +54,7 @@ class StrategyTrainer:
     optimizer: Any
     state: Any
     _train_batch_size: int
+    _num_retries = 0
 
     @property
     def strategy(self) -> Strategy:
@@ -126,6 +128,11 @@ class StrategyTrainer:
             ) from error
         if isinstance(self.optimizer, StrategyOptimizer):
             self.optimizer = self.optimizer.optimizer
+            if self._is_sharded:
+                self.optimizer.state.clear()  # of the shards, if the first step had begun
+        self._num_retries += 1
+        # Others may be at work, if they had shorter samples: they must not meet this one in other collectives.
+        wait_for_all_ranks(f"reduce the batch size for the {self._num_retries}. time")
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if PreparedModel.of(self.model) is None:

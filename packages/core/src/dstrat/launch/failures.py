@@ -159,6 +159,11 @@ def write_failure(folder: Path, error: BaseException, *, cleans_up: bool = False
         sys.stderr.write(f"{failure.traceback}\n")
 
 
+def forget_failure(folder: Path) -> None:
+    """Remove what this process has written before a cleanup that has ended, as it trains again."""
+    _path(folder, os.getpid(), cleans_up=True).unlink(missing_ok=True)
+
+
 def read_failure(folder: Path, pid: int, *, cleans_up: bool = False) -> Failure | None:
     """Return the failure that a process wrote to the job's folder; None where there is none."""
     try:

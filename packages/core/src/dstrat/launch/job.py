@@ -265,11 +265,15 @@ def _remove_stale_folders(parent: Path) -> None:
 
 def threads_per_rank(num_processes: int) -> int:
     """Return the number of threads for each rank, so that all ranks together have one per processor."""
+    return max(1, usable_processors() // num_processes)
+
+
+def usable_processors() -> int:
+    """Return the number of processors that this process may use."""
     try:
-        usable = len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
-        usable = os.cpu_count() or 1
-    return max(1, usable // num_processes)
+        return os.cpu_count() or 1
 
 
 def _port(environ: Mapping[str, str]) -> int:

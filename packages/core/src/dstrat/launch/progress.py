@@ -246,9 +246,12 @@ def watched_for_hangs(
         return
     import torch.distributed  # only runs of several processes need it, and the supervisor imports this module
 
+    from dstrat.launch.failures import forget_failure
     from dstrat.launch.rank import this_rank
 
     started = this_rank()
+    if started is not None:
+        forget_failure(started.folder)  # the program has caught that error
     # A rank that sees no peers waits for as long as they may be in a collective, and never less than the limit.
     limits = (limit.total_seconds(), max(limit, longest or limit).total_seconds())
     watch: _ProgressFile | PeerWatch
@@ -387,7 +390,7 @@ def _prefixes_of_waits() -> tuple[str, ...]:
     folders = [theirs / "distributed", theirs / "autograd"]
     # Not the others of this folder, which call the program's step.
     modules = ("collectives", "full_state", "job", "matrix_exchange", "metric_states", "process_group")
-    waiting = [str(ours / "parallel" / f"{module}.py") for module in modules]
+    files = [str(ours / "parallel" / f"{module}.py") for module in modules]
     # On a GPU a collective returns at once, and the code that reads its result waits: single functions, as others of
     # these files are on the stack while a step or a program's loader computes.
     readers = {
@@ -396,4 +399,4 @@ def _prefixes_of_waits() -> tuple[str, ...]:
         ours / "training" / "metrics" / "reduction.py": ("exchange_", "_reduce_all"),
     }
     functions = [f"{file} in {name}" for file, names in readers.items() for name in names]
-    return *(os.path.join(folder, "") for folder in folders), *waiting, *functions  # noqa: PTH118 - the end of a folder's name
+    return *(os.path.join(folder, "") for folder in folders), *files, *functions  # noqa: PTH118 - the end of a folder's name

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ MEMORY_VARIABLE = "DSTRAT_MEMORY_DIR"
 
 _OWNER = "owner"
 """The file in the folder of a job that its ranks have locked while they run."""
+_LOCK = "hhqqi0q"  # of Linux: type, whence, start, length, process
 _SPARE = ".spare"
 """The folder of superseded files, whose pages the next checkpoint is written to."""
 _claimed_folders: set[Path] = set()
@@ -113,9 +115,10 @@ def existing_in_memory(folders: Iterable[CheckpointPath], job_id: str | None = N
 
 
 def attempts_in_memory(folder: CheckpointPath, job_id: str | None) -> list[Path]:
-    """Return the folders in memory of the attempts of a job, which belong to a folder of checkpoints."""
+    """Return the folders in memory of the ended attempts of a job, which belong to a folder of checkpoints."""
     jobs = [] if job_id is None else _job_folders(folder)
-    return [path for path in jobs if path.name.startswith(job_folder_name(job_id, ""))]
+    # Another step of a scheduler's job may run beside this one.
+    return [path for path in jobs if path.name.startswith(job_folder_name(job_id, "")) and not _is_claimed(path)]
 
 
 def _job_folders(folder: CheckpointPath) -> list[Path]:
@@ -173,12 +176,11 @@ def _is_claimed(folder: Path) -> bool:
     except FileNotFoundError:  # removed meanwhile
         return True
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        # Asks only: two ranks that tried to lock the file would see each other.
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     finally:
         os.close(descriptor)
-    return False
+    return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -224,7 +226,7 @@ def recycle_folder(path: Path) -> None:
             path.rename(spare)
         for file in spare.iterdir():
             if file.suffix != ".safetensors":
-                file.unlink()
+                file.unlink(missing_ok=True)
 
 
 class ReusedFile:

@@ -13,7 +13,7 @@ from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.format import BLOCK, INDEX, MANIFEST, STATE, dump_json, parse_json
 from dstrat.checkpoint.portable.machines import Machines, Transfer, transfer_files
-from dstrat.checkpoint.portable.memory_files import existing_in_memory, memory_root
+from dstrat.checkpoint.portable.memory_files import existing_in_memory, make_memory_root, memory_root
 from dstrat.checkpoint.portable.newest import step_of
 from dstrat.checkpoint.portable.reader import CheckpointReader, read_manifest
 from dstrat.checkpoint.portable.save import complete, write_rank_files
@@ -197,6 +197,7 @@ class _AllFiles:
         requests = [(machine, name, 0, self._sizes[name]) for name in names for machine in every]
         missing = [name for name in names if name not in self.present]
         if missing:
+            make_memory_root()  # private, before folders below it
             self._folder.mkdir(parents=True, exist_ok=True)
         self._fetch([request for request in requests if request[0] not in self._holders[request[1]]])
         with self._ranks.on_all_ranks("read a checkpoint in the memory of other machines"):

@@ -144,9 +144,12 @@ def _sharded_payloads(layouts: Mapping[str, TensorLayout], leaders: Mapping[str,
             yield from (Payload(name, box) for box in local_boxes(tensor, name))
         if not layout.is_distributed:
             continue
-        # Another group of ranks has the same tensor, and writes it.
-        if name in leaders and int(tensor.device_mesh.mesh.min()) != leaders[name]:
-            continue
+        if name in leaders:
+            # Another group of ranks has the same tensor, and writes it.  The ranks of its mesh may be those of the
+            # group, so that several groups seem to have the first ones.
+            members = tensor.device_mesh.mesh
+            if int(members.min()) != leaders[name] or not (members == tensor.device_mesh.get_rank()).any():
+                continue
         same = holders(tensor)
         if same and same[turn % len(same)] == tensor.device_mesh.get_rank():
             for box in local_boxes(tensor, name):

@@ -197,7 +197,8 @@ class Candidates:
         limit = MOST_OF_MEMORY * self._workload.memory
         smallest = 0
         if first.peak > limit:
-            fits = last.peak <= limit
+            # Of a module that cannot train on one sample it is not known.
+            fits = value_or_reason(lambda: last.peak <= limit) is not False
             smallest = bisect_left(layouts, True, 1, key=lambda one: one.peak <= limit) if fits else len(layouts)
         problem = "a step has no sample"
         if smallest < len(layouts):

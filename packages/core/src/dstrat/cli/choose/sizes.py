@@ -40,7 +40,7 @@ class TrainingSizes:
     def grows_along_line(self) -> bool:
         """Whether other batches are on the line through the first two that were measured."""
         several = self._several()
-        if self._is_checked or self._usual is None or not self._usual.grows_along_line or len(several) < _MEASURED - 1:
+        if self._is_checked or self._usual is None or not self._usual.grows_along_line or len(several) != _MEASURED - 1:
             return self._is_checked
         return len(several[0].timeline) == len(several[1].timeline)
 

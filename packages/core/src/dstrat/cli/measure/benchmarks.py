@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dstrat.cli.measure.machine import Link, Machine
 from dstrat.interfaces.communication import Collective
+from dstrat.launch.job import usable_processors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ class _Clock:
         self.device = strategy.root_device
         self.ranks_per_machine = len(strategy.parallel_devices)
         # Ranks that are more than processors take turns.
-        self._turns = max(1.0, self.ranks_per_machine / len(os.sched_getaffinity(0)))
+        self._turns = max(1.0, self.ranks_per_machine / usable_processors())
 
     def seconds(self, function: Callable[[], Any], runs: int = _RUNS) -> float:
         """Return the shortest time of a call, which other programs disturb least; collective."""
