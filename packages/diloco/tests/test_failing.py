@@ -101,7 +101,7 @@ class Breaks(TrainModule):
 
 def test_a_checkpoint_of_a_failed_training_has_the_outer_optimizer(tmp_path):
     saves = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True)
-    trainer = quiet_trainer(DiLoCoStrategy(every=2), callbacks=[saves])
+    trainer = quiet_trainer(DiLoCoStrategy(every=2), callbacks=[saves], enable_checkpointing=True)
     with pytest.raises(ValueError, match="enough"):
         trainer.fit(Breaks(), shuffled_loader(16, 2))
     [path] = tmp_path.glob("*.ckpt")
@@ -127,7 +127,7 @@ def saved_in_a_step(cluster, folder):
 
 def test_a_save_within_a_step_is_one_of_all_groups(tmp_path):
     in_ranks(saved_in_a_step, folder=str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert {path.resolve().name for path in tmp_path.iterdir()} == {"saved"}  # last is a link to it
     assert "layer.weight" in PortableCheckpointIO().load_checkpoint(tmp_path / "saved")["state_dict"]
 
 
