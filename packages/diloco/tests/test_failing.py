@@ -105,7 +105,7 @@ def test_a_checkpoint_of_a_failed_training_has_the_outer_optimizer(tmp_path):
     with pytest.raises(ValueError, match="enough"):
         trainer.fit(Breaks(), shuffled_loader(16, 2))
     [path] = tmp_path.glob("*.ckpt")
-    [outer] = PortableCheckpointIO().load_checkpoint(path)["strategy_state"]["outer"]
+    [outer] = PortableCheckpointIO().load_checkpoint(path)["strategy"]["state"]["outer"]
     assert outer["steps"] == 5
     assert set(outer["weights"]) == {"layer.weight", "layer.bias"}
 
@@ -127,7 +127,7 @@ def saved_in_a_step(cluster, folder):
 
 def test_a_save_within_a_step_is_one_of_all_groups(tmp_path):
     in_ranks(saved_in_a_step, folder=str(tmp_path))
-    assert {path.resolve().name for path in tmp_path.iterdir()} == {"saved"}  # last is a link to it
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["saved"]
     assert "layer.weight" in PortableCheckpointIO().load_checkpoint(tmp_path / "saved")["state_dict"]
 
 
