@@ -170,3 +170,24 @@ except MisuseError as error:
 def test_a_model_that_holds_its_first_parameters_is_an_error(tmp_path):
     for seen in seen_by_ranks(tmp_path, "fsdp", HELD):
         assert "no parameter of Holder got a gradient" in seen
+
+
+def test_saved_state_has_a_reference_and_the_trained_model_each(tmp_path):
+    program = """
+def made(value):
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    torch.nn.init.constant_(layer[0].weight, value)
+    return layer
+reference = accelerator.prepare_model(made(3.0), evaluation_mode=True)
+model = made(1.0)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+def first_weights():
+    states = [accelerator.get_state_dict(one) for one in (reference, model)]
+    return [float(state["0.weight"].mean()) if accelerator.is_main_process else None for state in states]
+before = first_weights()
+accelerator.save_state("state")
+accelerator.load_state("state")
+seen = [before, first_weights()]
+"""
+    (seen, _) = seen_by_ranks(tmp_path, "fsdp", program)
+    assert seen == [[3.0, 1.0], [3.0, 1.0]]
