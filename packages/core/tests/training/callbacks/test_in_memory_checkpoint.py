@@ -238,6 +238,31 @@ def test_a_restarted_job_takes_its_own_before_those_of_ended_jobs(tmp_path):
     assert names == [["slurm-7.aa"], ["cc", "slurm-7.aa", "slurm-71.bb"], ["cc", "slurm-7.aa", "slurm-71.bb"]]
 
 
+RUNNING_STEP = """
+import sys
+from pathlib import Path
+from dstrat.checkpoint.portable.memory_files import JobFolder
+job = JobFolder(Path(sys.argv[1]))
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_step_of_the_same_job_that_runs_beside_is_left_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    running = folder_in_memory(folder) / "slurm-7.aa"
+    for name in ("slurm-7.aa", "slurm-7.bb"):
+        (job := folder_in_memory(folder) / name).mkdir(parents=True)
+        (job / "owner").touch()
+        (job / "step=4.ckpt").mkdir()
+    command = [sys.executable, "-c", RUNNING_STEP, str(running)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as beside:
+        assert beside.stdout.readline() == "claimed\n"
+        found = [[path.name for path in existing_in_memory([folder], job_id)] for job_id in ("slurm-7", None)]
+    shutil.rmtree(folder_in_memory(tmp_path))
+    assert found == [["slurm-7.bb"], ["slurm-7.bb"]]
+
+
 def test_a_checkpoint_of_an_earlier_root_is_not_looked_for(tmp_path):
     callback = InMemoryCheckpoint(4)
     callback.load_state_dict({"ckpt_path": str(tmp_path / "step=4.ckpt"), "superseded": ""})
