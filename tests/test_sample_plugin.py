@@ -34,7 +34,7 @@ class Regression(TrainModule):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    trainer = Trainer(strategy="diloco", accelerator="cpu", devices=2, max_steps=5, logger=False,
+    trainer = Trainer(strategy="acme_diloco", accelerator="cpu", devices=2, max_steps=5, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False)
     module = Regression()
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(80, 4), batch_size=4))
@@ -93,7 +93,7 @@ def dstrat(programs: Path, tmp_path: Path):
 
 
 def test_its_alias_is_listed_with_its_owner(dstrat) -> None:
-    assert "acme-diloco 0.1.0" in dstrat("show", "diloco")
+    assert "acme-diloco 0.1.0" in dstrat("show", "acme_diloco")
 
 
 def test_its_alias_trains(programs: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def copied_tests(tmp_path: Path) -> Path:
 @pytest.mark.timeout(420)  # the whole kit has taken 40 s on a busy machine
 def test_its_own_tests_pass_and_those_of_the_kit(programs: Path, copied_tests: Path) -> None:
     outside, python = copied_tests.parent, programs / "python"
-    with start(python, "-c", COMMAND, "test", "diloco", copied_tests, "--json", outside=outside) as kit:
+    with start(python, "-c", COMMAND, "test", "acme_diloco", copied_tests, "--json", outside=outside) as kit:
         assert " passed" in call(python, "-m", "pytest", "-q", "tests/test_diloco.py", outside=outside)  # meanwhile
         tests = json.loads(finish(kit))["tests"]
     assert "passed" in {test["outcome"] for test in tests}

@@ -6,7 +6,7 @@ from dstrat.testing import PluginSuite, StrategySuite
 
 
 class TestDiLoCo(StrategySuite):
-    alias = "diloco"
+    alias = "acme_diloco"
     options: ClassVar = {"inner_steps": 5}
     gives_losses_of_one_device = False  # each process trains on what it sees, until a round ends
 

@@ -11,7 +11,7 @@ def dstrat_components() -> list[Component]:
     return [
         Component(
             kind="strategy",
-            alias="diloco",
+            alias="acme_diloco",
             target="acme_diloco.strategy:DiLoCoStrategy",
             summary="each process trains for itself, and a momentum step joins them every so many steps",
             uses_torch_distributed=True,
