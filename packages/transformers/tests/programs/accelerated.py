@@ -6,6 +6,7 @@ STRATEGY is ``own`` for Accelerate itself, in this process or under torchrun.
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -136,3 +137,6 @@ def main():
 
 
 main()
+if STRATEGY == "own":
+    sys.stdout.flush()
+    os._exit(0)  # a thread of torch's own process group may abort the process while it ends

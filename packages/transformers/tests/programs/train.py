@@ -7,6 +7,7 @@ the other: arguments of TrainingArguments, and those of ``train`` below.
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -172,3 +173,6 @@ def main():
 
 
 main()
+if STRATEGY == "own":
+    sys.stdout.flush()
+    os._exit(0)  # a thread of torch's own process group may abort the process while it ends
