@@ -185,8 +185,9 @@ def first_weights():
     states = [accelerator.get_state_dict(one) for one in (reference, model)]
     return [float(state["0.weight"].mean()) if accelerator.is_main_process else None for state in states]
 before = first_weights()
-accelerator.save_state("state")
-accelerator.load_state("state")
+folder = os.path.join(os.path.dirname(__file__), "state")
+accelerator.save_state(folder)
+accelerator.load_state(folder)
 seen = [before, first_weights()]
 """
     (seen, _) = seen_by_ranks(tmp_path, "fsdp", program)
