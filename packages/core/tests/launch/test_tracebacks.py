@@ -1,12 +1,13 @@
 """Frames in the tracebacks of errors that leave a run."""
 
+import time
 import traceback
 
 import pytest
 from packages.core.tests.training.conftest import Averaging, Line, numbers
 from torch.utils.data import DataLoader, Dataset
 
-from dstrat import Trainer
+from dstrat import Callback, Trainer
 from dstrat.errors import DstratError, RankFailedError
 from dstrat.launch.failures import describe_failure
 from dstrat.launch.tracebacks import fold_frames
@@ -112,6 +113,33 @@ def test_a_failed_rank_reports_the_frames_of_the_program():
     assert last.count('  File "') == 1
     assert "in training_step" in last
     assert "RuntimeError: mat1" in raised.value.rank_traceback
+
+
+class FailsFirstAndHangs(Callback):
+    """Rank 0 fails before rank 1, and hangs in its cleanup."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        time.sleep(0.5 * trainer.global_rank)
+
+    def on_exception(self, trainer, module, exception):
+        if trainer.global_rank == 0:
+            time.sleep(60)
+
+
+def test_a_failed_rank_that_hangs_in_its_cleanup_reports_the_frames_of_the_program():
+    trainer = Trainer(**OPTIONS, strategy=Averaging(), devices=2, callbacks=[FailsFirstAndHangs()])
+    with pytest.raises(RankFailedError) as raised:
+        trainer.fit(Failing(), DataLoader(numbers(), batch_size=8))
+    assert raised.value.rank == 0
+    _, _, last = raised.value.rank_traceback.rpartition("Traceback (most recent call last):\n")
+    assert last.count('  File "') == 1
+
+
+def test_a_note_of_an_error_leaves_its_frames_in_place():
+    error, _ = frames_after_fit(WrongState())
+    before = traceback.extract_tb(error.__traceback__)
+    describe_failure(error)
+    assert traceback.extract_tb(error.__traceback__) == before
 
 
 def test_a_request_that_is_refused_has_no_frames_of_the_resolution():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from dstrat.errors import LaunchError, PeerError, RankFailedError
 from dstrat.launch.nccl_status import has_pending
 from dstrat.launch.progress import waits_for_peers
-from dstrat.launch.tracebacks import fold_frames, is_ours
+from dstrat.launch.tracebacks import frames_folded, is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -119,23 +119,16 @@ def text_of(error: BaseException) -> str:
         return f"(its __str__ raised {type(other).__name__})"
 
 
-def describe_failure(error: BaseException, *, folds: bool = True) -> Failure:
-    """Return an exception that ends this rank now, as plain values.
-
-    Args:
-        error: The exception.
-        folds: Whether our frames are removed from its traceback, by which it cannot be classified again.
-    """
+def describe_failure(error: BaseException) -> Failure:
+    """Return an exception that ends this rank as plain values, with the frames of the program only."""
     kind = kind_of(error)  # before frames are folded, by which it judges
-    if folds:
-        fold_frames(error)
+    with frames_folded(error):  # only here, as an error that is noted before the cleanup is classified again after it
+        lines = traceback.format_exception(type(error), error, _user_traceback(error.__traceback__))
     return Failure(
         kind=kind,
         error=_class_name(type(error)),
         message=text_of(error),
-        traceback="".join(
-            traceback.format_exception(type(error), error, _user_traceback(error.__traceback__))
-        ).rstrip(),
+        traceback="".join(lines).rstrip(),
         time_ns=time.time_ns(),
     )
 
@@ -148,7 +141,7 @@ def write_failure(folder: Path, error: BaseException, *, cleans_up: bool = False
         error: The exception.
         cleans_up: Whether the process has yet to clean up, in which it may hang.
     """
-    failure = describe_failure(error, folds=not cleans_up)
+    failure = describe_failure(error)
     path = _path(folder, os.getpid(), cleans_up=cleans_up)
     unfinished = path.with_suffix(".unfinished")
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.errors import DstratError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
 
 FULL_TRACEBACK = "DSTRAT_FULL_TRACEBACK"
@@ -42,24 +44,48 @@ def fold_frames(error: BaseException) -> None:
         return
     if not isinstance(error, Exception):
         return
+    for link in _chain(error):
+        if _fold(link) and link is error:
+            _mark_callers()
+
+
+@contextmanager
+def frames_folded(error: BaseException) -> Iterator[None]:
+    """Fold the frames of an error, and put them back at the end: what follows may classify the error by them."""
+    links = [(trace, trace.tb_next) for link in _chain(error) for trace in _frames(link)]
+    fold_frames(error)
+    try:
+        yield
+    finally:
+        for trace, following in links:
+            trace.tb_next = following
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes."""
+    chain: list[BaseException] = []
     pending: list[BaseException | None] = [error]
-    seen: set[int] = set()  # ``raise error from error`` makes a cycle
     while pending:
         link = pending.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
+        # ``raise error from error`` makes a cycle.
+        if link is not None and not any(link is other for other in chain):
+            chain.append(link)
             pending += [link.__cause__, link.__context__]
-            if _fold(link) and link is error:
-                _mark_callers()
+    return chain
 
 
-def _fold(error: BaseException) -> bool:
-    """Remove our frames from the traceback of an error; return False for an error that keeps all of them."""
+def _frames(error: BaseException) -> list[TracebackType]:
     frames: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
+    return frames
+
+
+def _fold(error: BaseException) -> bool:
+    """Remove our frames from the traceback of an error; return False for an error that keeps all of them."""
+    frames = _frames(error)
     kinds = [_kind_of(frame.tb_frame) for frame in frames]
     if not frames or (kinds[-1] == "ours" and not isinstance(error, DstratError)):
         return False
