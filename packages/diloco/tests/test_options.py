@@ -129,6 +129,7 @@ def test_what_goes_to_other_groups_is_declared_as_the_mean_of_a_round(inner):
     *inside, outer = layout.collectives
     assert {one.ranks for one in inside} == {2}
     assert (outer.bytes, outer.ranks, outer.stride) == (2000, 2, 2)  # of 400,000: half of a rank, in 100 steps
+    assert outer.messages == 0.01
     assert outer.crosses_machines(2)
     assert not any(one.crosses_machines(2) for one in inside)
     assert "100" in layout.assumption

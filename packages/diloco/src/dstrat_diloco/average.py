@@ -31,14 +31,15 @@ class GroupAverage:
     all groups get the same bits.
 
     Args:
-        tensor: Any number of values, of the same number on all peers.
+        tensor: Any number of values, of the same number on all peers; its memory is used.
         groups: The groups.
         is_shared: Whether all ranks of a group have the same tensor.
         dtype: Dtype in which the values are sent; None for their own.
     """
 
     def __init__(self, tensor: Tensor, groups: RankGroups, *, is_shared: bool, dtype: DeltaDtype | None = None) -> None:
-        self._groups, self._like, self._dtype = groups, tensor, dtype
+        self._groups, self._dtype = groups, dtype
+        self._shape, self._dtype_of_mean = tensor.shape, tensor.dtype
         self._num_pieces = groups.division.size if is_shared else 1
         num_peers = groups.division.num_groups
         flat = tensor.reshape(-1)
@@ -46,31 +47,31 @@ class GroupAverage:
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % multiple))
         piece = padded.view(self._num_pieces, -1)[groups.rank if is_shared else 0]
         self._mean: Tensor | None = None
+        self._piece: Tensor | None = None  # a sum in place, or what is not sent
+        self._received: Tensor | None = None
+        self._gathered: list[Tensor] = []
         self._work: Any = None
-        self._received: list[Tensor] | None = None
-        self._gathered: list[Tensor] | None = None
         if num_peers == 1 or not flat.numel():
             self._piece = piece
         elif dtype is None:
-            self._piece = piece.clone()
-            self._work = dist.all_reduce(self._piece, group=groups.peers, async_op=True)
-        else:
             self._piece = piece
+            self._work = dist.all_reduce(piece, group=groups.peers, async_op=True)
+        else:
             payload = _compress(piece.view(num_peers, -1), dtype)
-            received = torch.empty_like(payload)
-            self._work = dist.all_to_all_single(received, payload, group=groups.peers, async_op=True)
-            self._received = [received]
+            self._received = torch.empty_like(payload)
+            self._work = dist.all_to_all_single(self._received, payload, group=groups.peers, async_op=True)
 
     def advance(self) -> None:
         """Begin the second half of a compressed mean, if it has not begun; collective."""
         if self._received is None or self._dtype is None:
             return
         wait_for_collective(self._work)
-        [received] = self._received
-        self._received = None
-        mean = _expand(received, self._dtype).mean(dim=0)
-        payload = _compress(mean.unsqueeze(0), self._dtype)[0]
-        self._gathered = [torch.empty_like(payload) for _ in range(self._groups.division.num_groups)]
+        rows, self._received = self._received, None
+        mean = _expand(rows[:1], self._dtype)
+        for index in range(1, len(rows)):  # one by one, as all of them in float32 would take the memory of the weights
+            mean += _expand(rows[index : index + 1], self._dtype)
+        payload = _compress(mean / len(rows), self._dtype)[0]
+        self._gathered = [torch.empty_like(payload) for _ in range(len(rows))]
         self._work = dist.all_gather(self._gathered, payload, group=self._groups.peers, async_op=True)
 
     def wait(self) -> Tensor:
@@ -81,18 +82,26 @@ class GroupAverage:
         if self._work is not None:
             wait_for_collective(self._work)
             self._work = None
-            if self._gathered is None or self._dtype is None:
+            if self._piece is not None:
                 self._piece /= self._groups.division.num_groups
-            else:
-                self._piece = _expand(torch.stack(self._gathered), self._dtype).reshape(-1)
-                self._gathered = None
-        piece = self._piece.to(self._like.dtype)
+        piece = (self._expanded() if self._piece is None else self._piece).to(self._dtype_of_mean)
+        self._piece = None
         if self._num_pieces > 1:
-            pieces = [torch.empty_like(piece) for _ in range(self._num_pieces)]
-            dist.all_gather(pieces, piece.contiguous(), group=self._groups.group)
-            piece = torch.cat(pieces)
-        self._mean = piece[: self._like.numel()].view(self._like.shape)
+            pieces = piece.new_empty(self._num_pieces * piece.numel())
+            dist.all_gather([*pieces.split(piece.numel())], piece, group=self._groups.group)
+            piece = pieces
+        self._mean = piece[: self._shape.numel()].view(self._shape)
         return self._mean
+
+    def _expanded(self) -> Tensor:
+        """Return the values that the peers have sent, in float32, and free their bytes."""
+        assert self._dtype is not None  # noqa: S101 - only compressed values are gathered
+        first = _expand(self._gathered[0].unsqueeze(0), self._dtype)[0]
+        values = first.new_empty(len(self._gathered) * first.numel())
+        for payload, part in zip(self._gathered, values.split(first.numel()), strict=True):
+            part.copy_(_expand(payload.unsqueeze(0), self._dtype)[0])
+        self._gathered = []
+        return values
 
 
 def average(tensors: Sequence[Tensor], groups: RankGroups, *, is_shared: bool) -> list[Tensor]:
@@ -136,9 +145,9 @@ def _compress(rows: Tensor, dtype: DeltaDtype) -> Tensor:
     if dtype == "bfloat16":
         return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
     blocks = rows.float().view(rows.shape[0], -1, _BLOCK)
-    scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    scales = torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True) / 127
     # A block of zeros has no scale; one with a value that is not finite stays so, by its scale.
-    values = (blocks / scales.masked_fill(scales == 0, 1)).nan_to_num(0).round().to(torch.int8)
+    values = (blocks / scales.masked_fill(scales == 0, 1)).nan_to_num_(0).round_().to(torch.int8)
     return torch.cat([scales.view(torch.uint8).flatten(1), values.view(torch.uint8).flatten(1)], dim=1)
 
 

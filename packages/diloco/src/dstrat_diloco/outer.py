@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -191,14 +192,21 @@ class OuterOptimizer:
         names = self._fragment(fragment)
         if not names:
             return
-        deltas = [(self._anchors[name] - local_tensor(self._parameters[name])).reshape(-1) for name in names]
-        # One dtype for all, which torch.cat would choose, too.
-        mean = self._begin_average(torch.cat(deltas), self._settings.delta_dtype)
+        mean = self._begin_average(self._deltas(names), self._settings.delta_dtype)
         sent = _Sent(names, self.steps + self._settings.delay, mean)
         if self._settings.delay:
             self._sent.append(sent)
         else:
             self._apply(sent)
+
+    def _deltas(self, names: Sequence[str]) -> Tensor:
+        """Return what has changed since the last exchange, in one new tensor."""
+        anchors = [self._anchors[name] for name in names]
+        dtype = functools.reduce(torch.promote_types, (anchor.dtype for anchor in anchors))
+        deltas = anchors[0].new_empty(sum(anchor.numel() for anchor in anchors), dtype=dtype)
+        for name, anchor, delta in zip(names, anchors, deltas.split([one.numel() for one in anchors]), strict=True):
+            torch.sub(anchor, local_tensor(self._parameters[name]), out=delta.view(anchor.shape))
+        return deltas
 
     def _fragment(self, fragment: int) -> list[str]:
         """Return the parameters of a fragment: consecutive ones, so that fragments have about equal sizes."""

@@ -134,10 +134,12 @@ class DiLoCoStrategy(GroupedStrategy):
         share = min(1.0, layout.parameters / (training.parameters + training.module_buffers or 1))
         delta = int(share * max(4 * training.trainable_numel, training.trainable_parameters))
         copies = 2 if self._settings.momentum else 1
+        # The delta and what a reduction needs; compressed, also the values in both dtypes.
+        copies_sent = 2 if self._settings.delta_dtype is None else 3
         return dataclasses.replace(
             layout,
             buffers=layout.buffers + copies * delta,
-            optimizer_temporaries=max(layout.optimizer_temporaries, 2 * delta // self._settings.fragments),
+            optimizer_temporaries=max(layout.optimizer_temporaries, copies_sent * delta // self._settings.fragments),
         )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
@@ -153,7 +155,7 @@ class DiLoCoStrategy(GroupedStrategy):
         outer = Collective(
             kind="all_reduce",  # compressed, an exchange and a gathering, which send as much
             bytes=int(width * sent),
-            messages=self._settings.fragments // self._settings.every,
+            messages=self._settings.fragments / self._settings.every,
             ranks=division.num_groups,
             stride=division.size,
             overlaps=self._settings.delay > 0,

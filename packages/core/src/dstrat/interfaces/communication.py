@@ -18,7 +18,7 @@ class Collective:
         kind: The kind.
         bytes: Bytes of all of them together, each counted as its full tensor: what ``all_gather`` returns,
             ``reduce_scatter`` takes, and a rank holds in the other kinds.
-        messages: Number of them.
+        messages: Number of them; the mean of many steps, where not every step has them.
         ranks: Number of ranks of the group.
         stride: Distance between neighbouring ranks of the group: 1 if they are neighbours in the job.
         overlaps: Whether computation goes on beside them, as in the backward pass beside reductions of gradients.
@@ -27,7 +27,7 @@ class Collective:
 
     kind: CollectiveKind
     bytes: int
-    messages: int
+    messages: float
     ranks: int
     stride: int = 1
     overlaps: bool = False
