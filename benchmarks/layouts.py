@@ -4,6 +4,7 @@ For example::
 
     python benchmarks/layouts.py
     python benchmarks/layouts.py --model Llama --layout "pp x dp"
+    python benchmarks/layouts.py --cells cells.jsonl  # again after an interruption: cells in the file are not measured
 
 Each training has 20 steps in float32, with SGD, momentum, clipping, and samples with different numbers of labels.  The
 table shows the largest relative difference of a loss.  Its first row is that of one device which has the samples of
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from figure import Figure
@@ -91,18 +94,37 @@ def rows(layouts: Sequence[str] = tuple(LAYOUTS), schedules: Sequence[str] = SCH
     return sorted(listed, key=lambda row: row.ranks)
 
 
-def compare(model: str, listed: Sequence[Row], precision: str = "32-true") -> Iterator[tuple[str, float | str]]:
-    """Yield the largest relative difference of each row, or the sentence with which it is refused."""
+def compare(
+    model: str, listed: Sequence[Row], precision: str = "32-true", known: Mapping[str, float | str] | None = None
+) -> Iterator[tuple[str, float | str]]:
+    """Yield the largest relative difference of each row, or the sentence with which it is refused.
+
+    Args:
+        model: One of :data:`MODELS`.
+        listed: The rows, beside that of one device.
+        precision: Flag of the precision.
+        known: Rows that are measured already.
+    """
+    known = known or {}
+    if all(row in known for row in (ROUNDING, *map(str, listed))):
+        yield from ((row, known[row]) for row in (ROUNDING, *map(str, listed)))
+        return
 
     def losses(ranks: int, **options: Any) -> Any:
         training = Training(model=model, precision=precision, **options)
         return run_in_team(losses_of, ranks, seconds=120, training=training)[0]
 
     expected = losses(1)
-    yield ROUNDING, max(_difference(losses(1, order=order), expected) for order in ORDERS)
+    rounding = known.get(ROUNDING)
+    if rounding is None:
+        rounding = max(_difference(losses(1, order=order), expected) for order in ORDERS)
+    yield ROUNDING, rounding
     for row in listed:
-        found = losses(row.ranks, options=row.options)
-        yield str(row), found if isinstance(found, str) else _difference(found, expected)
+        value = known.get(str(row))
+        if value is None:
+            found = losses(row.ranks, options=row.options)
+            value = found if isinstance(found, str) else _difference(found, expected)
+        yield str(row), value
 
 
 def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -159,6 +181,37 @@ def _possible_models() -> list[str]:
     return list(MODELS)
 
 
+class _Cells:
+    """The measured cells of a table, one in each line of a file, so that an interrupted run can be continued.
+
+    Args:
+        path: The file; None for none.
+        precision: Flag of the precision; cells of others are left alone.
+    """
+
+    def __init__(self, path: Path | None, precision: str) -> None:
+        self._path, self._precision = path, precision
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._values: dict[tuple[str, str], float | str] = {
+            (cell["model"], cell["row"]): cell["value"]
+            for cell in map(json.loads, lines)
+            if cell["precision"] == precision
+        }
+
+    def of(self, model: str) -> dict[str, float | str]:
+        """Return the values of a model's rows."""
+        return {row: value for (name, row), value in self._values.items() if name == model}
+
+    def add(self, model: str, row: str, value: float | str) -> None:
+        """Write a new cell."""
+        if self._path is None or (model, row) in self._values:
+            return
+        self._values[model, row] = value
+        cell = {"model": model, "row": row, "value": value, "precision": self._precision}
+        with self._path.open("a") as file:
+            file.write(json.dumps(cell) + "\n")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,13 +219,16 @@ def main() -> None:
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="only this layout")
     parser.add_argument("--schedule", action="append", choices=SCHEDULES, help="only this schedule")
     parser.add_argument("--precision", default="32-true", choices=("32-true", "64-true"), help="flag of the precision")
+    parser.add_argument("--cells", type=Path, help="file of cells: those in it are not measured, new ones are added")
     options = parser.parse_args()
     began, found, models = time.perf_counter(), {}, _possible_models()
+    cells = _Cells(options.cells, options.precision)
     for model in options.model or models:
         found[model] = {}
         listed = rows(options.layout or tuple(LAYOUTS), options.schedule or SCHEDULES)
-        for row, value in compare(model, listed, options.precision):
+        for row, value in compare(model, listed, options.precision, cells.of(model)):
             found[model][row] = value
+            cells.add(model, row, value)
             print(f"{model}, {row}: {value if isinstance(value, str) else f'{value:.1e}'}", file=sys.stderr)
     end_teams()
     console = Console(width=160)

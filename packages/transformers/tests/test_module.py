@@ -6,6 +6,8 @@ import json
 import math
 import runpy
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import SchedulerType
 
@@ -215,6 +218,46 @@ def test_first_values_of_a_model_without_memory_are_those_with_memory(name):
     values = dict(later.named_parameters())
     for parameter_name, expected in whole.named_parameters():
         assert torch.equal(values[parameter_name], expected), parameter_name
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the new tensors that are in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.largest = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and not output.is_meta:
+            storage = output.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.bytes += size
+                weakref.finalize(storage, self.forget, key, size)
+                self.largest = max(self.largest, self.bytes)
+        return output
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.bytes -= size
+
+
+def test_first_values_of_one_layer_at_a_time_are_in_memory_once():
+    from dstrat.parallel.meta_device import parameters_on_meta
+    from dstrat_fsdp.parameters import materialize
+    from dstrat_transformers.initialization import make_model
+
+    config = transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=64, n_layer=3, n_head=2)
+    with parameters_on_meta():
+        model = make_model(partial(transformers.GPT2LMHeadModel, config))
+    with LiveBytes() as live:
+        materialize(model, torch.device("cpu"), lambda layer, name: None)
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert total + max(sizes) <= live.largest < total + 1.1 * max(sizes)
 
 
 def test_first_values_have_the_spread_of_the_models_own(tmp_path):

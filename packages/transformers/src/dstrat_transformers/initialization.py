@@ -1,4 +1,4 @@
-"""First values of a model that a strategy makes without memory, one block at a time."""
+"""First values of a model that a strategy makes without memory, one layer at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from dstrat.errors import MisuseError
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat_transformers.models import (
-    blocks,
     initialize_layer,
     is_constructor,
     is_peft,
@@ -22,7 +21,7 @@ from dstrat_transformers.models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 def make_model(factory: Callable[[], Module]) -> Module:
     """Return the model of a function, with the same first values on every strategy.
 
-    Where the strategy makes parameters without memory, each block gets its values when it is sharded.
+    Where the strategy makes parameters without memory, each layer gets its values when it is sharded.
 
     Args:
         factory: Returns a new model.
@@ -76,8 +75,8 @@ def direct_parameters(layer: Module) -> dict[str, Any]:
 def initialize(model: Module, seed: int) -> None:
     """Give a model its first values: now, or when a strategy shards the layers that have no memory yet.
 
-    The values are those of the model's ``_init_weights``.  Each block draws from a seed of its own, so that they are
-    the same whenever and in whichever order blocks are asked for.
+    The values are those of the model's ``_init_weights``.  Each layer draws from a seed of its own, so that they are
+    the same whenever and in whichever order layers are asked for.
 
     Args:
         model: A PreTrainedModel.
@@ -92,7 +91,10 @@ def initialize(model: Module, seed: int) -> None:
 
 
 class FirstValues:
-    """The first values of a model, which are computed for one block, or layer outside of blocks, at a time.
+    """The first values of a model, which are computed for one layer at a time.
+
+    They are computed in the memory of the layer's own parameters, if these are whole and on the CPU: a strategy that
+    shards one layer after the other then never holds the values of a layer twice.
 
     Args:
         model: A PreTrainedModel.
@@ -101,56 +103,54 @@ class FirstValues:
 
     def __init__(self, model: Module, seed: int) -> None:
         skeleton = _skeleton(model)
-        blocks_of_layers = {id(layer): block for block in blocks(skeleton) for layer in block.modules()}
         self._copies = dict(zip(map(id, model.modules()), skeleton.modules(), strict=True))
         self._paths = {id(path[-1]): path for path in _paths(skeleton)}
         self._owners = owners_of_parameters(skeleton)
-        self._units: dict[tuple[int, str], Module] = {}
-        for owners in self._owners.values():
-            home, _ = owners[0]
-            for layer, name in owners:
-                self._units[id(layer), name] = blocks_of_layers.get(id(home), home)
-        self._blocks = set(map(id, blocks_of_layers.values()))
-        units = {id(unit): unit for unit in self._units.values()}
-        self._seeds = {unit: seed + number for number, unit in enumerate(units)}
-        self._current: Module | None = None  # values of one unit at a time are in memory
+        # A shared parameter gets its value in the first layer that has it.
+        self._homes = {(id(layer), name): owners[0][0] for owners in self._owners.values() for layer, name in owners}
+        homes = {id(home): home for home in self._homes.values()}
+        self._seeds = {home: seed + number for number, home in enumerate(homes)}
 
     def fill(self, layer: Module) -> None:
-        """Copy the values of a layer of the model into its own parameters."""
+        """Give the parameters of a layer of the model their values."""
         twin = self._copies[id(layer)]
+        names_by_home: dict[Module, list[str]] = {}
         for name in direct_parameters(twin):
-            unit = self._units[id(twin), name]
-            if self._current is not unit:
-                self._compute(unit)
-            assign(layer, name, getattr(twin, name))
+            names_by_home.setdefault(self._homes[id(twin), name], []).append(name)
+        for home, names in names_by_home.items():
+            self._compute(home, direct_parameters(layer) if home is twin else {})
+            for name in names:
+                assign(layer, name, getattr(twin, name))
+            self._move(home, "meta")
 
-    def _compute(self, unit: Module) -> None:
-        """Compute the values of a unit, and free those of the one before."""
-        if self._current is not None:
-            for layer in self._current.modules():
-                self._replace(layer, "meta")
-        path = self._paths[id(unit)]
-        layers = list(_inner_first(path)) if id(unit) in self._blocks else [path]
-        for inner in layers:
-            self._replace(inner[-1], "cpu")
-        self._current = unit
+    def _compute(self, layer: Module, memory: Mapping[str, Parameter]) -> None:
+        """Compute the values of the skeleton's layer, in the memory of other parameters where they are alike."""
+        self._move(layer, "cpu", memory)
+        path = self._paths[id(layer)]
         # The values are computed on the CPU, and the training's random numbers must not depend on the strategy.
         with torch.no_grad(), torch.random.fork_rng(devices=()):
-            torch.manual_seed(self._seeds[id(unit)])
-            for inner in layers:
-                initialize_layer(_pretrained_model(inner), inner[-1])
-            for length in range(len(path) - 1, 0, -1):
+            torch.manual_seed(self._seeds[id(layer)])
+            for length in range(len(path), 0, -1):
                 # A model may change parameters of the layers inside; what is on meta draws no random numbers.
                 initialize_layer(_pretrained_model(path[:length]), path[length - 1])
 
-    def _replace(self, layer: Module, device: str) -> None:
-        for _, parameter in list(layer.named_parameters(recurse=False)):
-            if parameter.device.type != device:
-                moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                owners = self._owners.pop(id(parameter))
-                self._owners[id(moved)] = owners
-                for owner, name in owners:
-                    owner.register_parameter(name, moved)
+    def _move(self, layer: Module, device: str, memory: Mapping[str, Parameter] | None = None) -> None:
+        """Replace the parameters of the skeleton's layer by empty ones on a device, or by others' memory."""
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            values: Tensor | None = (memory or {}).get(name)
+            if values is None or not _is_like(values, parameter):
+                values = torch.empty_like(parameter, device=device)
+            moved = nn.Parameter(values.detach(), parameter.requires_grad)
+            owners = self._owners.pop(id(parameter))
+            self._owners[id(moved)] = owners
+            for owner, name_in_owner in owners:
+                owner.register_parameter(name_in_owner, moved)
+
+
+def _is_like(values: Tensor, parameter: Parameter) -> bool:
+    """Return whether values are a whole tensor on the CPU, of the shape and dtype of a parameter."""
+    is_plain = type(values) in (torch.Tensor, nn.Parameter) and values.device.type == "cpu"
+    return is_plain and values.shape == parameter.shape and values.dtype == parameter.dtype
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def assign(layer: Module, name: str, value: Tensor) -> None:
         parameter.all_gather(param_list=[parameter])
         parameter.data.copy_(value)
         parameter.partition(param_list=[parameter], has_been_updated=True)
-    else:
+    elif parameter.data_ptr() != value.data_ptr():  # it may be computed in place
         parameter.data.copy_(value)
 
 
@@ -210,13 +210,6 @@ def _paths(module: Module, outer: Path = ()) -> Iterator[Path]:
     yield path
     for child in module.children():
         yield from _paths(child, path)
-
-
-def _inner_first(path: Path) -> Iterator[Path]:
-    """Yield the layers of a module in the order of ``PreTrainedModel.initialize_weights``."""
-    for child in path[-1].children():
-        yield from _inner_first((*path, child))
-    yield path
 
 
 def _pretrained_model(path: Path) -> Any:
