@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import dstrat
 from dstrat import Callback
-from dstrat.errors import MisuseError
+from dstrat.errors import MisuseError, RequestError
 from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
 from dstrat_transformers import save_pretrained, stream_pretrained
@@ -90,6 +90,80 @@ def test_the_engine_of_the_example_ends_with_the_weights_of_the_training(tmp_pat
     trained, received = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "engine"))
     assert trained.keys() == received.keys()
     assert all(torch.equal(received[name], trained[name]) for name in trained)
+
+
+class Slices(Callback):
+    """Writes what the two ranks of an engine get at the end of a fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer, module):
+        for rank in range(2):
+            stream = stream_pretrained(module, trainer.strategy, tensor_parallel=(rank, 2))
+            weights = {name: tensor.cpu().clone() for name, tensor in stream}
+            if trainer.is_global_zero:
+                save_file(weights, self.folder / f"slice-{rank}.safetensors")
+
+
+ENGINE = """
+import os, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from dstrat_transformers.models import stored_tensors, unsaved_names
+
+folder = Path(sys.argv[1])
+torch.distributed.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
+unsaved = unsaved_names(model)
+local = {
+    name: tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    for name, tensor in model.state_dict().items()
+    if name not in unsaved
+}
+weights = {name: tensor.detach().contiguous().clone() for name, tensor in stored_tensors(model, local).items()}
+save_file(weights, folder / f"engine-{os.environ['RANK']}.safetensors")
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        pytest.param(small.llama, FSDPStrategy(start_method="fork"), id="fsdp"),
+        pytest.param(lambda: small.llama(tie_word_embeddings=False), MeshStrategy(pp=2, start_method="fork"), id="pp"),
+        pytest.param(small.llama, MeshStrategy(tp=2, start_method="fork"), id="tp"),
+        pytest.param(small.balanced_experts, FSDPStrategy(start_method="fork"), id="experts"),
+    ],
+)
+def test_an_engine_gets_the_slices_that_transformers_reads_itself(tmp_path, model, strategy):
+    small.train(tmp_path, strategy, 2, model=model(), callbacks=[Slices(tmp_path)])
+    program = tmp_path / "engine.py"
+    program.write_text(ENGINE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for rank in range(2):
+        streamed = load_file(tmp_path / f"slice-{rank}.safetensors")
+        expected = load_file(tmp_path / f"engine-{rank}.safetensors")
+        assert streamed.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(streamed[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [((0, 3), "q_proj has 4 heads, which the 3 ranks"), ((2, 2), r"tensor_parallel=\(2, 2\) is not a rank")],
+)
+def test_slices_that_no_engine_has_are_an_error(size, message):
+    module = small.llama()
+    strategy = dstrat.build(strategy="single_device", accelerator="cpu")
+    strategy.connect(module)
+    with pytest.raises(RequestError, match=message):
+        next(stream_pretrained(module, strategy, tensor_parallel=size))
 
 
 def test_the_error_for_another_model_names_what_streams_it():

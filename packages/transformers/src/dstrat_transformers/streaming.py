@@ -6,11 +6,12 @@ import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
-from dstrat.errors import MisuseError
+from dstrat.errors import MisuseError, RequestError
 from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, stored_tensors, unsaved_names
+from dstrat_transformers.tensor_parallel import slicings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r".*?\.\d+\.")  # "model.layers.3." of "model.layers.3.mlp.up_proj.weight"
 
 
-def stream_pretrained(module: Module, strategy: Strategy, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+def stream_pretrained(
+    module: Module, strategy: Strategy, *, everywhere: bool = False, tensor_parallel: tuple[int, int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a model under the names of its files, for an engine that runs it; collective until its end.
 
     The tensors are those of ``save_pretrained``, full ones of any layout, also where the files have others than the
@@ -31,23 +34,46 @@ def stream_pretrained(module: Module, strategy: Strategy, *, everywhere: bool = 
         strategy: The strategy in whose run the model is.
         everywhere: Whether each process gets the tensors; otherwise global rank 0 does, and the others, which take
             part too, get none.
+        tensor_parallel: The rank and the number of ranks of an engine that is tensor parallel, of whose plan in
+            transformers each tensor is this rank's slice; processes may have different ranks.  None for full tensors.
 
     Yields:
         The name of a tensor, and the tensor on the device, which is valid until the next one.
 
     Raises:
         MisuseError: The model is not a plain model of transformers.
+        RequestError: It cannot be divided over the ranks of the engine; or there is no such rank.
     """
     is_model = is_pretrained_model(module)
     model: Any = module if is_model else getattr(module, "model", module)
     _check(model)
     prefix = "" if is_model else "model."
+    divide = _division(model, tensor_parallel, getattr(module, "tensor_parallel_plan", None))
     unsaved = unsaved_names(model)
     weights = ((name.removeprefix(prefix), tensor) for name, tensor in strategy.stream_weights(everywhere=everywhere))
     saved = ((name, tensor) for name, tensor in weights if name not in unsaved)
     # By block: several tensors of the module may become one of the files.
     for _, tensors in itertools.groupby(saved, key=lambda item: _block_of(item[0])):
-        yield from stored_tensors(model, dict(tensors)).items()
+        # The slices are those of the module's tensors: of those in the files, a plan has other names.
+        yield from stored_tensors(model, {name: divide(name, tensor) for name, tensor in tensors}).items()
+
+
+def _division(model: Module, tensor_parallel: tuple[int, int] | None, plan: Any) -> Callable[[str, Tensor], Tensor]:
+    """Return the function of a tensor and its name that returns what a rank of an engine has of it.
+
+    Raises:
+        RequestError: There is no such rank, or the model cannot be divided.
+    """
+    if tensor_parallel is None:
+        return lambda _, tensor: tensor
+    rank, size = tensor_parallel
+    if not 0 <= rank < size:
+        raise RequestError(
+            f"tensor_parallel={tensor_parallel!r} is not a rank and the number of ranks: give (0, {max(size, 1)}) for "
+            "the first one"
+        )
+    by_name = slicings(model, size, plan)
+    return lambda name, tensor: by_name[name].of(tensor, rank, size) if name in by_name else tensor
 
 
 def _block_of(name: str) -> str:

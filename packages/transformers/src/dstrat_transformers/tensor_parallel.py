@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -15,6 +17,7 @@ from dstrat_transformers.models import expert_layers, generic_name, is_peft, own
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
@@ -180,3 +183,102 @@ def _tie(owners: list[tuple[Module, str]]) -> None:
     if shared is not None:  # otherwise all are as before; and a plain parameter that is set here may lose its values
         for layer, name in owners:
             setattr(layer, name, shared)
+
+
+# Slices of parameters, for the ranks of an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """Division of a parameter over the ranks of an engine.
+
+    Attributes:
+        dim: The dimension that is divided, from the end.
+        num_packed: Number of tensors that are packed along it, each of which is divided.
+    """
+
+    dim: int
+    num_packed: int = 1
+
+    def of(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """Return the slice of a rank, which is empty where there are fewer elements than ranks."""
+        dim = tensor.dim() + self.dim
+        slices = []
+        for packed in tensor.chunk(self.num_packed, dim):
+            length = -(-packed.shape[dim] // size)  # as torch divides
+            first = min(rank * length, packed.shape[dim])
+            slices.append(packed.narrow(dim, first, min(length, packed.shape[dim] - first)))
+        return torch.cat(slices, dim)  # a copy, so that the tensor itself need not stay in memory
+
+
+_ROWS, _COLUMNS = Slicing(-2), Slicing(-1)
+_SLICINGS: dict[str, tuple[Slicing, Slicing | None]] = {
+    # Styles of transformers, for weights, and for biases, of which None is one on all ranks.
+    **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), (_ROWS, _COLUMNS)),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), (_COLUMNS, None)),
+    "embedding_rowwise": (_ROWS, None),
+    "embedding_colwise": (_COLUMNS, None),
+    "packed_colwise": (Slicing(-2, 2), Slicing(-1, 2)),
+    "packed_rowwise": (Slicing(-1, 2), None),
+}
+_NOT_SLICED = (_NO_OPERATION, "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "sequence_parallel")
+
+
+def slicings(model: Module, size: int, plan: Mapping[str, Any] | None = None) -> dict[str, Slicing]:
+    """Return how each parameter of a model is divided over the ranks of an engine; others are on all of them.
+
+    Args:
+        model: The model of transformers, on any layout.
+        size: Number of ranks.
+        plan: Styles of transformers by the names of layers or parameters; None is the model's own plan.
+
+    Raises:
+        RequestError: The model has no plan, or one with another style; or ranks do not divide heads or experts.
+    """
+    styles = dict((getattr(model, "tp_plan", None) if plan is None else plan) or {})
+    if not styles:
+        raise RequestError(
+            f"{type(model).__name__} has no tensor-parallel plan in transformers, by which its weights are divided: "
+            "pass tensor_parallel_plan= to its HFModule, or leave tensor_parallel out"
+        )
+    for name, style in styles.items():
+        if style not in _SLICINGS and style not in _NOT_SLICED:
+            raise RequestError(
+                f"the style {style!r} of {name!r} in the tensor-parallel plan of {type(model).__name__} does not say "
+                f"how a weight is divided: the styles that do are {', '.join(_SLICINGS)}"
+            )
+    divided: dict[str, Slicing] = {}
+    layer_names = {id(layer): name for name, layer in model.named_modules()}
+    for owners in owners_of_parameters(model).values():
+        names = [f"{layer_names[id(layer)]}.{attribute}" for layer, attribute in owners]
+        of_names = [slicing for name in names if (slicing := _slicing(model, name, styles, size)) is not None]
+        if of_names:  # also of layers that share the parameter, such as an embedding with the output layer
+            divided |= dict.fromkeys(names, of_names[0])
+    return divided
+
+
+def _slicing(model: Module, name: str, styles: Mapping[str, str], size: int) -> Slicing | None:
+    """Return how a parameter is divided by its own style, or that of its layer; None if it is not."""
+    layer_name, _, attribute = name.rpartition(".")
+    candidates = (name, generic_name(name), layer_name, generic_name(layer_name))
+    style = next((styles[candidate] for candidate in candidates if candidate in styles), None)
+    if style not in _SLICINGS:
+        return None
+    of_weight, of_bias = _SLICINGS[style]
+    slicing = of_bias if attribute.endswith("bias") else of_weight
+    layer = model.get_submodule(layer_name)
+    if isinstance(layer, nn.Embedding) and style.startswith("rowwise"):
+        slicing = _ROWS  # as torch's RowwiseParallel
+    if slicing is None:
+        return None
+    if isinstance(layer, nn.Linear) and style in ("colwise", "rowwise"):
+        _is_divisible(model, layer_name, style, size)
+    length = getattr(layer, attribute).shape[slicing.dim]
+    if length % (size * slicing.num_packed) and not (
+        isinstance(layer, nn.Linear | nn.Embedding) and style in _OPTIONAL
+    ):
+        raise RequestError(
+            f"{name} has {length // slicing.num_packed} features, which the {size} ranks of the engine do not divide: "
+            "choose a size that does"
+        )
+    return slicing
