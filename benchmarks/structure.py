@@ -1,6 +1,7 @@
 """Size and language of the source, and the length of its hot paths, for comparisons before and after a restructuring.
 
-``python benchmarks/structure.py`` measures the checkout that it is in and prints one row for each figure.
+``python benchmarks/structure.py`` measures the checkout that it is in and prints one row for each figure.  With
+``--functions`` it prints the functions that a Trainer and a save pass instead, by file, with the number of calls.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import tokenize
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,29 +186,33 @@ def _annotates_trainer(tree: ast.Module) -> bool:
     )
 
 
-def calls(function: Callable[[], Any]) -> tuple[int, int, int, int]:
-    """Return how many functions and files of ours a call passes, and the calls of ours and of any function in it."""
-    passed: set[tuple[str, str]] = set()
-    count = own = 0
+def calls(function: Callable[[], Any]) -> tuple[Counter[tuple[str, str]], int]:
+    """Return the calls of each function of ours in a call, by file and name, and the calls of any function in it."""
+    passed: Counter[tuple[str, str]] = Counter()
+    count = 0
 
     def note(frame: Any, event: str, _: Any) -> None:
-        nonlocal count, own
+        nonlocal count
         if event == "call":
             count += 1
-            if f"{PACKAGES}/" in frame.f_code.co_filename and not frame.f_code.co_name.startswith("<"):
-                own += 1
-                passed.add((frame.f_code.co_filename, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)))
+            file = frame.f_code.co_filename
+            if f"{PACKAGES}/" in file and not frame.f_code.co_name.startswith("<"):
+                file = file.partition(f"{PACKAGES}/")[2].partition("/src/")[2]
+                passed[file, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)] += 1
 
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return len(passed), len({file for file, _ in passed}), own, count
+    return passed, count
 
 
-def paths() -> dict[str, Any]:
-    """Return the lengths of making a Trainer, of a save and of a load; each was done once before it is measured."""
+def paths() -> tuple[dict[str, Any], dict[str, Counter[tuple[str, str]]]]:
+    """Return the lengths of making a Trainer, of a save and of a step, and the functions that the first two pass.
+
+    Each was done once before it is measured.
+    """
     import torch
 
     import dstrat
@@ -232,26 +238,24 @@ def paths() -> dict[str, Any]:
         "enable_model_summary": False,
     }
     make()
-    found: dict[str, Any] = {}
-    (
-        found["functions passed by Trainer(strategy='ddp')"],
-        found["files passed by it"],
-        found["calls of ours in it"],
-        _,
-    ) = calls(make)
+    made, _ = calls(make)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 4)), batch_size=4)
     with tempfile.TemporaryDirectory() as folder:
         trainer, net = dstrat.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet), Net()
         trainer.fit(net, loader)
         trainer.save_checkpoint(Path(folder) / "first")
-        (
-            found["functions passed by a save"],
-            found["files passed by a save"],
-            found["calls of ours in a save"],
-            found["function calls of a save"],
-        ) = calls(lambda: trainer.save_checkpoint(Path(folder) / "second"))
-        found["calls of ours in a further step"] = _calls_of_a_step(dstrat, net, loader, quiet)
-    return found
+        saved, all_calls = calls(lambda: trainer.save_checkpoint(Path(folder) / "second"))
+    found = {
+        "functions passed by Trainer(strategy='ddp')": len(made),
+        "files passed by it": len({file for file, _ in made}),
+        "calls of ours in it": made.total(),
+        "functions passed by a save": len(saved),
+        "files passed by a save": len({file for file, _ in saved}),
+        "calls of ours in a save": saved.total(),
+        "function calls of a save": all_calls,
+        "calls of ours in a further step": _calls_of_a_step(dstrat, net, loader, quiet),
+    }
+    return found, {"Trainer(strategy='ddp')": made, "a save": saved}
 
 
 def _calls_of_a_step(dstrat: Any, net: Any, loader: Any, quiet: dict[str, Any]) -> float:
@@ -260,7 +264,7 @@ def _calls_of_a_step(dstrat: Any, net: Any, loader: Any, quiet: dict[str, Any]) 
     def fit(steps: int) -> int:
         trainer = dstrat.Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps, **quiet)
         longer = torch.utils.data.DataLoader(loader.dataset, batch_size=1, sampler=[0] * 512)
-        return calls(lambda: trainer.fit(net, longer))[2]
+        return calls(lambda: trainer.fit(net, longer))[0].total()
 
     import torch
 
@@ -269,5 +273,11 @@ def _calls_of_a_step(dstrat: Any, net: Any, loader: Any, quiet: dict[str, Any]) 
 
 
 if __name__ == "__main__":
-    for name, value in {**size(), **state(), **paths()}.items():
+    if "--functions" in sys.argv:
+        for path, passed in paths()[1].items():
+            print(f"{path}: {len(passed)} functions, {passed.total()} calls")
+            for (file, function), number in sorted(passed.items()):
+                print(f"{number:6}  {file:50} {function}")
+        sys.exit()
+    for name, value in {**size(), **state(), **paths()[0]}.items():
         print(f"{name:60} {value:>10,}")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dstrat.errors import ClusterError, DstratError
-from dstrat.resolve.selection import automatic_offers, load_offer, select, select_offer
+from dstrat.resolve.selection import automatic_offers, select, select_offer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,7 +43,8 @@ def choose_cluster(
         if variables and environ.keys().isdisjoint(variables):
             continue
         try:
-            cls = load_offer(offer, catalog)  # not constructed: only the one with evidence reads the environment
+            catalog.check_requirements(offer)
+            cls = catalog.load(offer)  # not constructed: only the one with evidence reads the environment
         except DstratError:  # nobody requested this one; `dstrat doctor` reports it
             continue
         with reading_environment(offer):
@@ -53,16 +54,6 @@ def choose_cluster(
     local = catalog.find_default("cluster_environment", LOCAL)
     with reading_environment(local):
         return select_offer(local, catalog, environ, reason="nothing else started this process")
-
-
-def num_started(cluster: Selection[ClusterEnvironment]) -> int:
-    """Return how many processes of the job exist already; 1 where dstrat starts them.
-
-    Raises:
-        ClusterError: The environment does not say.
-    """
-    with reading_environment(cluster):
-        return cluster.instance.world_size if cluster.instance.creates_processes_externally else 1
 
 
 def check_cluster(cluster: Selection[ClusterEnvironment], *, processes_per_node: int, num_nodes: int) -> None:

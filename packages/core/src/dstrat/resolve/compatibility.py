@@ -10,7 +10,7 @@ from dstrat.plugins.component import NO_BACKEND
 from dstrat.resolve.cluster import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Iterator
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.cluster import ClusterEnvironment
@@ -56,7 +56,7 @@ def accelerator_problem(facts: Component, accelerator: Selection[Accelerator]) -
     return None
 
 
-# Rules that refuse a strategy, each with a hint
+# Compatibility with everything else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,97 +111,61 @@ class Incompatibility:
 
 def incompatibility(facts: Component, constraints: Constraints) -> Incompatibility | None:
     """Return the first reason against a strategy; None where there is none."""
-    return next((reason for rule in _RULES if (reason := rule(facts, constraints)) is not None), None)
+    return next(_reasons_against(facts, constraints), None)
 
 
-def _other_accelerator(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    problem = accelerator_problem(facts, constraints.accelerator)
-    if problem is None:
-        return None
-    hint = "choose one of these" if facts.accelerators else "choose another accelerator"
-    return Incompatibility(problem=problem, hint=f"{hint}, or a strategy for {constraints.accelerator.name!r}")
+def _reasons_against(facts: Component, constraints: Constraints) -> Iterator[Incompatibility]:
+    """Yield the reasons against a strategy, each with a hint.
 
-
-def _other_precision(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    name, names = constraints.precision.name, constraints.precision.names
+    The first one is the error: hardware and processes that exist come before options that can be changed.
+    """
+    accelerator, precision, number = constraints.accelerator, constraints.precision, constraints.num_devices
+    if (problem := accelerator_problem(facts, accelerator)) is not None:
+        choice = "one of these" if facts.accelerators else "another accelerator"
+        yield Incompatibility(problem=problem, hint=f"choose {choice}, or a strategy for {accelerator.name!r}")
+    if constraints.num_started > constraints.num_nodes and not facts.starts_processes:
+        # Local ones were started by another Trainer of this script.
+        hint = (
+            "use one strategy and the same devices throughout the script"
+            if constraints.cluster.name == LOCAL
+            else "start the script once on each machine"
+        )
+        yield Incompatibility(
+            problem=(
+                f"runs in one process on each machine, and {constraints.num_started} were started "
+                f"({constraints.cluster.name}: {constraints.cluster.reason})"
+            ),
+            hint=f"{hint}, or choose a strategy for several processes",
+            error=ClusterError,
+        )
+    limit = max_devices(facts)
+    if limit is not None and number > limit:
+        yield Incompatibility(
+            problem=f"uses at most {limit} device{'s' if limit > 1 else ''} on a machine, and not {number}",
+            hint=f"ask for devices={limit}, or choose a strategy for more",
+        )
+    if number != 1 and not facts.starts_processes and not accelerator.facts.devices_share_process:
+        yield Incompatibility(
+            problem=f"drives {number} devices from one process, which accelerator {accelerator.name!r} cannot",
+            hint="ask for devices=1, or choose a strategy with one process per device",
+        )
+    if constraints.num_nodes != 1 and not facts.multi_node:
+        yield Incompatibility(
+            problem=f"runs on one machine only, and not on num_nodes={constraints.num_nodes}",
+            hint="ask for one, or choose a strategy for several",
+        )
     # A strategy that is written for some precisions runs with one without a record.
-    if not facts.precisions or not names or names & {*facts.precisions}:
-        return None
-    return Incompatibility(
-        problem=f"cannot run with precision {name!r}, only with {listed(facts.precisions)}",
-        hint=f"choose one of these, or a strategy for {name!r}",
-    )
-
-
-def _too_many_processes(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    if constraints.num_started <= constraints.num_nodes or facts.starts_processes:
-        return None
-    if constraints.cluster.name == LOCAL:  # another Trainer of this script has started them
-        hint = "use one strategy and the same devices throughout the script"
-    else:
-        hint = "start the script once on each machine"
-    return Incompatibility(
-        problem=(
-            f"runs in one process on each machine, and {constraints.num_started} were started "
-            f"({constraints.cluster.name}: {constraints.cluster.reason})"
-        ),
-        hint=f"{hint}, or choose a strategy for several processes",
-        error=ClusterError,
-    )
-
-
-def _too_many_devices(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    limit, number = max_devices(facts), constraints.num_devices
-    if limit is None or number <= limit:
-        return None
-    return Incompatibility(
-        problem=f"uses at most {limit} device{'s' if limit > 1 else ''} on a machine, and not {number}",
-        hint=f"ask for devices={limit}, or choose a strategy for more",
-    )
-
-
-def _one_device_per_process(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    """Refuse to drive several devices from one process where the hardware cannot."""
-    accelerator, number = constraints.accelerator, constraints.num_devices
-    if facts.starts_processes or number == 1:
-        return None
-    if accelerator.facts.devices_share_process:
-        return None
-    return Incompatibility(
-        problem=f"drives {number} devices from one process, which accelerator {accelerator.name!r} cannot",
-        hint="ask for devices=1, or choose a strategy with one process per device",
-    )
-
-
-def _too_many_nodes(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    if constraints.num_nodes == 1 or facts.multi_node:
-        return None
-    return Incompatibility(
-        problem=f"runs on one machine only, and not on num_nodes={constraints.num_nodes}",
-        hint="ask for one, or choose a strategy for several",
-    )
-
-
-def _no_script(facts: Component, constraints: Constraints) -> Incompatibility | None:
-    if not constraints.interactive or facts.notebook_safe or not constraints.needs_starting:
-        return None
-    return Incompatibility(
-        problem="starts its processes from a script, and here is none (a notebook, a prompt, python -c, or a worker of "
-        "another program)",
-        hint="run a script, ask for devices=1, or choose a strategy that works here",
-    )
-
-
-# The first rule that applies is the error: hardware and processes that exist come before options that can be changed.
-_RULES: tuple[Callable[[Component, Constraints], Incompatibility | None], ...] = (
-    _other_accelerator,
-    _too_many_processes,
-    _too_many_devices,
-    _one_device_per_process,
-    _too_many_nodes,
-    _other_precision,
-    _no_script,
-)
+    if facts.precisions and precision.names and not precision.names & {*facts.precisions}:
+        yield Incompatibility(
+            problem=f"cannot run with precision {precision.name!r}, only with {listed(facts.precisions)}",
+            hint=f"choose one of these, or a strategy for {precision.name!r}",
+        )
+    if constraints.interactive and not facts.notebook_safe and constraints.needs_starting:
+        yield Incompatibility(
+            problem="starts its processes from a script, and here is none (a notebook, a prompt, python -c, or a "
+            "worker of another program)",
+            hint="run a script, ask for devices=1, or choose a strategy that works here",
+        )
 
 
 def listed(names: Iterable[str], joint: str = "") -> str:

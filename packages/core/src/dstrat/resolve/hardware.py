@@ -193,14 +193,20 @@ def choose_devices(
     """
     facts = None if strategy is None else strategy.facts
     per_node, uneven = divmod(num_started, num_nodes)
-    if num_started > 1 and (facts is None or facts.starts_processes):
+    processes_exist = num_started > 1 and (facts is None or facts.starts_processes)
+    if processes_exist:
         visible = _single_visible_devices(requested, accelerator, per_node)
         if visible is not None and not uneven:
             return visible
+    if requested is not None and requested.in_strategy:
+        return DeviceSelection(indices=(), count=len(requested.value), reason=f"given to {requested.source}")
     if requested is not None:
-        return _requested_devices(requested, accelerator)
+        if isinstance(requested.value, bool | float):  # int() would take them
+            kind = type(requested.value).__name__
+            raise DeviceError(f"{requested.source} is of the type {kind}: give a number, indices or 'auto'")
+        return _parsed_devices(accelerator, requested.value, requested.source, "asked for")
     # Processes that exist already decide: with more devices some would be idle, with fewer some would be shared.
-    if num_started > 1 and (facts is None or facts.starts_processes):
+    if processes_exist:
         if uneven:
             raise ClusterError(f"{num_started} processes were started, which num_nodes={num_nodes} cannot share evenly")
         return _first_devices(accelerator, per_node, "one for each process that was started")
@@ -230,15 +236,6 @@ def _single_visible_devices(
     except Exception:  # noqa: BLE001 - of a plugin; it is raised when the devices are parsed
         return None
     return None
-
-
-def _requested_devices(requested: Requested, accelerator: Accelerator) -> DeviceSelection:
-    value = requested.value
-    if requested.in_strategy:
-        return DeviceSelection(indices=(), count=len(value), reason=f"given to {requested.source}")
-    if isinstance(value, bool | float):  # int() would take them
-        raise DeviceError(f"{requested.source} is of the type {type(value).__name__}: give a number, indices or 'auto'")
-    return _parsed_devices(accelerator, value, requested.source, "asked for")
 
 
 def _first_devices(accelerator: Accelerator, number: int, reason: str) -> DeviceSelection:
@@ -278,7 +275,18 @@ def choose_precision(
         RequestError: It is no precision.
         CatalogError: No usable precision has that flag.
     """
-    selection = _select_precision(requested, catalog)
+    if requested is None:
+        offer = catalog.find_default("precision", DEFAULT_PRECISION)
+        selection: Selection[Precision] = select_offer(offer, catalog, reason="the default")
+    else:
+        value = requested.value
+        if isinstance(value, bool | float):
+            raise RequestError(
+                f"{requested.source} is of the type {type(value).__name__}: give a flag such as {DEFAULT_PRECISION!r}"
+            )
+        if isinstance(value, int):  # 16, 32 and 64 are synonyms of flags
+            requested = replace(requested, value=str(value))
+        selection = select("precision", requested, catalog)
     unsupported = _unsupported_dtype(selection.instance, accelerator.instance)
     if unsupported is not None:
         hint = selection.instance.hint_unsupported
@@ -292,19 +300,6 @@ def choose_precision(
             f"here: choose another one ({alternatives}){f', {hint}' if hint else ''}"
         )
     return selection
-
-
-def _select_precision(requested: Requested | None, catalog: Catalog) -> Selection[Precision]:
-    if requested is None:
-        return select_offer(catalog.find_default("precision", DEFAULT_PRECISION), catalog, reason="the default")
-    value = requested.value
-    if isinstance(value, bool | float):
-        raise RequestError(
-            f"{requested.source} is of the type {type(value).__name__}: give a flag such as {DEFAULT_PRECISION!r}"
-        )
-    if isinstance(value, int):  # 16, 32 and 64 are synonyms of flags
-        requested = replace(requested, value=str(value))
-    return select("precision", requested, catalog)
 
 
 def _unsupported_dtype(precision: Precision, accelerator: Accelerator) -> torch.dtype | None:

@@ -193,7 +193,15 @@ def is_interactive() -> bool:
 
     There is no script then that another process could run or import.
     """
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules or not _has_script()
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return True
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)  # "<stdin>" for a script from a pipe
+    if path is None or not Path(path).is_file():
+        return True
+    # A file of an installed package is the worker of another program, as those of Ray are; it cannot be run once more.
+    runs_a_module = getattr(main, "__spec__", None) is not None  # python -m
+    return not runs_a_module and not _INSTALLED.isdisjoint(Path(path).parts)
 
 
 def test_runner() -> str | None:
@@ -206,13 +214,3 @@ def test_runner() -> str | None:
         name = next((runner for prefix, runner in _RUNNERS.items() if module.startswith(prefix)), name)
         frame = frame.f_back
     return name
-
-
-def _has_script() -> bool:
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)  # "<stdin>" for a script from a pipe
-    if path is None or not Path(path).is_file():
-        return False
-    # A file of an installed package is the worker of another program, as those of Ray are; it cannot be run once more.
-    runs_a_module = getattr(main, "__spec__", None) is not None  # python -m
-    return runs_a_module or _INSTALLED.isdisjoint(Path(path).parts)

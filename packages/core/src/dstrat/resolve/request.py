@@ -14,7 +14,7 @@ from dstrat.plugins.settings import nearest
 from dstrat.resolve.selection import INTERFACES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from dstrat.interfaces.accelerator import Accelerator, Devices
     from dstrat.interfaces.precision import Precision
@@ -104,7 +104,18 @@ def requested_components(request: Request, catalog: Catalog) -> dict[Subject, Re
         RequestError: A plugin is of another type.
         CatalogError: No usable component has a plugin's alias.
     """
-    return _merged({}, (*_from_arguments(request), *_from_plugins(request, catalog)))
+    components: dict[Subject, Requested] = {}
+    if not _is_auto(request.accelerator):
+        components["accelerator"] = from_argument("accelerator", request.accelerator)
+    if not _is_auto(request.devices):
+        components["devices"] = from_argument("devices", request.devices)
+    if request.precision is not None:
+        components["precision"] = from_argument("precision", request.precision)
+    requested: Any = () if request.plugins is None else request.plugins
+    for plugin in requested if isinstance(requested, tuple | list) else (requested,):
+        kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
+        _add(components, _PLUGIN_KINDS[kind], Requested(value=plugin, source=f"plugins=[{_shown(plugin)}]"))
+    return components
 
 
 def with_components_of(
@@ -116,38 +127,27 @@ def with_components_of(
         ConflictError: A component was requested twice.
         MisuseError: The constructor does not call that of its base class.
     """
-    return components if strategy is None else _merged(components, _from_strategy(strategy))
-
-
-def _merged(
-    components: Mapping[Subject, Requested], others: Iterable[tuple[Subject, Requested]]
-) -> dict[Subject, Requested]:
+    if strategy is None:
+        return components
+    arguments = getattr(strategy.instance, "constructor_components", None)
+    if not isinstance(arguments, Components):
+        name = type(strategy.instance).__name__
+        raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")
     merged = dict(components)
-    for subject, requested in others:
-        if subject in merged:
-            raise ConflictError(
-                f"{merged[subject].source} and {requested.source} both give the {subject}: leave one of the two out"
-            )
-        merged[subject] = requested
+    for argument, subject in _ARGUMENTS_OF_STRATEGIES.items():
+        value = getattr(arguments, argument)
+        if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
+            owner = f"alias {strategy.name!r} " if strategy.from_catalog else strategy.name
+            _add(merged, subject, Requested(value=value, source=f"{owner}({argument}=...)", in_strategy=True))
     return merged
 
 
-def _from_arguments(request: Request) -> Iterator[tuple[Subject, Requested]]:
-    if not _is_auto(request.accelerator):
-        yield "accelerator", from_argument("accelerator", request.accelerator)
-    if not _is_auto(request.devices):
-        yield "devices", from_argument("devices", request.devices)
-    if request.precision is not None:
-        yield "precision", from_argument("precision", request.precision)
-
-
-def _from_plugins(request: Request, catalog: Catalog) -> Iterator[tuple[Subject, Requested]]:
-    requested: Any = request.plugins
-    if requested is None:
-        return
-    for plugin in requested if isinstance(requested, tuple | list) else (requested,):
-        kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
-        yield _PLUGIN_KINDS[kind], Requested(value=plugin, source=f"plugins=[{_shown(plugin)}]")
+def _add(components: dict[Subject, Requested], subject: Subject, requested: Requested) -> None:
+    if subject in components:
+        raise ConflictError(
+            f"{components[subject].source} and {requested.source} both give the {subject}: leave one of the two out"
+        )
+    components[subject] = requested
 
 
 def _kind_of_object(plugin: object) -> Kind:
@@ -191,18 +191,6 @@ def _is_known(kind: Kind, alias: str, catalog: Catalog) -> bool:
     except CatalogError:  # its message says more where the component is looked up
         return True
     return True
-
-
-def _from_strategy(strategy: Selection[Strategy]) -> Iterator[tuple[Subject, Requested]]:
-    arguments = getattr(strategy.instance, "constructor_components", None)
-    if not isinstance(arguments, Components):
-        name = type(strategy.instance).__name__
-        raise MisuseError(f"{name} is not ready: its __init__ must call super().__init__()")
-    for argument, subject in _ARGUMENTS_OF_STRATEGIES.items():
-        value = getattr(arguments, argument)
-        if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
-            owner = f"alias {strategy.name!r} " if strategy.from_catalog else strategy.name
-            yield subject, Requested(value=value, source=f"{owner}({argument}=...)", in_strategy=True)
 
 
 def _is_auto(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import BrokenComponentError, ConflictError, RequestError
 from dstrat.interfaces.strategy import Components
 from dstrat.plugins.catalog import get_catalog
-from dstrat.resolve.cluster import choose_cluster, num_started
+from dstrat.resolve.cluster import choose_cluster, reading_environment
 from dstrat.resolve.compatibility import Constraints
 from dstrat.resolve.hardware import choose_accelerator, choose_devices, choose_precision
 from dstrat.resolve.plan import Plan, PlanRow
@@ -144,7 +144,8 @@ def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, s
     wanted = None if wanted is None else wanted.with_arguments(requested)
     # Before the devices: in a job that a scheduler has started, the number of processes decides how many there are.
     cluster = choose_cluster(requested.get("cluster environment"), catalog, environ)
-    started = num_started(cluster)
+    with reading_environment(cluster):
+        started = cluster.instance.world_size if cluster.instance.creates_processes_externally else 1
     accelerator = choose_accelerator(requested.get("accelerator"), catalog, wanted)
     if wanted is not None and (strategy := wanted.on(accelerator, catalog)) is not wanted.selection:
         requested = with_components_of(strategy, beside_strategy)  # the accelerator's strategy may preset others
@@ -196,8 +197,21 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
     accelerator, cluster, precision = hardware.accelerator, hardware.cluster, hardware.precision
     flag = getattr(precision.instance, "flag", precision.name)  # a user's class may have none
     selections = (strategy, accelerator, cluster, precision, software.checkpoint_io, launcher)
+    rows = [strategy.row("strategy"), accelerator.row("accelerator"), hardware.devices.row]
+    if hardware.num_nodes > 1:
+        rows.append(PlanRow(subject="nodes", value=str(hardware.num_nodes), reason="asked for"))
+    rows.append(cluster.row("cluster"))
+    if launcher is not None:
+        rows.append(launcher.row("launcher"))
+    rows.append(launch.row)
+    rows += (
+        PlanRow(subject=subject, value=value, reason=reason, owner=strategy.owner)
+        for subject, value, reason in strategy.instance.describe_layout(launch.world_size, launch.processes_per_node)
+    )
+    rows.append(precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"))
+    rows.append(software.checkpoint_io.row("checkpoint io"))
     return Plan(
-        choices=_rows(hardware, software, flag),
+        choices=tuple(rows),
         strategy=strategy.name,
         strategy_alias=strategy.alias,
         accelerator=accelerator.name,
@@ -214,27 +228,6 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
         catalog_names=tuple((one.kind, one.catalog_name) for one in selections if one is not None and one.from_catalog),
         max_restarts=launch.max_restarts if launcher is None else request.max_restarts,
         preemption_deadline=request.preemption_deadline,
-    )
-
-
-def _rows(hardware: _Hardware, software: _Software, flag: str) -> tuple[PlanRow, ...]:
-    num_nodes, precision = hardware.num_nodes, hardware.precision
-    return (
-        software.strategy.row("strategy"),
-        hardware.accelerator.row("accelerator"),
-        hardware.devices.row,
-        *([PlanRow(subject="nodes", value=str(num_nodes), reason="asked for")] if num_nodes > 1 else []),
-        hardware.cluster.row("cluster"),
-        *([] if software.launcher is None else [software.launcher.row("launcher")]),
-        software.launch.row,
-        *(
-            PlanRow(subject=subject, value=value, reason=reason, owner=software.strategy.owner)
-            for subject, value, reason in software.strategy.instance.describe_layout(
-                software.launch.world_size, software.launch.processes_per_node
-            )
-        ),
-        precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"),
-        software.checkpoint_io.row("checkpoint io"),
     )
 
 

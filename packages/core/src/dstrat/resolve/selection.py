@@ -175,7 +175,8 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         MisuseError: The class cannot be constructed.
     """
     component = offer.component
-    cls = load_offer(offer, catalog)
+    catalog.check_requirements(offer)
+    cls = catalog.load(offer)
     try:
         instance = cls(*arguments, **component.options)
     except TypeError as error:
@@ -194,16 +195,6 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         options=offer.options,
         reason=reason,
     )
-
-
-def load_offer(offer: Offer, catalog: Catalog) -> Any:
-    """Import the class of an offer.
-
-    Raises:
-        CatalogError: A requirement is missing, or its class cannot be used.
-    """
-    catalog.check_requirements(offer)
-    return catalog.load(offer)
 
 
 def automatic_offers(kind: Kind, catalog: Catalog) -> list[Offer]:

@@ -94,16 +94,24 @@ class RequestedStrategy:
             MisuseError: It cannot be constructed.
         """
         alias = self.substitute(accelerator)
-        if alias is None:
-            if self.selection is None:
-                raise self.error or CatalogError(f"strategy {self.names} cannot be used")
-            _check_not_substituted(self.selection, accelerator)
-            return self.selection
-        try:
-            served = select("strategy", from_argument("strategy", f"{alias}{self.options_text}"), catalog)
-        except CatalogError as error:
-            raise type(error)(f"{accelerator.title} lets {alias!r} serve {self.names[0]!r}, and {error}") from error
-        return served.because(f"serves {self.names[0]!r} on accelerator {accelerator.name!r}")
+        if alias is not None:
+            try:
+                served = select("strategy", from_argument("strategy", f"{alias}{self.options_text}"), catalog)
+            except CatalogError as error:
+                raise type(error)(f"{accelerator.title} lets {alias!r} serve {self.names[0]!r}, and {error}") from error
+            return served.because(f"serves {self.names[0]!r} on accelerator {accelerator.name!r}")
+        selection = self.selection
+        if selection is None:
+            raise self.error or CatalogError(f"strategy {self.names} cannot be used")
+        if not selection.from_catalog and accelerator.record is not None:
+            # The class of an alias that is served by another strategy there: it would not work.
+            substitute = accelerator.record.strategies.get(selection.alias)
+            if substitute is not None:
+                raise ConflictError(
+                    f"{selection.title} cannot run on {accelerator.title}, where {substitute!r} serves "
+                    f"{selection.alias!r}: give strategy={substitute!r}, or an instance of its class"
+                )
+        return selection
 
 
 def requested_strategy(value: object, catalog: Catalog) -> RequestedStrategy | None:
@@ -154,18 +162,6 @@ def _device_type(devices: Requested | None) -> str | None:
     if len(types) != 1 or "" in types:
         raise DeviceError(f"{devices.source} must be torch.devices of one type, and is {devices.value!r}")
     return types.pop()
-
-
-def _check_not_substituted(strategy: Selection[Strategy], accelerator: Selection[Accelerator]) -> None:
-    """Refuse the class of an alias that the accelerator serves with another strategy, where it would not work."""
-    if strategy.from_catalog or accelerator.record is None:
-        return
-    substitute = accelerator.record.strategies.get(strategy.alias)
-    if substitute is not None:
-        raise ConflictError(
-            f"{strategy.title} cannot run on {accelerator.title}, where {substitute!r} serves {strategy.alias!r}: "
-            f"give strategy={substitute!r}, or an instance of its class"
-        )
 
 
 # The strategy of the run

@@ -129,7 +129,7 @@ _BARE = FeatureDefaults(
 )
 
 
-def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_run: int) -> FeatureDefaults:
+def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_run: Any) -> FeatureDefaults:
     """Return the features of a Trainer.
 
     Args:
@@ -139,9 +139,11 @@ def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_
         fast_dev_run: Number of batches of a trial run, which has no sanity check; 0 in a normal run.
 
     Raises:
-        RequestError: A value is not a bool.
+        RequestError: A value is not a bool, or ``fast_dev_run`` not a number of batches.
         ConflictError: The user requests a feature that barebones switches off.
     """
+    if not isinstance(fast_dev_run, int) or fast_dev_run < 0:  # True is an int, 1
+        raise RequestError(f"fast_dev_run={fast_dev_run!r} must be True, False, or a number of batches (int)")
     _check_statement(barebones, "barebones")
     for name in _ENABLED:
         if requested[name] is not None:
@@ -228,12 +230,6 @@ def _check_overfitting(values: Mapping[str, Any]) -> None:
 def _check_statement(value: Any, name: str) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name}={value!r} must be True or False")
-
-
-def check_fast_dev_run(value: Any) -> None:
-    """Raise a RequestError unless a value is a bool or a number of batches."""
-    if not isinstance(value, int) or value < 0:  # True is an int, 1
-        raise RequestError(f"fast_dev_run={value!r} must be True, False, or a number of batches (int)")
 
 
 def check_preemption(seconds: Any, cluster: ClusterEnvironment | None, *, saves_checkpoints: bool) -> None:

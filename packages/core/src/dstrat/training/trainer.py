@@ -16,7 +16,6 @@ from dstrat.training.arguments import (
     RETIRED_ARGUMENTS,
     changed_arguments,
     check_arguments,
-    check_fast_dev_run,
     check_preemption,
     resolve_features,
 )
@@ -183,9 +182,6 @@ class Trainer(TrainerProperties):
         preemption_deadline: float | None = None,
     ) -> None:
         self.arguments = changed_arguments(Trainer.__init__, locals())
-        # Before all other arguments, as the lines below calculate with these two.
-        check_fast_dev_run(fast_dev_run)
-        check_count(max_steps, "max_steps", -1)
         arguments = {
             "logger": logger,
             "progress_bar": enable_progress_bar,
@@ -196,7 +192,9 @@ class Trainer(TrainerProperties):
             "profiler": profiler,
             "detect_anomaly": detect_anomaly,
         }
+        # Before all other arguments, as the lines below calculate with fast_dev_run and max_steps.
         features = resolve_features(arguments, barebones=barebones, fast_dev_run=fast_dev_run)
+        check_count(max_steps, "max_steps", -1)
         root = Path.cwd() if default_root_dir is None else default_root_dir
         self.settings = TrainerSettings(
             limits=RunLimits(
