@@ -1,9 +1,11 @@
 """A rank of which test_peer_watch.py starts several, as another launcher would; the last one misbehaves."""
 
+import ctypes
 import os
 import platform
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +39,7 @@ WAITS = "".join(f"def wait_{index}(end):\n    while time.monotonic() < end: pass
 exec(compile(WAIT + WAITS, Path(dist.__file__).with_name("wait.py"), "exec"))
 
 open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=600))
-limit = timedelta(seconds=600 if deed == "sleep" else 1)  # a rank that sleeps is not to end as one that hangs
+limit = timedelta(seconds=600 if deed in ("sleep", "block") else 1)  # such a rank is not to end as one that hangs
 limits = {"limit": limit, "longest": timedelta(seconds=600)}
 with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
     if rank == size - 1:
@@ -56,6 +58,12 @@ with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
                 with Interruption():
                     print("sleeps", flush=True)
                     time.sleep(600)
+            case "block":  # in native code, without the interpreter's lock, as in a wait for a GPU
+                mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+                libc.pthread_mutex_lock(mutex)
+                with Interruption():
+                    threading.Timer(1, print, ["blocks"], {"flush": True}).start()  # when this thread does
+                    libc.pthread_mutex_lock(mutex)
     if deed == "work":
         dist.barrier()
         sys.exit()

@@ -98,6 +98,17 @@ def test_sigterm_takes_effect_within_a_step_only_after_the_end_of_a_peer(start_r
     assert sleeping.returncode == -signal.SIGTERM
 
 
+def test_sigterm_ends_a_rank_in_native_code_only_after_the_end_of_a_peer(start_ranks):
+    waiting, blocking = start_ranks("block", 2, local_size=2)
+    assert blocking.next_lines(1) == ["blocks\n"]
+    blocking.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert blocking.poll() is None  # what it waits for may come
+    waiting.send_signal(signal.SIGKILL)
+    blocking.communicate(timeout=20)
+    assert blocking.returncode == 128 + signal.SIGTERM
+
+
 def test_processes_of_a_frozen_store_are_not_waited_for():
     frozen = threading.Event()
 

@@ -166,14 +166,83 @@ def obey_when_peers_end(number: int, is_over: threading.Event) -> None:
 
 
 def _repeat_when_peers_end(is_over: threading.Event) -> None:
+    if _has_ended_peers(is_over):
+        os.kill(os.getpid(), signal.SIGTERM)  # a second signal interrupts at once
+
+
+def _has_ended_peers(is_over: threading.Event) -> bool:
+    """Wait until a rank of this machine has ended and this one goes on; return False if the run is over before."""
     job = _current_job()
     all_processes = (None if job is None else _read_processes(job)) or {}
     processes = {rank: pid for rank, (pid, machine) in all_processes.items() if machine == this_machine()}
     while not any(map(has_ended, processes.values())):
         if is_over.wait(_PAUSE) or not processes:
-            return
-    if not is_over.wait(_ENDING_SECONDS):  # as this rank may be about to report the lost connection
-        os.kill(os.getpid(), signal.SIGTERM)  # a second signal interrupts at once
+            return False
+    return not is_over.wait(_ENDING_SECONDS)  # as this rank may be about to report the lost connection
+
+
+class SignalWatch(threading.Thread):
+    """Thread that obeys a SIGTERM in place of the main thread, if that waits in native code and a peer has ended.
+
+    Python runs a handler in the main thread, between two instructions.  A main thread that waits for its GPU comes to
+    none if the kernel there waits for a rank that has ended.  So the thread reads the numbers of signals from a pipe,
+    which Python writes when they arrive.  Where the program has another such pipe, as event loops do, it reads nothing.
+
+    Args:
+        is_handled: Returns whether the main thread has run the handler, which ends the process then.
+        is_over: Set when the run has reached the end of its step, and ends in order.
+    """
+
+    def __init__(self, is_handled: Callable[[], bool], is_over: threading.Event) -> None:
+        super().__init__(name="dstrat-signal-watch", daemon=True)
+        self._is_handled, self._is_over = is_handled, is_over
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)  # as Python requires
+        previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+        _pipes_of_signals.add(self._writer)
+        self.start()
+
+    def run(self) -> None:
+        numbers = b""
+        while signal.SIGTERM not in numbers and 0 not in numbers:
+            numbers = os.read(self._reader, 64)
+        # By the code of shells: what a second signal does otherwise cannot be done in another thread.
+        if 0 not in numbers and _has_ended_peers(self._is_over) and not self._is_handled():
+            os._exit(128 + signal.SIGTERM)
+        os.close(self._reader)
+
+    def close(self) -> None:
+        """End the watch, in the main thread."""
+        current = signal.set_wakeup_fd(-1)
+        if current != self._writer:
+            signal.set_wakeup_fd(current)
+        # Not by the end of the file: forked processes have copies of the descriptor.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._writer, b"\0")
+        _pipes_of_signals.discard(self._writer)
+        os.close(self._writer)
+
+
+_pipes_of_signals: set[int] = set()
+
+
+def _forget_signals_in_child() -> None:
+    """Disconnect a forked process, whose signals are not this one's, from the pipe."""
+    if _pipes_of_signals:
+        current = signal.set_wakeup_fd(-1)
+        if current not in _pipes_of_signals:
+            signal.set_wakeup_fd(current)
+
+
+os.register_at_fork(after_in_child=_forget_signals_in_child)
+
+
+def watch_signals(is_handled: Callable[[], bool], is_over: threading.Event) -> SignalWatch | None:
+    """Return a new watch of this process, in its main thread; None where a supervisor ends it, or it has no peers."""
+    has_peers = this_rank() is None and _current_job() is not None
+    return SignalWatch(is_handled, is_over) if has_peers else None
 
 
 def _wait_for_end_of_any(processes: Mapping[int, int], seconds: float) -> list[int]:

@@ -200,6 +200,22 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+class BlockChecksum:
+    """The checksum of a block that is in several views."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, data: memoryview) -> None:
+        """Add the next bytes of the block."""
+        self._state.update(data)
+
+    def digest(self) -> str:
+        """Return the checksum of the bytes so far."""
+        digits: str = self._state.hexdigest()
+        return digits
+
+
 def block_checksums(views: Iterable[memoryview]) -> str:
     """Return the checksums of consecutive views, of which the first begins at the start of a block."""
     digests: list[str] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -293,30 +294,47 @@ def read_into(
     map_in_threads(lambda batch: _read_all(reader, batch, advance), list(_batches(reads)))
 
 
-def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Yield groups of adjacent reads of about a bucket, so that small tensors do not cost a task each."""
-    batch: list[_Read] = []
-    size = 0
-    # In the order of the file: neighbors share a block, which is verified once and then read without a buffer.
-    for read in sorted(reads, key=lambda read: (read.file, read.begin)):
-        batch.append(read)
-        size += read.target.nbytes
-        if size >= BUCKET:
-            yield batch
-            batch, size = [], 0
-    yield batch
+# A read, the first of its bytes that are read, and their memory; None for a read that is staged, and read in full.
+_Portion: TypeAlias = "tuple[_Read, int, memoryview | None]"
 
 
-def _read_all(reader: CheckpointReader, batch: list[_Read], advance: Callable[[int], None] | None) -> None:
-    for read in batch:
-        if read.is_direct:
-            reader.file(read.file).read_into(as_bytes(read.target).numpy().data, read.begin)
-        else:  # another dtype or device, or rows of which the target takes only some columns
+def _batches(reads: list[_Read]) -> Iterator[list[_Portion]]:
+    """Yield groups of portions in one bucket of a file, of which a thread reads the neighbors together."""
+    batch: list[_Portion] = []
+    bucket: tuple[str, int] | None = None
+    for read in sorted(reads, key=attrgetter("file", "begin")):
+        # Here, and not in the threads: each call of torch would pass the lock of Python from one to the next.
+        memory = as_bytes(read.target).numpy().data if read.is_direct else None
+        end, done = read.begin + read.num_bytes, read.begin
+        while done < end:
+            number = done // BUCKET
+            if bucket != (read.file, number) and batch:
+                yield batch
+                batch = []
+            bucket = (read.file, number)
+            # Cut at the bucket's end, so that no block of the file is in two batches.
+            limit = end if memory is None else min(end, (number + 1) * BUCKET)
+            batch.append((read, done, None if memory is None else memory[done - read.begin : limit - read.begin]))
+            done = limit
+    if batch:
+        yield batch
+
+
+def _read_all(reader: CheckpointReader, batch: list[_Portion], advance: Callable[[int], None] | None) -> None:
+    pieces: list[tuple[int, memoryview]] = []
+    staged: list[tuple[_Read, Tensor]] = []
+    for read, begin, memory in batch:
+        if memory is None:  # another dtype or device, or rows of which the target takes only some columns
             stored = torch.empty(read.shape, dtype=read.dtype)
-            reader.file(read.file).read_into(as_bytes(stored).numpy().data, read.begin)
-            read.target.copy_(stored[read.box])
-        if advance is not None:
-            advance(read.target.nbytes)
+            staged.append((read, stored))
+            memory = as_bytes(stored).numpy().data  # noqa: PLW2901 - that of the staged read
+        pieces.append((begin, memory))
+    reader.file(batch[0][0].file).read(pieces)
+    for read, stored in staged:
+        read.target.copy_(stored[read.box])
+    if advance is not None:
+        for read, _, memory in batch:
+            advance(read.target.nbytes if memory is None else len(memory))
 
 
 def _reads(entry: TensorEntry, local: LocalBox) -> Iterator[_Read]:

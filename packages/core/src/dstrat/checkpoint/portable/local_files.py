@@ -284,9 +284,9 @@ class DiskFile:
         """Close the file."""
         os.close(self._descriptor)
 
-    def read_into(self, view: memoryview, position: int) -> int:
-        """Read from a position into a view, and return the number of bytes; 0 at the end of the file."""
-        return os.preadv(self._descriptor, [view], position)
+    def read_into(self, views: Sequence[memoryview], position: int) -> int:
+        """Read from a position into views, and return the number of bytes; 0 at the end of the file."""
+        return os.preadv(self._descriptor, views, position)
 
 
 def _open_regular(path: Path) -> int:

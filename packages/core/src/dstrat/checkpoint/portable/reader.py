@@ -11,9 +11,9 @@ from dstrat.checkpoint.portable.format import (
     INDEX,
     LARGEST_JSON,
     MANIFEST,
+    BlockChecksum,
     Manifest,
     UnknownVersionError,
-    checksum,
     checksum_of_block,
     damaged_error,
     num_blocks,
@@ -24,13 +24,20 @@ from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Self
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.format import FileRecord
     from dstrat.checkpoint.portable.storage import InputFile
+
+
+_MOST_VIEWS = 1024
+"""Views that the system fills in one call: IOV_MAX of Linux and macOS."""
+
+_SMALL = 64 * 1024
+"""Bytes of a view, below which many of them are read through a buffer."""
 
 
 class VerifiedFile:
@@ -52,7 +59,7 @@ class VerifiedFile:
         except FileNotFoundError as error:
             raise damaged_error(path.parent, f"{path.name}: no such file or directory") from error
         self._verified = bytearray(b"\x00" if verifies else b"\x01") * num_blocks(record.size)
-        self._scratch = threading.local()
+        self._buffers = threading.local()
         if self._file.size != record.size:
             self.close()
             raise self._damaged(f"has {self._file.size} bytes, and the manifest says {record.size}")
@@ -67,55 +74,109 @@ class VerifiedFile:
         Raises:
             CheckpointError: The checksum of a block does not match.
         """
-        # Only whole blocks have checksums.  They are read straight into the view; the rest goes through a buffer.
-        done = 0
-        while done < len(view):
-            block, offset = divmod(begin + done, BLOCK)
-            rest = view[done:]
-            if self._verified[block]:
-                chunk = rest[: self._end_of_verified(block) - begin - done]
-                self._read(chunk, begin + done)
-            elif offset == 0 and len(rest) >= self._size_of(block):
-                chunk = rest[: self._size_of(block)]
-                self._read(chunk, begin + done)
-                self._verify(chunk, block)
-            else:
-                chunk = rest[: BLOCK - offset]
-                chunk[:] = self._block(block)[offset : offset + len(chunk)]
-            done += len(chunk)
+        self.read([(begin, view)])
 
-    def _size_of(self, block: int) -> int:
-        return min(BLOCK, self._record.size - block * BLOCK)
+    def read(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill views, each with the bytes from its position on; may be called in several threads.
 
-    def _end_of_verified(self, block: int) -> int:
-        """Return the position at which the run of verified blocks around a block ends."""
-        end = self._verified.find(0, block)
-        return (end if end >= 0 else len(self._verified)) * BLOCK
+        Neighbors in the file are read by one call of the system, and a block that several views share is read once.
 
-    def _block(self, block: int) -> memoryview:
-        """Return a verified block, in a buffer of this thread that the next call overwrites."""
-        if not hasattr(self._scratch, "buffer"):
-            self._scratch.buffer = memoryview(bytearray(BLOCK))
-        view: memoryview = self._scratch.buffer[: self._size_of(block)]
-        self._read(view, block * BLOCK)
-        self._verify(view, block)
-        return view
+        Args:
+            pieces: Positions and views, by ascending position.
 
-    def _read(self, view: memoryview, position: int) -> None:
-        done = 0
-        while done < len(view):
+        Raises:
+            CheckpointError: The checksum of a block does not match.
+        """
+        for begin, views in self._runs(pieces):
+            size = sum(map(len, views))
+            if size >= len(views) * _SMALL:
+                self._read(views, begin)
+                self._verify(views, begin)
+            else:  # one more copy costs less than a call of the checksum for each, which passes Python's lock on
+                buffer = self._buffer(size)
+                self._read([buffer], begin)
+                self._verify([buffer], begin)
+                done = 0
+                for view in views:
+                    view[:] = buffer[done : done + len(view)]
+                    done += len(view)
+
+    def _buffer(self, size: int) -> memoryview:
+        """Return memory of this thread, which the next call returns again."""
+        if len(getattr(self._buffers, "last", b"")) < size:
+            self._buffers.last = memoryview(bytearray(size))
+        buffer: memoryview = self._buffers.last[:size]
+        return buffer
+
+    def _runs(self, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
+        """Yield views of consecutive bytes, with the position of the first one.
+
+        Only whole blocks have checksums, so views of the bytes that nobody wants complete the unverified ones.
+        """
+        begin = end = 0
+        views: list[memoryview] = []
+        for position, view in pieces:
+            if not len(view):
+                continue
+            if views and position > end and self._is_unverified_block_of(end - 1, position):
+                views.append(memoryview(bytearray(position - end)))
+            elif position != end or not views:
+                if views:
+                    yield begin, self._completed(views, end)
+                begin = position if self._verified[position // BLOCK] else position - position % BLOCK
+                views = [memoryview(bytearray(position - begin))] if position > begin else []
+            views.append(view)
+            end = position + len(view)
+        if views:
+            yield begin, self._completed(views, end)
+
+    def _is_unverified_block_of(self, one: int, other: int) -> bool:
+        return one // BLOCK == other // BLOCK and not self._verified[one // BLOCK]
+
+    def _completed(self, views: list[memoryview], end: int) -> list[memoryview]:
+        """Append a view of the rest of the last block, unless that is verified."""
+        last = (end - 1) // BLOCK
+        end_of_block = min((last + 1) * BLOCK, self._record.size)
+        if end_of_block > end and not self._verified[last]:
+            views.append(memoryview(bytearray(end_of_block - end)))
+        return views
+
+    def _read(self, views: Sequence[memoryview], position: int) -> None:
+        pending, index = list(views), 0
+        while index < len(pending):
             try:
-                count = self._file.read_into(view[done:], position + done)
+                count = self._file.read_into(pending[index : index + _MOST_VIEWS], position)
             except OSError as error:
                 raise self._damaged(f"cannot be read: {(error.strerror or str(error)).lower()}") from error
             if count == 0:
                 raise self._damaged("became shorter while it was read")
-            done += count
+            position += count
+            while index < len(pending) and count >= len(pending[index]):
+                count -= len(pending[index])
+                index += 1
+            if count:  # the system has stopped within a view
+                pending[index] = pending[index][count:]
 
-    def _verify(self, view: memoryview, block: int) -> None:
-        if checksum(view) != checksum_of_block(self._record.checksums, block):
-            raise self._damaged(f"has wrong bytes between {block * BLOCK} and {block * BLOCK + len(view)}")
-        self._verified[block] = 1  # without a lock: two threads would verify the block twice, which does no harm
+    def _verify(self, views: Iterable[memoryview], position: int) -> None:
+        """Compare the checksums of the blocks that are in consecutive views in full."""
+        state = None  # of the checksum of a block, from its first byte on
+        for view in views:
+            done = 0
+            while done < len(view):
+                block, offset = divmod(position, BLOCK)
+                chunk = view[done : done + BLOCK - offset]
+                if offset == 0:
+                    # Others have been verified before they were read without their beginning.
+                    state = None if self._verified[block] else BlockChecksum()
+                if state is not None:
+                    state.update(chunk)
+                done, position = done + len(chunk), position + len(chunk)
+                is_complete = position % BLOCK == 0 or position == self._record.size
+                if state is not None and is_complete:
+                    if state.digest() != checksum_of_block(self._record.checksums, block):
+                        raise self._damaged(f"has wrong bytes between {block * BLOCK} and {position}")
+                    self._verified[block] = 1  # without a lock: two threads may verify a block, which does no harm
+                    state = None
 
     def _damaged(self, problem: str) -> CheckpointError:
         return damaged_error(self._path.parent, f"{self._path.name} {problem}")
@@ -235,7 +296,7 @@ def _read_manifest_bytes(folder: CheckpointPath) -> bytes:
         data = memoryview(bytearray(file.size))
         done = 0
         # A file that became shorter ends the loop too, and its manifest is refused.
-        while done < file.size and (count := file.read_into(data[done:], done)):
+        while done < file.size and (count := file.read_into([data[done:]], done)):
             done += count
         return bytes(data[:done])
     finally:

@@ -152,8 +152,19 @@ class RemoteFile:
     def close(self) -> None:
         """Do nothing: no connection is open between reads."""
 
-    def read_into(self, view: memoryview, position: int) -> int:
-        """Read from a position into a view, and return the number of bytes; 0 at the end of the file."""
+    def read_into(self, views: Sequence[memoryview], position: int) -> int:
+        """Read from a position into views, and return the number of bytes; 0 at the end of the file."""
+        done = 0
+        for view in views:
+            filled = 0
+            while filled < len(view):
+                count = self._read(view[filled:], position + done)
+                if count == 0:
+                    return done
+                filled, done = filled + count, done + count
+        return done
+
+    def _read(self, view: memoryview, position: int) -> int:
         begin = position - position % BUCKET
         if getattr(self._last, "begin", None) != begin:
             self._last.data = self._path.read_bytes(begin, min(begin + BUCKET, self.size))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from dstrat.interfaces.strategy import Strategy
+    from dstrat.launch.ended_peers import SignalWatch
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +56,13 @@ class Interruption:
         self._seconds = preemption_deadline
         self._previous: dict[int, Any] = {}
         self._actions: tuple[Callable[[int], None], ...] = ()
-        self._is_over: threading.Event | None = None  # only within the context, as events cannot be pickled
+        # Only within the context, as they cannot be pickled.
+        self._is_over: threading.Event | None = None
+        self._signal_watch: SignalWatch | None = None
 
     def __enter__(self) -> Self:
         # Imported here, since only runs need them, and not in the handler, which may interrupt another import.
-        from dstrat.launch.ended_peers import obey_when_peers_end
+        from dstrat.launch.ended_peers import obey_when_peers_end, watch_signals
         from dstrat.launch.rank import note_signal
         from dstrat.launch.signals import leave_lost_terminal, stop_signals
 
@@ -75,6 +78,7 @@ class Interruption:
             for number in stop_signals(includes_preemption=self._seconds is not None):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler installed by C code
                     self._previous[number] = signal.signal(number, self._on_signal)
+            self._signal_watch = watch_signals(lambda: bool(self.requested), is_over)
         return self
 
     def __exit__(
@@ -83,6 +87,9 @@ class Interruption:
         if self._is_over is not None:
             self._is_over.set()
             self._is_over = None
+        if self._signal_watch is not None:
+            self._signal_watch.close()
+            self._signal_watch = None
         if value is None or self.requested != signal.SIGUSR1:  # which may come again while a checkpoint is saved
             self._restore()
         if value is None and self._seconds is not None:
