@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import time
 
 import pytest
 import torch
@@ -171,6 +172,35 @@ def test_four_ranks_compute_in_eight_stages():
     expected = dict.fromkeys(cases, pytest.approx(single_device_losses(DeepNet(), **SHORT), rel=1e-6, abs=0))
     for found in in_ranks(each, 4, function=losses, cases=cases):
         assert found == expected
+
+
+def waited_for_last_stage(cluster, returned, microbatches, **options):
+    """Let the first stage wait, in its last backward pass, until the last one has returned from its step."""
+    strategy = started(cluster, pp=cluster.world_size, microbatches=microbatches, **options)
+    gradients, ends = [], []
+
+    def wait(gradient):
+        gradients.append(gradient)
+        if len(gradients) == microbatches:
+            deadline = time.monotonic() + 10
+            while not returned.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            ends.append(returned.exists())
+
+    if cluster.global_rank == 0:
+        strategy.module.first.register_forward_hook(lambda layer, args, output: output.register_hook(wait) and None)
+    loss = one_pass(strategy, *batches(1), index=0, accumulate=1)
+    if cluster.global_rank == cluster.world_size - 1:
+        returned.touch()
+    strategy.teardown()
+    return ends, float(loss)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_last_stage_does_not_wait_until_others_have_its_loss(tmp_path, ranks):
+    found = in_ranks(waited_for_last_stage, ranks, returned=tmp_path / "returned", microbatches=4)
+    assert found[0][0] == [True]
+    assert len({loss for _, loss in found}) == 1
 
 
 class FirstFrozen(PipeNet):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import PeerError, RequestError
+from dstrat.parallel.internals import new_connections
 from dstrat.parallel.process_group import wait_for_all_ranks
 
 if TYPE_CHECKING:
@@ -56,14 +57,16 @@ class Ranks:
                     f"hierarchical=True needs as many ranks on each machine, and they have {sizes}: set "
                     "hierarchical=False in the strategy's constructor, or use as many devices on each"
                 )
-            self._machine, _ = dist.new_subgroups_by_enumeration(machines, timeout=timeout)
+            with new_connections():
+                self._machine, _ = dist.new_subgroups_by_enumeration(machines, timeout=timeout)
             [ranks] = [ranks for ranks in machines if dist.get_rank() in ranks]
             self._machine_size, self._first = len(ranks), ranks[0]
             members = [ranks[0] for ranks in machines]
         else:
             members = [*range(len(node_ranks))]
         # By all ranks, also by those that are not in it, as torch requires.
-        group = dist.new_group(members, timeout=timeout)
+        with new_connections():
+            group = dist.new_group(members, timeout=timeout)
         wait_for_all_ranks("open the groups of an algorithm")
         is_member = dist.get_rank() in members
         self.group = group if is_member else None

@@ -23,7 +23,7 @@ from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, R
 from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, pack_object, reduce_tensor
-from dstrat.parallel.internals import uses_nccl
+from dstrat.parallel.internals import new_connections, uses_nccl
 from dstrat.parallel.job import Job, current_job, rank_and_size
 from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
 from dstrat.parallel.strategy import ParallelStrategy
@@ -50,6 +50,24 @@ def in_ranks(function, *args, ranks: int = 2):
             close_process_group()
 
     return LocalLauncher(num_processes=ranks, start_method="fork").launch(run)
+
+
+def test_new_groups_of_a_group_that_is_bound_to_a_device_have_their_own_connections():
+    """torch splits the connections of a bound group, which ends the process where NCCL has opened it twice."""
+
+    def open_group(store):
+        default, device = dist.group.WORLD, torch.device("cuda", 0)
+        default.bound_device_id = device
+        with new_connections():
+            seen = default.bound_device_id
+            group = dist.new_group([0, 1])
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        with pytest.raises(ValueError, match="the body's"), new_connections():
+            raise ValueError("the body's")
+        return seen, default.bound_device_id == device, total.item()
+
+    assert in_ranks(open_group) == (None, True, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
+from dstrat.parallel.internals import new_connections
 from dstrat.plugins.settings import nearest
 
 if TYPE_CHECKING:
@@ -283,7 +284,8 @@ class ParameterAveraging:
         self._owns_subgroup = state.post_local_gradient_allreduce and state.subgroup is None
         if self._owns_subgroup:
             # torch would create subgroups by the number of CUDA devices, which fails if there is none.
-            state.subgroup, _ = dist.new_subgroups(ranks_per_machine)
+            with new_connections():
+                state.subgroup, _ = dist.new_subgroups(ranks_per_machine)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step of an optimizer, and average its parameters after each period."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from dstrat.errors import RequestError
 from dstrat.interfaces.cluster import ClusterEnvironment
+from dstrat.parallel.internals import new_connections
 from dstrat.parallel.process_group import wait_for_all_ranks
 
 if TYPE_CHECKING:
@@ -138,11 +139,12 @@ class RankGroups:
         self.division, self.job = division, job
         self.index, self.rank = divmod(dist.get_rank(), division.size)
         groups, size = range(division.num_groups), division.size
-        # Each rank takes part in the opening of all of them, in the same order.
-        by_group = [dist.new_group([g * size + r for r in range(size)], timeout, backend) for g in groups]
         # Other groups wait longer: a rank that hangs is named by those of its group, which hang for it.
         longer = 1.5 * timeout if size > 1 else timeout
-        by_rank = [dist.new_group([g * size + r for g in groups], longer, backend) for r in range(size)]
+        # Each rank takes part in the opening of all of them, in the same order.
+        with new_connections():
+            by_group = [dist.new_group([g * size + r for r in range(size)], timeout, backend) for g in groups]
+            by_rank = [dist.new_group([g * size + r for g in groups], longer, backend) for r in range(size)]
         self.group, self.peers = by_group[self.index], by_rank[self.rank]
         wait_for_all_ranks("open the groups of ranks")  # Gloo fails in a rank that still connects when another closes
 

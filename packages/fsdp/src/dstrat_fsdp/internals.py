@@ -6,7 +6,6 @@ They are those of torch 2.9 and 2.13, which are tested.  Where the two differ, o
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,24 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.nn import Module
-
-
-# Groups
-
-
-@contextmanager
-def new_connections() -> Iterator[None]:
-    """Make the groups of a mesh by connections of their own in a ``with`` block.
-
-    torch splits the connections of a default group that is bound to a device.  With NCCL that ends the process by a
-    segmentation fault if its default group was closed and opened before, as between a fit and a test (torch 2.11).
-    """
-    default: Any = distributed_c10d._get_default_group()
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 # Units of ``fully_shard``

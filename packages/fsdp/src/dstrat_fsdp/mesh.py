@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dstrat.errors import ConflictError, RequestError
+from dstrat.parallel.internals import new_connections
 from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_fsdp import internals
 
@@ -112,7 +113,7 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
     Raises:
         LaunchError: A rank did not open its groups in time; the message names it.
     """
-    with internals.new_connections():
+    with new_connections():
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     with warnings.catch_warnings():
         # Groups of other backends than NCCL and gloo keep the timeout that they opened with.

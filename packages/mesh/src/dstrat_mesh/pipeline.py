@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
+from dstrat.parallel.internals import new_connections
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_fsdp.wrap_policy import layers_with_statistics
@@ -131,7 +132,8 @@ class PipelineRun:
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
         num_new = 3 if schedule.stages_per_rank > 1 else 1
-        opened = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
+        with new_connections():
+            opened = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
         self.links = Links(
             position=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
@@ -265,8 +267,14 @@ class PipelineRun:
         """The ids of the parameters of this rank that an earlier one has too."""
         return {id(shared.parameter) for shared in self._stages.shared if self.links.position in shared.positions[1:]}
 
-    def end(self) -> None:
-        """Release the layers."""
+    def end(self, *, failed: bool) -> None:
+        """Release the layers, and wait until other ranks have received the last loss.
+
+        Args:
+            failed: Whether the run has failed, so that other ranks may receive nothing more.
+        """
+        if self._runner is not None and not failed:
+            self._runner.finish()
         self._runner = self._evaluator = None
 
     # State

@@ -60,12 +60,8 @@ class Links:
         goes_around = min(origin, target) % len(self.ranks) == len(self.ranks) - 1
         return self.groups[2 * goes_around + (target < origin)]
 
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """Return the last stage's tensor of the same shape and dtype; collective over the ranks."""
-        return self.from_position(tensor, len(self.ranks) - 1)
-
     def from_position(self, tensor: Tensor, position: int) -> Tensor:
-        """Return a tensor, overwritten by that of the rank at a position; collective over the ranks."""
+        """Return a tensor, overwritten by that of the rank at a position, -1 for the last; collective over them."""
         dist.broadcast(tensor, self.ranks[position], group=self.groups[0])
         return tensor
 
@@ -196,7 +192,22 @@ class StageRunner:
                 trained.add(stage)
             pending[stage, index] = received if stage else None, output
         self.finish()
-        return links.from_last(total)
+        return self._share_loss(total)
+
+    def _share_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss that the last rank has, on every rank; collective over the ranks."""
+        links = self._links
+        group = links.groups[0]
+        if not links.is_last:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, loss, links.ranks[-1], group=group)]):
+                work.wait()
+            return loss
+        # No broadcast: the last rank would wait for the last pass of the first one, and steps in that time instead.
+        sent, first = loss.clone(), links.ranks[0]
+        exchange = [dist.P2POp(dist.isend, sent, rank, group=group) for rank in links.ranks[:-1]]
+        for work in dist.batch_isend_irecv(exchange):
+            self._sends.append(_Send(work=work, tensor=sent, rank=first, number=-1))  # the first one receives it last
+        return loss
 
     def finish(self) -> None:
         """Wait until the neighbours have received everything."""
@@ -247,13 +258,13 @@ class StageRunner:
         if key not in self._evaluated:
             # Of the other ranks, each offers the output of its own last stage, which is overwritten.
             header = _Outline.of(output, last).header(links.device)
-            self._evaluated[key] = _Outline.from_header(links.from_last(header))
+            self._evaluated[key] = _Outline.from_header(links.from_position(header, -1))
         outline = self._evaluated[key]
         if not links.is_last:
             output = torch.empty(outline.shape, dtype=outline.dtype, device=links.device)
         else:
             self._check_same(outline, _Outline.of(output, last), "the pipeline")
-        return links.from_last(output.contiguous())
+        return links.from_position(output.contiguous(), -1)
 
     def _stage(self, chunk: int) -> int:
         return chunk * len(self._links.ranks) + self._links.position

@@ -17,6 +17,7 @@ from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.interfaces.memory import Stage
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.activation_memory import ActivationMemory
+from dstrat.parallel.internals import new_connections
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
@@ -165,12 +166,12 @@ class MeshStrategy(SharedBatchStrategy):
             timeout,
             start_method,
         )
-        self._dp_replicate = checked_size("dp_replicate", dp_replicate)
-        self._dp_shard = checked_size("dp_shard", dp_shard, or_auto=True)
-        self._tp = checked_size("tp", tp)
-        self._cp = checked_size("cp", cp)
-        self._pp = checked_size("pp", pp)
-        self._ep = checked_size("ep", ep)
+        self._dp_replicate: int = checked_size("dp_replicate", dp_replicate)
+        self._dp_shard: int | str = checked_size("dp_shard", dp_shard, or_auto=True)
+        self._tp: int = checked_size("tp", tp)
+        self._cp: int = checked_size("cp", cp)
+        self._pp: int = checked_size("pp", pp)
+        self._ep: int = checked_size("ep", ep)
         self._schedule = Schedule.of(schedule, pp, stages_per_rank, microbatches)
         if pp == 1 and (microbatches is not None or stages_per_rank is not None or schedule != "1F1B"):
             raise ConflictError(
@@ -241,19 +242,16 @@ class MeshStrategy(SharedBatchStrategy):
     @property
     def tensor_parallel_size(self) -> int:
         """Number of ranks over which layers are split."""
-        size: int = self._tp
-        return size
+        return self._tp
 
     @property
     def expert_parallel_size(self) -> int:
         """Number of ranks over which experts are divided."""
-        size: int = self._ep
-        return size
+        return self._ep
 
     @property
     def _num_data_groups(self) -> int:
-        size: int = self.data_parallel_size * self._cp
-        return size
+        return self.data_parallel_size * self._cp
 
     def setup_environment(self) -> None:
         if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
@@ -462,7 +460,8 @@ class MeshStrategy(SharedBatchStrategy):
         if self._pp > 1:
             check_pipeline(self.module, self.precision_plugin, trainer)
         if self._cp > 1:
-            group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
+            with new_connections():
+                group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
             self._sequences = Sequences(self.module, group, self._context_parallel)
         if self._ep > 1:
             group = self.device_mesh.get_group(TENSOR) if self._tp > 1 else None
@@ -561,7 +560,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.end()
+            self._pipeline.end(failed=self._failed)
             self._pipeline = None
         self._sequences = None
         super()._end_sharding()

@@ -39,6 +39,21 @@ def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None
     _sync_params_and_buffers(group, tensors, _BUCKET, 0)
 
 
+@contextlib.contextmanager
+def new_connections() -> Iterator[None]:
+    """Make groups of ranks by connections of their own in a ``with`` block.
+
+    torch splits the connections of a default group that is bound to a device.  With NCCL that ends the process by a
+    segmentation fault if its default group was closed and opened before, as between a fit and a test (torch 2.11).
+    """
+    default: Any = dist.distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
 def abort_groups() -> None:
     """End all process groups without waiting for their collectives, if NCCL is among the backends.
 
