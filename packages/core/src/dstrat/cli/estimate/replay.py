@@ -52,7 +52,7 @@ class _Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _LayerCall:
     """What a call of a layer was like.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _SavedTensors:
+class _ReplayedTensors:
     """Tensors that a replayed layer holds until its backward pass."""
 
     of_layer: list[Tensor] = field(default_factory=list)
@@ -115,11 +115,11 @@ class _Run:
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._names, self._layers = zip(*layers, strict=True)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _LayerCall] = {}
         self._forward: dict[int, _Pass] = {}
         self._backward: dict[int, _Pass] = {}
         self._trained: dict[int, tuple[bool, ...]] = {}
-        self._saved: dict[int, _SavedTensors] = {}
+        self._saved: dict[int, _ReplayedTensors] = {}
         self._inputs: dict[int, Any] = {}  # weak references to storages
         self._outputs: dict[int, Any] = {}
         self._undo: list[Callable[[], Any]] = []
@@ -160,7 +160,7 @@ class _Run:
         self._next += 1
         self._inputs[index] = weakref.ref(trained.untyped_storage())
 
-    def end_forward(self, index: int, call: _Call, counted: _Pass, output: Tensor) -> None:
+    def end_forward(self, index: int, call: _LayerCall, counted: _Pass, output: Tensor) -> None:
         self._calls[index], self._forward[index] = call, counted
         self._outputs[index] = weakref.ref(output.untyped_storage())
         if index == _REAL - 1:
@@ -198,7 +198,7 @@ class _Run:
     def make_output(self, index: int, received: Tensor) -> Tensor:
         """Return the output of a layer, and allocate what it saves."""
         call = self._calls[_REAL - 1]
-        self._saved[index] = saved = _SavedTensors()
+        self._saved[index] = saved = _ReplayedTensors()
         for size, device in ((call.saved, "cpu"), (call.saved_on_host, "meta")):
             if size:
                 saved.of_layer.append(torch.empty(size, dtype=torch.uint8, device=device))
@@ -281,7 +281,7 @@ class _Run:
             alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # of torch
         return alias
 
-    def call_since(self, state: _State, inputs: tuple[Any, ...], returned: Any) -> tuple[_Call, Tensor]:
+    def call_since(self, state: _State, inputs: tuple[Any, ...], returned: Any) -> tuple[_LayerCall, Tensor]:
         """Return the call that began with a state, and its output.
 
         Raises:
@@ -297,7 +297,7 @@ class _Run:
         without = (
             Tensor if isinstance(returned, Tensor) else tuple(Tensor if one is output else one for one in returned)
         )
-        return _Call(inputs, without, saved, self._memory.live_on_host - state.host), output
+        return _LayerCall(inputs, without, saved, self._memory.live_on_host - state.host), output
 
 
 @dataclass(frozen=True, slots=True)
