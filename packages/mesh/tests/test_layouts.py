@@ -126,3 +126,18 @@ def test_ranks_that_would_do_the_same_work_are_refused():
             "no layer of BlockNet is split over the 2 ranks of tp=2: call parallelize_module(..., "
             'self.device_mesh["tp"], ...) in configure_model, or leave tp out'
         )
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(7, 1), (8, 2), (31, 4), (32, 8), (1000, 8)])
+def test_pipelines_are_compared_with_as_many_stages_as_their_layers_allow(layers, stages):
+    axes = Axes.of(8, pp=4, dp_replicate=1, dp_shard="auto", cp=1, tp=1)
+    schedules = axes.schedules(layers)
+    several = {"schedule": "Interleaved1F1B", "stages_per_rank": stages}
+    assert schedules == [
+        {"pp": 4, "microbatches": microbatches, **schedule}
+        for microbatches in (16, 4)
+        for schedule in ([{}, several] if stages > 1 else [{}])
+    ]
+    for options in schedules:
+        MeshStrategy(**options)
+    assert Axes.of(8, pp=1, dp_replicate=1, dp_shard="auto", cp=1, tp=2).schedules(layers) == [{"tp": 2}]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.choose.candidates import in_order, undominated
+from dstrat.cli.choose.command import reasons
 from dstrat.cli.choose.cost import StepTime, collective_seconds, step_time
 from dstrat.cli.choose.sizes import TrainingSizes
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training, read_training
@@ -20,6 +22,8 @@ from dstrat.cli.measure.machine import Link, Machine
 from dstrat.errors import RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout, Work
+from dstrat.parallel.strategy import ParallelStrategy
+from dstrat.plugins.registry import StrategyRegistry
 
 MODULE = __name__
 WIDTH, BATCH = 256, 8
@@ -151,7 +155,7 @@ def test_the_fastest_layout_is_first_with_the_line_to_paste(choose):
     assert shown.exit_code == 0
     assert "ddp is the fastest; fsdp takes" in shown.output
     assert "it communicates" in shown.output
-    assert re.search(r"With less than 0\.0 GiB on each device, fsdp is the fastest\.", shown.output)
+    assert re.search(r"With less than 0\.0 GiB on each device, fsdp is the fastest of these\s+layouts\.", shown.output)
     assert 'Trainer(strategy="ddp", accelerator="cpu", devices=2)  # batches of 8' in shown.output.splitlines()
 
 
@@ -240,9 +244,39 @@ def test_many_layouts_that_do_not_fit_take_one_line(choose):
     pytest.importorskip("dstrat_mesh")
     eight = machine(devices=8)
     options = ("--devices", "8", "--strategy", "mesh", "--device-memory", "1MiB")
-    shown = " ".join(choose(*options, factory="Split", of=eight).stdout.split())
-    assert re.search(r"not compared: mesh \(\d+ layouts, such as mesh.*?\): it needs 0\.0 GiB", shown), shown
-    assert shown.count("it needs") == 1
+    shown = choose(*options, factory="Split", of=eight).stdout
+    assert re.search(r"^does not fit, GiB +peak +params", shown, re.MULTILINE), shown
+    assert len(re.findall(r"^mesh \(\d+ layouts\) +0\.0 ", shown, re.MULTILINE)) == 1, shown
+
+
+def test_aliases_that_need_the_same_are_one_line(choose):
+    pytest.importorskip("dstrat_fsdp")
+    aliases = ["ddp", "ddp_spawn", "ddp_fork_find_unused_parameters_false", "ddp_notebook", "fsdp", "fsdp_native"]
+    options = (word for alias in aliases for word in ("--strategy", alias))
+    shown = choose("--devices", "2", *options, "--device-memory", "1MiB").stdout
+    rows = {line.split("  ")[0] for line in shown.splitlines()}
+    assert {"ddp and 3 like it (2 layouts)", "fsdp, fsdp_native (2 layouts)"} <= rows
+
+
+def test_reasons_of_many_aliases_name_one_of_them(choose):
+    aliases = ("ddp_spawn", "ddp", "ddp_fork", "ddp_notebook")
+    options = (word for alias in aliases for word in ("--strategy", f"{alias}(find_unused_parameters=True)"))
+    shown = " ".join(choose("--devices", "2", *options, "--batch", "9").stdout.split())
+    assert "not compared: ddp(find_unused_parameters=True) and 3 like it: 9 samples do not divide" in shown
+
+
+def test_a_strategy_whose_layouts_cannot_be_read_is_refused_with_the_reason(choose):
+    class Broken(ParallelStrategy):
+        @classmethod
+        def layout_options(cls, module, world_size, ranks_per_machine):
+            return module.missing
+
+    StrategyRegistry.register("broken", Broken)
+    try:
+        refused = ranking(choose("--devices", "2", "--strategy", "broken", "--json"))["refused"]
+    finally:
+        StrategyRegistry.remove("broken")
+    assert refused["broken"].startswith("its layout_options raised AttributeError: 'Sequential' object has no attr")
 
 
 def test_heads_that_do_not_divide_are_refused(choose):
@@ -326,6 +360,7 @@ class Ranked:
     strategy: str
     seconds: float
     peak: int = 1
+    offload: float = 0.0
 
     @property
     def alias(self):
@@ -333,7 +368,10 @@ class Ranked:
 
     @property
     def time(self):
-        return StepTime(compute=self.seconds, communication=0.0, idle=0.0, optimizer=0.0, offload=0.0)
+        return StepTime(compute=self.seconds, communication=0.0, idle=0.0, optimizer=0.0, offload=self.offload)
+
+    def on(self, _machine):
+        return self
 
 
 def test_of_layouts_that_take_as_long_to_the_models_precision_the_usual_one_is_first():
@@ -357,6 +395,27 @@ def test_among_equally_fast_layouts_the_simple_one_is_first():
     ]
     ordered = [one.strategy for one in in_order(layouts, {"library": (0, 1)})]
     assert ordered == ["plain", "mesh(tp=2)", "mesh(pp=2, microbatches=4)", "library"]
+
+
+def test_offload_is_last_of_what_takes_as_long():
+    layouts = [
+        Ranked("usual_offload", 1.0, peak=1, offload=0.01),
+        Ranked("usual", 1.0, peak=2),
+        Ranked("mesh(tp=2)", 0.999, peak=2),
+        Ranked("slow", 1.1, peak=1),
+    ]
+    ordered = [one.strategy for one in in_order(layouts, {"usual": (-1, 0), "usual_offload": (-1, 0)})]
+    assert ordered == ["usual", "mesh(tp=2)", "usual_offload", "slow"]
+
+
+def test_the_first_layout_is_called_the_fastest_only_if_it_is():
+    one, other = Ranked("usual", 1.01, peak=2), Ranked("mesh(tp=2)", 1.0, peak=1)
+    workload = SimpleNamespace(machine=machine())
+    assert reasons([one, other], workload) == [
+        "usual is as fast as any layout, to 2%: mesh(tp=2) takes 1.0% less, and is not simpler.",
+        "With less than 0.0 GiB on each device, mesh(tp=2) is the fastest of these layouts.",
+    ]
+    assert reasons([other, one], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
 
 
 def test_layouts_that_another_of_the_strategy_beats_are_left_out():
@@ -550,6 +609,23 @@ def test_hooks_in_python_take_time_where_the_machine_says_so(training):
     layout = CommunicationLayout(hooks=30)
     times = [step_time(machine(hook_latency=latency), training, training.replicated, layout) for latency in (0.0, 1e-3)]
     assert [one.communication for one in times] == [0, pytest.approx(0.03)]
+
+
+def test_operands_of_products_take_time_as_far_as_the_machine_does_not_hide_it(training):
+    layout = CommunicationLayout(ranks_per_batch=2)
+    of_batch = dataclasses.replace(training, work=Work(flops=10**9, operands=4 * 10**8))
+    times = [
+        step_time(machine(operand_overlap=share), of_batch, training.replicated, layout).compute
+        for share in (None, 1.0, 0.25)
+    ]
+    assert times == [pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5 + 0.75 * 0.2)]
+
+
+def test_a_machine_that_was_measured_by_an_older_version_is_noted(choose):
+    options = ("--devices", "2", "--strategy", "ddp")
+    noted = choose(*options)
+    assert "machine.json has no hook_latency and no operand_overlap, which counts as nothing: `dstrat m" in noted.stderr
+    assert choose(*options, of=machine(hook_latency=0.0, operand_overlap=1.0)).stderr == ""
 
 
 def test_ranks_that_split_operations_begin_all_of_them(training):

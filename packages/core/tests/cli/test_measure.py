@@ -78,6 +78,15 @@ def test_a_link_of_the_kind_and_the_nearest_number_of_ranks_is_taken(machine):
     assert measured.link("all_reduce", 2, crosses_machines=True) is None
 
 
+def test_a_reduction_to_one_rank_takes_the_link_of_one_to_all(machine):
+    broadcast, reduction, both = (
+        Link(kind=kind, scope="machine", ranks=2, latency=1e-5, bandwidth=1e9)
+        for kind in ("broadcast", "all_reduce", "any")
+    )
+    for links, expected in (([both, broadcast, reduction], reduction), ([both, broadcast], both)):
+        assert dataclasses.replace(machine, links=links).link("reduce", 2, crosses_machines=False) is expected
+
+
 def test_time_grows_with_bytes_and_with_the_messages_of_a_ring():
     link = Link(kind="any", scope="machine", ranks=2, latency=1e-3, bandwidth=1e6)
     assert link.seconds(1e6, ranks=2) == pytest.approx(1.001)
@@ -120,6 +129,8 @@ def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path
     assert 1e7 < machine.memory_bandwidth < 1e13
     assert -1 <= machine.overlap <= 1
     assert 0 < machine.operation_latency < machine.hook_latency < 0.1
+    assert 0 <= machine.operand_overlap <= 1
+    assert machine.unmeasured == []
 
 
 @pytest.mark.variant

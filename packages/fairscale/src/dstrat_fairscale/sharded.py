@@ -126,7 +126,7 @@ class DDPShardedStrategy(ParallelStrategy):
         gradients = size * min(2, item) // item if self._keywords.get("reduce_fp16") else size
         owners, trained = training.world_size, sum(parameter.requires_grad for parameter in parameters)
         collectives = [
-            Collective(kind="broadcast", bytes=gradients, messages=trained, ranks=owners, overlaps=True),
+            Collective(kind="reduce", bytes=gradients, messages=trained, ranks=owners, overlaps=True),
             Collective(kind="broadcast", bytes=size, messages=owners, ranks=owners),
         ]
         if training.module_buffers and self._keywords.get("broadcast_buffers", True):

@@ -11,7 +11,7 @@ from dstrat.interfaces.communication import Collective
 from dstrat_fsdp.memory import divided_units
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from dstrat.interfaces.memory import TrainingSize
-    from dstrat_fsdp.memory import Division
+    from dstrat_fsdp.memory import Division, Divisions
 
 
 def sharded_collectives(
     training: TrainingSize,
     blocks: Sequence[Module],
     *,
-    division_of: Callable[[Tensor], Division],
+    divisions: Divisions,
     num_replicas: int = 1,
     policy: MixedPrecisionPolicy,
     frees_blocks: bool,
@@ -39,13 +39,13 @@ def sharded_collectives(
     Args:
         training: Sizes of the training on one device.
         blocks: The layers that are gathered together, inner ones before those that contain them.
-        division_of: Returns the division of a parameter, which is the same for all of a block.
+        divisions: The divisions of the parameters, the same for all of a block.
         num_replicas: Number of groups of the ranks that shard parameters.
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
     """
     batches, collectives = training.accumulate_grad_batches, []
-    units = divided_units(training.module, blocks, division_of)
+    units = divided_units(training.module, blocks, divisions)
     for division in dict.fromkeys(division for _, division, _ in units):
         gathered = summed = num_gathers = num_sums = 0
         for unit, of_unit, count in units:
@@ -88,7 +88,7 @@ def python_hooks(
     training: TrainingSize,
     blocks: Sequence[Module],
     *,
-    division_of: Callable[[Tensor], Division],
+    divisions: Divisions,
     num_replicas: int = 1,
     frees_blocks: bool,
 ) -> int:
@@ -98,7 +98,7 @@ def python_hooks(
     it as long again, and the optimizer's step of a sharded parameter as long as 2.5.
     """
     total = 0
-    for unit, division, count in divided_units(training.module, blocks, division_of):
+    for unit, division, count in divided_units(training.module, blocks, divisions):
         gathers = training.accumulate_grad_batches * (2 if frees_blocks and not unit.is_root else 1)
         sums = int(bool(unit.trainable))
         collectives = (gathers + sums if division.shards > 1 else 0) + (sums if num_replicas > 1 else 0)

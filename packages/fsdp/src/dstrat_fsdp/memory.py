@@ -11,7 +11,7 @@ from dstrat.interfaces.memory import MemoryLayout
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Of modules that are estimated for many layouts, and do not change.
 _blocks: WeakKeyDictionary[Module, dict[WrapPolicy | None, list[Module]]] = WeakKeyDictionary()
 _units: WeakKeyDictionary[Module, dict[tuple[int, ...], list[Unit]]] = WeakKeyDictionary()
+_divided: WeakKeyDictionary[Module, dict[Any, list[tuple[Unit, Division, int]]]] = WeakKeyDictionary()
 
 MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
@@ -84,6 +85,27 @@ class Division:
         return math.ceil(numel / self.splits) if parameter.dim() > 1 else numel
 
 
+@dataclass(frozen=True, slots=True)
+class Divisions:
+    """Divisions of the parameters of a module; equal ones share what depends on them.
+
+    Attributes:
+        usual: That of most parameters.
+        of_experts: That of the experts' parameters.
+        experts: Identities of these.
+    """
+
+    usual: Division
+    of_experts: Division | None = None
+    experts: frozenset[int] = frozenset()
+
+    def of(self, parameter: Tensor) -> Division:
+        """Return the division of a parameter."""
+        if self.of_experts is not None and id(parameter) in self.experts:
+            return self.of_experts
+        return self.usual
+
+
 def estimated_blocks(training: TrainingSize, policy: WrapPolicy | None) -> list[Module]:
     """Return the blocks of a training that is estimated, as :func:`~dstrat_fsdp.wrap_policy.blocks_of` does.
 
@@ -101,7 +123,7 @@ def sharded_layout(
     training: TrainingSize,
     blocks: Sequence[Module],
     *,
-    division_of: Callable[[Tensor], Division],
+    divisions: Divisions,
     policy: MixedPrecisionPolicy,
     frees_blocks: bool,
     offloads: bool,
@@ -114,14 +136,14 @@ def sharded_layout(
     Args:
         training: Sizes of the training on one device.
         blocks: The layers that are gathered and freed together, inner ones before those that contain them.
-        division_of: Returns the division of a parameter, which is the same for all of a block.
+        divisions: The divisions of the parameters, the same for all of a block.
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
         num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
             blocks gathered, of their own layers only.
     """
-    units = divided_units(training.module, blocks, division_of)
+    units = divided_units(training.module, blocks, divisions)
     shards = gradients = summed = 0
     for unit, division, count in units:
         shards += count * _shard_bytes(unit.parameters, division)
@@ -152,21 +174,23 @@ def sharded_layout(
     )
 
 
-def divided_units(
-    module: Module, blocks: Sequence[Module], division_of: Callable[[Tensor], Division]
-) -> list[tuple[Unit, Division, int]]:
+def divided_units(module: Module, blocks: Sequence[Module], divisions: Divisions) -> list[tuple[Unit, Division, int]]:
     """Return the units of a module's parameters, one of equal ones, with its division and the number of them.
 
     Args:
         module: The module.
         blocks: The layers that are gathered together, inner ones before those that contain them.
-        division_of: Returns the division of a parameter, which is the same for all of a unit.
+        divisions: The divisions of the parameters, the same for all of a unit.
     """
-    equal: dict[tuple[Any, ...], list[Unit]] = {}
-    for unit in _units_of(module, blocks):
-        key = (unit.shapes, unit.is_root, division_of(unit.parameters[0]))
-        equal.setdefault(key, []).append(unit)
-    return [(units[0], division, len(units)) for (_, _, division), units in equal.items()]
+    of_module, layout = _divided.setdefault(module, {}), (tuple(map(id, blocks)), divisions)
+    if layout not in of_module:
+        equal: dict[tuple[Any, ...], list[Unit]] = {}
+        for unit in _units_of(module, blocks):
+            key = (unit.shapes, unit.is_root, divisions.of(unit.parameters[0]))
+            equal.setdefault(key, []).append(unit)
+        units = [(several[0], division, len(several)) for (_, _, division), several in equal.items()]
+        of_module[layout] = units
+    return of_module[layout]
 
 
 def _units_of(module: Module, blocks: Sequence[Module]) -> list[Unit]:

@@ -14,7 +14,7 @@ from dstrat_fsdp.communication import (
     split_activation_share,
     split_collectives,
 )
-from dstrat_fsdp.memory import MATRICES_SPLIT, Division, estimated_blocks, sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -125,7 +125,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         layout = sharded_layout(
             training,
             blocks,
-            division_of=lambda _: Division(shards=data, splits=tensor),
+            divisions=Divisions(Division(shards=data, splits=tensor)),
             policy=precision_policy(None, training.precision),
             frees_blocks=True,
             offloads=False,
@@ -141,7 +141,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         )
         blocks = estimated_blocks(training, None)
         divided: dict[str, Any] = {
-            "division_of": lambda _: Division(shards=data, splits=tensor),
+            "divisions": Divisions(Division(shards=data, splits=tensor)),
             "frees_blocks": True,
         }
         policy = precision_policy(None, training.precision)

@@ -16,7 +16,7 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives
-from dstrat_fsdp.memory import Division, estimated_blocks, sharded_layout
+from dstrat_fsdp.memory import Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
     input_dtype,
@@ -163,7 +163,7 @@ class FSDPStrategy(ShardedStrategy):
         return sharded_layout(
             training,
             estimated_blocks(training, self._auto_wrap_policy),
-            division_of=lambda _: Division(shards=shape[-1]),
+            divisions=Divisions(Division(shards=shape[-1])),
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward is not False,
             offloads=isinstance(offload, CPUOffloadPolicy),
@@ -172,7 +172,7 @@ class FSDPStrategy(ShardedStrategy):
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
         divided: dict[str, Any] = {
-            "division_of": lambda _: Division(shards=shape[-1]),
+            "divisions": Divisions(Division(shards=shape[-1])),
             "num_replicas": math.prod(shape[:-1]),
             "frees_blocks": self._reshard_after_forward is not False,
         }

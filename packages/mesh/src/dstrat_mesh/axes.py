@@ -23,6 +23,7 @@ _MEANINGS = {
     EXPERT: "parts of the experts, which exchange their tokens",
 }
 _MICROBATCHES = 4  # of each stage, so that a fifth of the time is idle
+_STAGES = (2, 4, 8)  # of a rank
 _MOST_GROUPS = 8  # in a row of the plan
 _MOST_RANKS = 64  # of a job whose groups are shown in full
 _FEW_GROUPS, _FEW_RANKS = 2, 4  # of a larger one
@@ -98,6 +99,25 @@ class Axes:
         return {name: size for name, size in sizes if size > 1 and name != SHARD} | (
             {"microbatches": _MICROBATCHES * self.pp} if self.pp > 1 else {}
         )
+
+    def schedules(self, num_layers: int) -> list[dict[str, Any]]:
+        """Return the options for these sizes with each schedule of a pipeline that is worth comparing.
+
+        Fewer microbatches are for batches that do not divide into as many as a short bubble needs, and several stages
+        on a rank shorten it.  The more of them, the shorter, and activations take no more memory.
+
+        Args:
+            num_layers: Number of layers of the pipeline, each stage of which needs one.
+        """
+        if self.pp == 1:
+            return [self.options]
+        stages = max((count for count in _STAGES if count * self.pp <= num_layers), default=1)
+        several = {"schedule": "Interleaved1F1B", "stages_per_rank": stages}
+        return [
+            {**self.options, "microbatches": microbatches, **schedule}
+            for microbatches in (_MICROBATCHES * self.pp, self.pp)
+            for schedule in ([{}, several] if stages > 1 else [{}])
+        ]
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat.parallel.collectives import gather_tensors
 from dstrat_fsdp import internals
 from dstrat_fsdp.mesh import open_mesh
@@ -116,7 +116,7 @@ def common_number_of_experts(module: Module) -> int:
     """Return the largest number that divides the experts of all layers; 1 if a module has none that can be divided."""
     try:
         return math.gcd(*experts_of(module, 1).values())
-    except MisuseError:  # also from hooks of modules that are defined for any model
+    except DstratError:  # also from hooks of modules that are defined for any model
         return 1
 
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.shards import local_tensor
@@ -89,6 +89,14 @@ def pipeline_of(module: Any) -> Pipeline:
             "dstrat.Pipeline"
         )
     return pipeline
+
+
+def number_of_layers(module: Any) -> int:
+    """Return the number of layers of a module's pipeline; 0 if it has none whose order is known."""
+    try:
+        return len(pipeline_of(module).chain) if hasattr(module, "configure_pipeline") else 0
+    except DstratError:  # also from hooks of modules that are defined for any model
+        return 0
 
 
 # Of modules that are estimated for many layouts, and do not change.

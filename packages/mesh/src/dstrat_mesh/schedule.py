@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from dstrat.errors import ConflictError, RequestError
@@ -96,11 +97,7 @@ class Schedule:
 
     def batch_share(self, rank: int) -> float:
         """Return the largest share of a batch whose activations a rank holds at one time, of its stages."""
-        largest = held = 0
-        for one in self.passes(rank):
-            held += -1 if one.is_backward else 1
-            largest = max(largest, held)
-        return largest / (self.microbatches * self.stages_per_rank)
+        return _batch_share(self, rank)
 
     def passes(self, rank: int) -> Iterator[Pass]:
         """Yield the passes of a rank in their order.
@@ -127,6 +124,15 @@ class Schedule:
         # ranks before it, each is a pass ahead of the next one, in both directions where stages are interleaved.
         distance = self.ranks - 1 - rank
         return distance if self.stages_per_rank == 1 else 2 * distance + (self.stages_per_rank - 1) * self.ranks
+
+
+@cache  # of a few schedules, which many layouts have
+def _batch_share(schedule: Schedule, rank: int) -> float:
+    largest = held = 0
+    for one in schedule.passes(rank):
+        held += -1 if one.is_backward else 1
+        largest = max(largest, held)
+    return largest / (schedule.microbatches * schedule.stages_per_rank)
 
 
 def _check_name(name: str) -> None:

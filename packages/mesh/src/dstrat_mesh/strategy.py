@@ -24,7 +24,7 @@ from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives, split_activation_share
 from dstrat_fsdp.gradients import clip_by_norm
-from dstrat_fsdp.memory import MATRICES_SPLIT, Division, estimated_blocks, sharded_layout
+from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
@@ -34,7 +34,7 @@ from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import activation_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
-from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, estimated_stages
+from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, estimated_stages, number_of_layers
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
 
@@ -319,14 +319,13 @@ class MeshStrategy(SharedBatchStrategy):
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
         meshes = layouts(world_size, ranks_per_machine, num_experts=common_number_of_experts(module))
-        # Fewer microbatches, for batches that do not divide into as many as a short bubble needs.
-        few = [{**axes.options, "microbatches": axes.pp} for axes in meshes if axes.pp > 1]
+        num_layers = number_of_layers(module)
+        compared = [options for axes in meshes for options in axes.schedules(num_layers)]
         # Offload is for state of which not even a shard over all ranks fits.
         sharded = [axes for axes in meshes if axes.dp_replicate == axes.pp == axes.ep == 1]
         return [
-            *(axes.options for axes in meshes),
-            *few,
-            *({**axes.options, "activation_checkpointing": "full"} for axes in meshes),
+            *compared,
+            *({**options, "activation_checkpointing": "full"} for options in compared),
             *({**axes.options, "cpu_offload": True} for axes in sharded),
         ]
 
@@ -386,7 +385,7 @@ class MeshStrategy(SharedBatchStrategy):
         layout = sharded_layout(
             self._with_microbatches(training),
             with_experts(experts, training.module, blocks),
-            division_of=_divisions(experts, axes),
+            divisions=_divisions(experts, axes),
             num_stages=axes.pp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
@@ -411,7 +410,7 @@ class MeshStrategy(SharedBatchStrategy):
         experts = self._experts_in(training)
         blocks = estimated_blocks(training, self._auto_wrap_policy)
         divided: dict[str, Any] = {
-            "division_of": _divisions(experts, axes),
+            "divisions": _divisions(experts, axes),
             "num_replicas": axes.dp_replicate,
             "frees_blocks": self._reshard_after_forward,
         }
@@ -576,12 +575,12 @@ class MeshStrategy(SharedBatchStrategy):
             self._pipeline.share_buffers()
 
 
-def _divisions(experts: Iterable[Module], axes: Axes) -> Callable[[Tensor], Division]:
-    """Return the function that returns the division of a parameter."""
-    usual = Division(shards=axes.mesh[SHARD], splits=axes.tp)
-    of_experts = Division(shards=axes.mesh_of_experts[SHARD], experts=axes.ep)
-    parameters = {id(parameter) for layer in experts for parameter in layer.parameters()}
-    return lambda parameter: of_experts if id(parameter) in parameters else usual
+def _divisions(experts: Iterable[Module], axes: Axes) -> Divisions:
+    return Divisions(
+        usual=Division(shards=axes.mesh[SHARD], splits=axes.tp),
+        of_experts=Division(shards=axes.mesh_of_experts[SHARD], experts=axes.ep),
+        experts=frozenset(id(parameter) for layer in experts for parameter in layer.parameters()),
+    )
 
 
 def _assumption(axes: Axes) -> str:

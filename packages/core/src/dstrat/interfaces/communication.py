@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-"""Kind of a collective; a reduction to one rank and a scatter from one count as ``"broadcast"``, ``"send"`` is between
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "send"]
+"""Kind of a collective; a gather to one rank and a scatter from one count as ``"broadcast"``, ``"send"`` is between
 two ranks."""
 
 
@@ -39,7 +39,7 @@ class Collective:
         if self.ranks == 1:
             return 0.0
         share = (self.ranks - 1) / self.ranks
-        factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}
+        factors = {"all_reduce": 2 * share, "reduce": 1.0, "broadcast": 1.0, "send": 1.0}
         return factors.get(self.kind, share) * self.bytes
 
     def crosses_machines(self, ranks_per_machine: int) -> bool:

@@ -39,11 +39,13 @@ class Work:
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.
+        operands: Bytes that these read and write.
         moved: Bytes that all other operations read and write.
         operations: Number of all operations.
     """
 
     flops: int = 0
+    operands: int = 0
     moved: int = 0
     operations: int = 0
 

@@ -125,7 +125,7 @@ _KINDS: dict[str, CollectiveKind] = {
     "all_to_all": "all_to_all",
     "alltoall": "all_to_all",
     "broadcast": "broadcast",
-    "reduce": "broadcast",
+    "reduce": "reduce",
     "gather": "broadcast",
     "scatter": "broadcast",
     "send": "send",

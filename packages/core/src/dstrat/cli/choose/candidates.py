@@ -97,6 +97,25 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TooLarge:
+    """The memory of a layout that does not fit, with batches as small as its training allows.
+
+    Attributes:
+        peak: Largest memory of a device, in bytes.
+        batch_size: Samples of a batch.
+        sizes: What it consists of, in bytes, by name; activations are not there at the same time as all gradients.
+    """
+
+    peak: int
+    batch_size: int
+    sizes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.sizes.items() if size)
+        return f"it needs {self.peak / 2**30:.1f} GiB with batches of {self.batch_size} ({parts})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRanking:
     """The layouts of a workload.
 
@@ -107,7 +126,7 @@ class LayoutRanking:
     """
 
     candidates: tuple[Candidate, ...]
-    refused: dict[str, str]
+    refused: dict[str, str | TooLarge]
     unusable: dict[str, str]
 
 
@@ -122,6 +141,7 @@ class Candidates:
     def __init__(self, catalog: Catalog, workload: Workload) -> None:
         self._catalog, self._workload = catalog, workload
         self._sizes: dict[Any, TrainingSizes] = {}
+        self._stepped: dict[Any, TrainingSize] = {}  # whose optimizers have stepped, by dtype of the parameters
 
     def rank(self, aliases: Sequence[str]) -> LayoutRanking:
         """Return the ranking of the layouts.
@@ -131,7 +151,7 @@ class Candidates:
         """
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
-        refused: dict[str, str] = {}
+        refused: dict[str, str | TooLarge] = {}
         for precision in self._workload.precisions:
             cases = self._cases(precision)
             for alias, make_strategy in self._strategies(cases, aliases, refused):
@@ -140,10 +160,10 @@ class Candidates:
                     unusable[alias] = strategy
                     continue
                 candidate = value_or_reason(partial(self._fitting, alias, strategy, cases))
-                if isinstance(candidate, str):
-                    refused[alias] = candidate
-                else:
+                if isinstance(candidate, Candidate):
                     candidates.append(candidate)
+                else:
+                    refused[alias] = candidate
         preferences = {offer.component.alias: _preference(offer) for offer in self._catalog.offers("strategy")}
         # What fits in one of the precisions is neither refused nor unusable.
         names = {one.strategy for one in candidates}
@@ -159,7 +179,7 @@ class Candidates:
         )
 
     def _strategies(
-        self, cases: Cases, aliases: Sequence[str], refused: dict[str, str]
+        self, cases: Cases, aliases: Sequence[str], refused: dict[str, str | TooLarge]
     ) -> Iterator[tuple[str, Callable[[], Strategy]]]:
         """Yield the layouts, each with a function that constructs its strategy; add the legacy ones to the refused."""
         for alias, make_strategy in cases.strategies(aliases):
@@ -178,17 +198,24 @@ class Candidates:
 
     def _layout_options(self, offer: Offer, cases: Cases) -> list[Mapping[str, Any]]:
         sizes = self._sizes_with(cases.new_precision(), cases.new_precision, None)
-        layouts: Sequence[Mapping[str, Any]] = self._catalog.load(offer).layout_options(
-            sizes.of_training().module, self._workload.devices, self._workload.ranks_per_machine
-        )
+        module, workload = sizes.of_training().module, self._workload
+        strategy_class = self._catalog.load(offer)
+        try:
+            layouts: Sequence[Mapping[str, Any]] = strategy_class.layout_options(
+                module, workload.devices, workload.ranks_per_machine
+            )
+        except DstratError:
+            raise
+        except Exception as error:  # of a strategy of anyone, or a hook of the module: others are compared all the same
+            raise RequestError(f"its layout_options raised {type(error).__name__}: {error}") from error
         # Another alias presets an option differently.
         return [options for options in layouts if not options.keys() & offer.component.options.keys()]
 
-    def _fitting(self, alias: str, strategy: Strategy, cases: Cases) -> Candidate:
-        """Return the candidate with the fewest batches of a step that fits.
+    def _fitting(self, alias: str, strategy: Strategy, cases: Cases) -> Candidate | TooLarge:
+        """Return the candidate with the fewest batches of a step that fits, or the memory that it needs at least.
 
         Raises:
-            DstratError: None fits, or the strategy cannot train so, or does not say what it needs.
+            DstratError: The strategy cannot train so, or does not say what it needs.
         """
         layouts = self._layouts(strategy, cases)
         first, last = layouts[0], layouts[-1]
@@ -219,8 +246,7 @@ class Candidates:
         # Smaller batches were tried for their memory only.
         for layout in reversed(layouts[:smallest]):
             if value_or_reason(partial(strategy.check_training, layout.training)) is None:
-                problem = _too_large(layout)
-                break
+                return _too_large(layout)
         raise RequestError(problem)
 
     def _layouts(self, strategy: Strategy, cases: Cases) -> list[_Layout]:
@@ -258,7 +284,7 @@ class Candidates:
         workload, dtypes = self._workload, (precision.param_dtype, precision.compute_dtype)
 
         def measure(batch_size: int | None) -> TrainingSize:
-            return measure_factory(
+            size = measure_factory(
                 workload.model,
                 workload.machine.device_type,
                 workload.ranks_per_machine,
@@ -266,7 +292,10 @@ class Candidates:
                 batch_size,
                 make_precision(),
                 saved,
+                same_optimizers=self._stepped.get(precision.param_dtype),
             )
+            self._stepped.setdefault(precision.param_dtype, size)
+            return size
 
         usual = None if saved is None else self._sizes.get((dtypes, None))
         return self._sizes.setdefault((dtypes, saved), TrainingSizes(measure, usual))
@@ -328,21 +357,25 @@ def value_or_reason(function: Callable[[], T]) -> T | str:
         return str(error)
 
 
-def _too_large(layout: _Layout) -> str:
+def _too_large(layout: _Layout) -> TooLarge:
     memory = layout.memory
-    sizes = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer_state,
-        "activations": int(memory.activation_share * layout.training.activations),
-        "other": memory.buffers + memory.step_buffers + memory.reduction_buffer,
-    }
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes.items() if size)
-    return f"it needs {layout.peak / 2**30:.1f} GiB with batches of {layout.training.batch_size} ({parts})"
+    return TooLarge(
+        peak=layout.peak,
+        batch_size=layout.training.batch_size,
+        sizes={
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer_state,
+            "activations": int(memory.activation_share * layout.training.activations),
+            "other": memory.buffers + memory.step_buffers + memory.reduction_buffer,
+        },
+    )
 
 
 def in_order(candidates: Iterable[Candidate], preferences: Mapping[str, tuple[int, int]]) -> Iterator[Candidate]:
     """Yield candidates from the fastest on; among those that take as long the usual and simple ones, which need less.
+
+    Those that offload are last of these: what they save in memory is a reason only where the others do not fit.
 
     Args:
         candidates: The candidates.
@@ -350,7 +383,8 @@ def in_order(candidates: Iterable[Candidate], preferences: Mapping[str, tuple[in
     """
 
     def key(one: Candidate) -> tuple[Any, ...]:
-        return preferences.get(one.alias, (0, 0)), len(parse_alias(one.strategy).options), one.peak
+        offloads = one.time.offload > 0
+        return offloads, preferences.get(one.alias, (0, 0)), len(parse_alias(one.strategy).options), one.peak
 
     remaining = sorted(candidates, key=lambda one: one.time.total)
     while remaining:

@@ -22,10 +22,11 @@ from dstrat.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dstrat.cli.choose.candidates import Candidate, LayoutRanking, Workload
+    from dstrat.cli.choose.candidates import Candidate, LayoutRanking, TooLarge, Workload
     from dstrat.cli.measure.machine import Machine
 
 _SHOWN = 10
+_MOST_NAMES = 2  # of strategies with the same reason
 _GIB = 2**30
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _VERBS = {
@@ -80,6 +81,12 @@ def choose(
             f"--devices {devices} are no number of whole machines: {machine_name} has {machine.devices} devices, so "
             f"that --devices {machine.devices * (devices // machine.devices)} is possible"
         )
+    if machine_name.endswith(".json") and machine.unmeasured:
+        click.echo(
+            f"{machine_name} has no {' and no '.join(machine.unmeasured)}, which counts as nothing: `dstrat measure "
+            f"--output {machine_name}` measures it",
+            err=True,
+        )
     workload = Workload(
         model=training,
         machine=machine,
@@ -97,7 +104,8 @@ def choose(
         save_picture(plot, undominated(ranking.candidates)[:_SHOWN], workload)
     if as_json:
         listed = [_as_dict(one, workload) for one in ranking.candidates]
-        print_json({"candidates": listed, "refused": ranking.refused, "unusable": ranking.unusable})
+        refused = {name: str(reason) for name, reason in ranking.refused.items()}
+        print_json({"candidates": listed, "refused": refused, "unusable": ranking.unusable})
     else:
         _print(ranking, workload)
     if not ranking.candidates:
@@ -145,13 +153,7 @@ def _print(ranking: LayoutRanking, workload: Workload) -> None:
         click.echo()
         for sentence in (*reasons(candidates, workload), *_assumptions(candidates[0])):
             click.echo(textwrap.fill(sentence, width))
-    if ranking.refused or ranking.unusable:
-        click.echo()
-    for reason, names in _grouped(ranking.refused):
-        click.echo(textwrap.fill(f"not compared: {names}: {reason}", width, subsequent_indent="  "))
-    if ranking.unusable:
-        names = f"cannot run with these devices: {', '.join(ranking.unusable)} (--json says why)"
-        click.echo(textwrap.fill(names, width, subsequent_indent="  "))
+    _print_refused(ranking, width)
     if candidates:
         click.echo(f"\n{trainer_line(candidates[0], workload)}")
     else:
@@ -174,7 +176,7 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     """Return sentences that say why the first candidate wins, and what would change the choice."""
     from dstrat.cli.choose.candidates import SAME_TIME, undominated
 
-    first = candidates[0]
+    first, fastest = candidates[0], _fastest(candidates)
     remaining = [one for one in undominated(candidates) if one.strategy != first.strategy]
     if not remaining:
         return [f"{first.strategy} is the only layout that fits."]
@@ -182,23 +184,31 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     slower = second.time.total / first.time.total - 1
     saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
     slowest = max(saved, key=lambda name: saved[name])
-    if abs(slower) <= SAME_TIME:
-        why = f"{second.strategy} takes as long, to {SAME_TIME:.0%}"
+    if fastest.time.total < first.time.total:
+        why = f"{fastest.strategy} takes {1 - fastest.time.total / first.time.total:.1%} less, and is not simpler"
+        sentences = [f"{first.strategy} is as fast as any layout, to {SAME_TIME:.0%}: {why}."]
+    elif slower <= SAME_TIME:
+        sentences = [f"{first.strategy} is the fastest; {second.strategy} takes as long, to {SAME_TIME:.0%}."]
     else:
-        why = (
-            f"{second.strategy} takes {slower:.1%} longer: it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
-        )
-    sentences = [f"{first.strategy} is the fastest; {why}."]
-    smaller = next((one for one in remaining if one.peak < first.peak), None)
-    if smaller is not None:
+        more = f"it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
+        sentences = [f"{first.strategy} is the fastest; {second.strategy} takes {slower:.1%} longer: {more}."]
+    smaller = [one for one in candidates if one.peak < first.peak]
+    if smaller:
         needed = first.peak / MOST_OF_MEMORY / _GIB
-        sentences.append(f"With less than {needed:.1f} GiB on each device, {smaller.strategy} is the fastest.")
+        sentences.append(
+            f"With less than {needed:.1f} GiB on each device, {_fastest(smaller).strategy} is the fastest of these "
+            "layouts."
+        )
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
         machine = _with_links(workload.machine, factor)
-        faster = min((one.on(machine) for one in candidates), key=lambda one: one.time.total)
+        faster = _fastest([one.on(machine) for one in candidates])
         if faster.strategy != first.strategy and (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
             sentences.append(f"With links {change}, {faster.strategy} is the fastest.")
     return sentences
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda one: one.time.total)
 
 
 def _with_links(machine: Machine, factor: float) -> Machine:
@@ -211,26 +221,66 @@ def _assumptions(candidate: Candidate) -> list[str]:
     return [f"{candidate.strategy} if {assumption}."] if assumption else []
 
 
-def _grouped(refused: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return reasons with the names that they are for, those of layouts of a strategy that differ in numbers as one.
+# What is not compared
 
-    The reason of such layouts is that of the one that needs least memory.
-    """
+
+def _print_refused(ranking: LayoutRanking, width: int) -> None:
+    """Print what does not fit as a table, and other reasons as sentences; strategies that have the same are one."""
+    from dstrat.cli.choose.candidates import TooLarge
+
+    too_large = {name: reason for name, reason in ranking.refused.items() if isinstance(reason, TooLarge)}
+    refused = {name: str(reason) for name, reason in ranking.refused.items() if name not in too_large}
+    if too_large:
+        click.echo()
+        headers = ["does not fit, GiB", "peak", "params", "grads", "optim", "activ", "other", "batch"]
+        print_table(_memory_rows(too_large), headers, unbroken=headers[1:])
+    lines = [f"not compared: {names}: {reason}" for reason, names in _grouped(refused)]
+    if ranking.unusable:
+        names = ", ".join(dict.fromkeys(name.partition("(")[0] for name in ranking.unusable))
+        lines.append(f"cannot run with these devices: {names} (--json says why)")
+    if lines:
+        click.echo()
+    for line in lines:
+        click.echo(textwrap.fill(line, width, subsequent_indent="  "))
+
+
+def _memory_rows(too_large: Mapping[str, TooLarge]) -> list[tuple[str, ...]]:
+    """Return the rows of layouts that do not fit: of each strategy the one that needs least, from the smallest on."""
+    layouts: dict[str, list[TooLarge]] = {}
+    for name, one in too_large.items():
+        layouts.setdefault(name.partition("(")[0], []).append(one)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for alias, several in sorted(layouts.items(), key=lambda item: min(one.peak for one in item[1])):
+        least = min(several, key=lambda one: one.peak)
+        groups.setdefault((len(several), least.batch_size, least.peak, *least.sizes.values()), []).append(alias)
+    return [
+        (
+            _names(aliases) + (f" ({count} layouts)" if count > 1 else ""),
+            *(f"{size / _GIB:.1f}" if size else "" for size in sizes),
+            str(batch_size),
+        )
+        for (count, batch_size, *sizes), aliases in groups.items()
+    ]
+
+
+def _grouped(refused: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return reasons with the names that they are for, those of layouts of a strategy that differ in numbers as one."""
     similar: dict[tuple[str, str], list[str]] = {}
     for name, reason in refused.items():
         kind = _NUMBER.sub("", reason.partition("(")[0])
         similar.setdefault((name.partition("(")[0], kind), []).append(name)
     groups: dict[str, list[str]] = {}
     for (alias, _), names in similar.items():
-        least = min(names, key=lambda name: _first_number(refused[name]))
-        shown = least if len(names) == 1 else f"{alias} ({len(names)} layouts, such as {least})"
-        groups.setdefault(refused[least], []).append(shown)
-    return [(reason, ", ".join(names)) for reason, names in groups.items()]
+        shown = names[0] if len(names) == 1 else f"{alias} ({len(names)} layouts, such as {names[0]})"
+        groups.setdefault(refused[names[0]], []).append(shown)
+    return [(reason, _names(names)) for reason, names in groups.items()]
 
 
-def _first_number(reason: str) -> float:
-    match = _NUMBER.search(reason)
-    return float(match[0]) if match else 0.0
+def _names(names: Sequence[str]) -> str:
+    """Return a few names, or the shortest of many."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{min(names, key=len)} and {len(names) - 1} like it"
 
 
 def trainer_line(candidate: Candidate, workload: Workload) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BACKWARD = 2 / 3
 """Share of a batch's computation in the backward pass, beside which collectives can go on: two products for each of the
 forward pass."""
-_RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_RINGS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +63,7 @@ def step_time(
     work, ranks = training.work, communication.ranks_per_batch
     of_rank = Work(
         flops=work.flops // ranks,
+        operands=work.operands // ranks,
         moved=work.moved // ranks,
         operations=int(communication.operation_share * work.operations),
     )
@@ -98,14 +99,15 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
         dtype: Dtype of its products.
     """
     products = work.flops / machine.rate(dtype) if work.flops else 0.0
-    copies = work.moved / (machine.efficiency * machine.memory_bandwidth)
+    hidden = 1.0 if machine.operand_overlap is None else machine.operand_overlap
+    copies = (work.moved + (1 - hidden) * work.operands) / (machine.efficiency * machine.memory_bandwidth)
     return products + copies + work.operations * machine.operation_latency
 
 
 def _exposed(machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute: float) -> float:
     """Return the time of collectives that is not hidden by backward passes, and of copies and hooks for them."""
     exposed = communication.copied / (machine.efficiency * machine.memory_bandwidth)
-    exposed += communication.hooks * machine.hook_latency
+    exposed += communication.hooks * (machine.hook_latency or 0.0)
     in_each_batch = in_last_batch = 0.0
     for collective in communication.collectives:
         seconds = collective_seconds(machine, collective, training.ranks_per_machine)

@@ -124,6 +124,7 @@ def _on_line(first: TrainingSize, second: TrainingSize, batch_size: int) -> Trai
         offloaded_activations=between(first.offloaded_activations, second.offloaded_activations),
         work=Work(
             flops=between(first.work.flops, second.work.flops),
+            operands=between(first.work.operands, second.work.operands),
             moved=between(first.work.moved, second.work.moved),
             operations=first.work.operations,
         ),

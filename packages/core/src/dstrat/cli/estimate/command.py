@@ -222,6 +222,7 @@ def measure_factory(
     batch_size: int | None,
     precision: Precision,
     saved_activations: SavedActivations | None = None,
+    same_optimizers: TrainingSize | None = None,
 ) -> TrainingSize:
     """Return the sizes of the training of a factory.
 
@@ -233,6 +234,7 @@ def measure_factory(
         batch_size: Of a rank; None for that of the factory's batch.
         precision: The dtypes; it is connected to the module.
         saved_activations: How layers save activations; None for all of them, as they are.
+        same_optimizers: Sizes of the training with the same parameters, whose optimizer step is not measured again.
     """
     from dstrat.cli.estimate.fake_step import measure_training
 
@@ -244,6 +246,7 @@ def measure_factory(
         ranks_per_machine=devices,
         batch_size=batch_size,
         saved_activations=saved_activations,
+        same_optimizers=same_optimizers,
     )
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
+from dstrat.cli.estimate.replay import NotEqualLayers, ReplayedLayers
 from dstrat.cli.estimate.work import READS_DEVICE, CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
@@ -107,6 +108,7 @@ def measure_training(
     ranks_per_machine: int,
     batch_size: int | None = None,
     saved_activations: SavedActivations | None = None,
+    same_optimizers: TrainingSize | None = None,
 ) -> TrainingSize:
     """Run two steps of a training on fake tensors, and return its sizes.
 
@@ -119,9 +121,44 @@ def measure_training(
         ranks_per_machine: Number of them on each machine.
         batch_size: Size of a rank's batch, its tensors' first dimension; None leaves it.
         saved_activations: How layers save activations, as a strategy has it.
+        same_optimizers: Sizes of a training with the same parameters, whose optimizer step is not measured again.
 
     Raises:
         MisuseError: The training cannot run on fake tensors, for example as it reads values.
+    """
+    measure = partial(
+        _measure,
+        make_training,
+        precision,
+        device_type=device_type,
+        world_size=world_size,
+        ranks_per_machine=ranks_per_machine,
+        batch_size=batch_size,
+        saved_activations=saved_activations,
+        same_optimizers=same_optimizers,
+    )
+    try:
+        return measure(replays=True)
+    except (NotEqualLayers, DstratError):  # an error of the training itself comes again
+        return measure(replays=False)
+
+
+def _measure(
+    make_training: Callable[[], TrainingSetup],
+    precision: Precision,
+    *,
+    device_type: str,
+    world_size: int,
+    ranks_per_machine: int,
+    batch_size: int | None,
+    saved_activations: SavedActivations | None,
+    same_optimizers: TrainingSize | None,
+    replays: bool,
+) -> TrainingSize:
+    """Return the sizes of a training, in whose step a few of equal layers run, or all; the arguments are as before.
+
+    Raises:
+        NotEqualLayers: Layers that look equal are not.
     """
     with _quiet(), _explained():
         training, module = _make_on_meta(make_training, precision)
@@ -139,24 +176,31 @@ def measure_training(
                 if saved_activations is not None:
                     host = _host_of(device_type)
                     saved_activations.select(module, torch.device(device_type), has_streams=True, host=host)()
+                replayed = ReplayedLayers(module) if replays else None
+                if replayed is not None:
+                    replayed.start(memory, work)
                 _count_gradients(module, memory)
                 memory.begin_step(batch)
                 with attention, kernels, precision.forward_context(), _recorded_layers(module, memory) as layers:
                     loss = step(batch)
                 precision.backward(loss)
+                if replayed is not None:
+                    replayed.complete(layers)
                 work_of_batch = work.take()
                 memory.begin_optimizer_step()
-                for optimizer in optimizers:
-                    optimizer.step()
+                if same_optimizers is None:
+                    for optimizer in optimizers:
+                        optimizer.step()
                 state = _bytes(_state_tensors(optimizers))
                 temporaries = memory.largest_in_optimizer_step(state)
     size = _size_of_module(
         module, precision, device_type=device_type, world_size=world_size, ranks_per_machine=ranks_per_machine
     )
+    stepped = same_optimizers
     return dataclasses.replace(
         size,
-        optimizer_state=state,
-        optimizer_temporaries=temporaries,
+        optimizer_state=state if stepped is None else stepped.optimizer_state,
+        optimizer_temporaries=temporaries if stepped is None else stepped.optimizer_temporaries,
         timeline=tuple(memory.timeline),
         offloaded_activations=memory.largest_on_host,
         batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
@@ -165,7 +209,7 @@ def measure_training(
         saved=layers.saved,
         heads=frozenset(attention.heads),
         work=work_of_batch,
-        optimizer_work=work.take(),
+        optimizer_work=work.take() if stepped is None else stepped.optimizer_work,
     )
 
 
@@ -391,7 +435,7 @@ def _quiet() -> Iterator[None]:
 def _explained() -> Iterator[None]:
     try:
         yield
-    except DstratError:
+    except (DstratError, NotEqualLayers):
         raise
     except Exception as error:
         raise MisuseError(
@@ -430,6 +474,23 @@ class LiveMemory(DispatchMode):
     def live(self) -> int:
         """Bytes of the storages that live now."""
         return self._live
+
+    @property
+    def live_gradients(self) -> int:
+        """Bytes of the gradients that live now."""
+        return self._live_gradients
+
+    @property
+    def live_on_host(self) -> int:
+        """Bytes of the storages that live now on the host."""
+        return self._live_on_host
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Count storages without entries of the timeline."""
+        is_in_step, self._is_in_step = self._is_in_step, False
+        yield
+        self._is_in_step = is_in_step
 
     def begin_step(self, batch: Any) -> None:
         """Begin the timeline; the batch counts as activations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,8 @@ from dstrat.interfaces.batch import tensors_in
 from dstrat.interfaces.memory import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 # Of the CPU's kernel, on which a fake step runs; torch's registry has those of GPUs.
@@ -28,12 +31,31 @@ class CountedWork(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self._flops = self._moved = self._operations = 0
+        self._flops = self._operands = self._moved = self._operations = 0
+
+    @property
+    def counted(self) -> Work:
+        """The work since it was taken, or since the beginning."""
+        return Work(flops=self._flops, operands=self._operands, moved=self._moved, operations=self._operations)
+
+    def add(self, work: Work) -> None:
+        """Count work of operations that do not run."""
+        self._flops += work.flops
+        self._operands += work.operands
+        self._moved += work.moved
+        self._operations += work.operations
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Run operations that do not count."""
+        before = self._flops, self._operands, self._moved, self._operations
+        yield
+        self._flops, self._operands, self._moved, self._operations = before
 
     def take(self) -> Work:
         """Return the work since the last call, or since the beginning."""
-        work = Work(flops=self._flops, moved=self._moved, operations=self._operations)
-        self._flops = self._moved = self._operations = 0
+        work = self.counted
+        self._flops = self._operands = self._moved = self._operations = 0
         return work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,10 +67,12 @@ class CountedWork(TorchDispatchMode):
             return output
         self._operations += 1
         flops = _flops(func, args, kwargs or {}, output)
+        size = sum(tensor.nbytes for tensor in (*tensors, *tensors_in((args, kwargs or {}))))
         if flops is None:
-            self._moved += sum(tensor.nbytes for tensor in (*tensors, *tensors_in((args, kwargs or {}))))
+            self._moved += size
         else:
             self._flops += flops
+            self._operands += size
         return output
 
 

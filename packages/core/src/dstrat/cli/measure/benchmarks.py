@@ -30,6 +30,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCT_SECONDS = 0.02  # least duration of the largest matrix product
 _LARGEST_PRODUCT = 8192
 _COPIED = 2**26  # bytes
+# Products of layers: sizes of their operands, of which no two are alike.
+_FLAT_PRODUCTS = ((4096, 256, 1024), (2048, 1024, 128), (256, 2048, 1024), (8192, 128, 512))
 _FIRST_RUNS, _RUNS = 2, 6  # the first runs allocate memory and open connections
 _RUNS_OF_SMALL, _SMALL = 30, 2**20  # small messages are disturbed more
 
@@ -48,6 +50,7 @@ def measure(loop: OwnLoop, name: str) -> Machine:
     clock = _Clock(strategy)
     flops = {_name(dtype): rate for dtype in _DTYPES if (rate := _product_rate(clock, dtype)) is not None}
     links = tuple(_measure_links(clock))
+    bandwidth = _copy_bandwidth(clock)
     accelerator = strategy.accelerator
     return Machine(
         name=name,
@@ -56,9 +59,10 @@ def measure(loop: OwnLoop, name: str) -> Machine:
         devices=clock.ranks_per_machine,
         memory=device_memory(clock.device, clock.ranks_per_machine),
         flops=flops,
-        memory_bandwidth=_copy_bandwidth(clock),
+        memory_bandwidth=bandwidth,
         operation_latency=_operation_latency(clock),
         hook_latency=_hook_latency(clock),
+        operand_overlap=_operand_overlap(clock, next(iter(flops.values())), bandwidth),
         host_bandwidth=_host_bandwidth(clock),
         overlap=_overlap(clock),
         links=links,
@@ -160,6 +164,18 @@ def _product_rate(clock: _Clock, dtype: torch.dtype) -> float | None:
         if seconds > _PRODUCT_SECONDS or size == _LARGEST_PRODUCT:
             return 2 * size**3 / seconds
         size *= 2
+
+
+def _operand_overlap(clock: _Clock, rate: float, bandwidth: float) -> float:
+    """Return the share of the time for operands that products of the first dtype hide: all, on most devices."""
+    operands = late = 0.0
+    for rows, inner, columns in _FLAT_PRODUCTS:
+        first = torch.rand(rows, inner, device=clock.device).to(_DTYPES[0])
+        second = torch.rand(columns, inner, device=clock.device).to(_DTYPES[0])
+        seconds = clock.seconds_of_computation(lambda: torch.nn.functional.linear(first, second))  # noqa: B023 - of this round
+        late += seconds - 2 * rows * inner * columns / rate
+        operands += 4 * (rows * inner + columns * inner + rows * columns) / bandwidth
+    return min(1.0, max(0.0, 1 - late / operands))
 
 
 def _copy_bandwidth(clock: _Clock) -> float:

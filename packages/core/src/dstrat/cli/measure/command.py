@@ -62,6 +62,8 @@ def _print(machine: Machine) -> None:
         ("copy from host", f"{short_rate(machine.host_bandwidth)}B/s", ""),
         ("operation", f"{machine.operation_latency * 1e6:.1f} us", "on 16 elements"),
     ]
+    if machine.operand_overlap is not None:
+        rows.append(("operands", f"{machine.operand_overlap:.0%}", "of their time hidden by products"))
     if machine.hook_latency:
         rows.append(("hooks", f"{machine.hook_latency * 1e6:.1f} us", "of a layer, in both passes"))
     for link in machine.links:

@@ -61,7 +61,9 @@ class Machine:
         memory_bandwidth: Bytes per second that operations such as copies read and write in the device's memory.
         operation_latency: Seconds that a device is busy with an operation on a few elements.
         hook_latency: Seconds in which Python runs the hooks of a layer, before and after both passes; 0 where a device
-            computes meanwhile.
+            computes meanwhile.  None, if it is not known, counts as 0.
+        operand_overlap: Share of the time for reading and writing the operands of matrix products that these hide, as
+            ``flops`` are of large ones, which take no time for them.  None, if it is not known, counts as 1.
         host_bandwidth: Bytes per second between host and device, in each direction.
         overlap: Share of a collective's time that computation hides, if it runs beside it: 1 hides all, and less than 0
             delays both, as where they share processors.
@@ -81,7 +83,8 @@ class Machine:
     host_bandwidth: float
     overlap: float
     links: Sequence[Link]
-    hook_latency: float = 0.0
+    hook_latency: float | None = None
+    operand_overlap: float | None = None
     efficiency: float = 1.0
     source: str
 
@@ -94,8 +97,10 @@ class Machine:
             crosses_machines: Whether they are on several machines.
         """
         scope = "network" if crosses_machines else "machine"
-        links = [link for link in self.links if link.scope == scope and link.kind in (kind, "any")]
-        return min(links, key=lambda link: (link.kind == "any", abs(link.ranks - ranks)), default=None)
+        # Gloo reduces to one rank as to all, and its processors are busy as long with 1 KiB to 4 MiB of two ranks.
+        kinds = ["all_reduce" if kind == "reduce" else kind, "any"]
+        links = [link for link in self.links if link.scope == scope and link.kind in kinds]
+        return min(links, key=lambda link: (kinds.index(link.kind), abs(link.ranks - ranks)), default=None)
 
     def rate(self, dtype: str) -> float:
         """Return the floating-point operations per second that a training reaches in matrix products of a dtype.
@@ -109,6 +114,12 @@ class Machine:
                 f"{' or '.join(self.flops)}, or add the rate to its file"
             )
         return self.efficiency * self.flops[dtype]
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Names of what counts as nothing, as it was not measured, such as by an older version."""
+        names = ("hook_latency", "operand_overlap")
+        return [name for name in names if getattr(self, name) is None]
 
     def to_json(self) -> str:
         """Return the text of a file for :func:`read_machine`."""
