@@ -28,7 +28,7 @@ _NUMBERS = "biufc"
 
 # By the exact type, here and below: a subclass would come back as its base class.
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size"}
-_MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter"}
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 
 
@@ -69,7 +69,11 @@ class _Encoder:
 
     def encode(self, value: Any, keys: tuple[Any, ...]) -> Any:
         kind = type(value)
-        if kind in _PLAIN or (kind is int and -_SAFE_INTEGER <= value < _SAFE_INTEGER):
+        if (
+            kind in _PLAIN
+            or (kind is int and -_SAFE_INTEGER <= value < _SAFE_INTEGER)
+            or (kind is float and math.isfinite(value))
+        ):
             return value
         if kind in _SCALARS:
             return _SCALARS[kind](value)
@@ -77,12 +81,21 @@ class _Encoder:
         if len(keys) > DEEPEST_NESTING:
             name = name_of(keys)[:200]
             raise CheckpointError(f"{name!r} is nested more than {DEEPEST_NESTING} levels deep, or holds itself")
-        if kind is dict:
-            return self._dict(value, keys)
+        # A dict with the key of tags would be taken for a tagged value.
+        if kind is dict and set(map(type, value)) <= _ONLY_STRINGS and TAG not in value:
+            return {
+                key: item if type(item) in _PLAIN else self.encode(item, (*keys, key)) for key, item in value.items()
+            }
         if kind is list:
             return self._list(value, keys)
         if isinstance(value, (Tensor, FlatShard)):
-            return self._tensor(value, name_of(keys))
+            name = name_of(keys)
+            if name in self.tensors:  # the keys 1 and "1" of a dict have one name
+                raise CheckpointError(
+                    f"two tensors of the checkpoint are called {name!r}: give one of them another key"
+                )
+            self.tensors[name] = value
+            return {TAG: "tensor", "name": name}
         return self._tagged(value, keys)
 
     def _tagged(self, value: Any, keys: tuple[Any, ...]) -> dict[str, Any]:
@@ -92,7 +105,10 @@ class _Encoder:
         if kind in _SEQUENCES:
             return {TAG: _SEQUENCES[kind], "items": self._list(value, keys)}
         if kind in _MAPPINGS:
-            return {TAG: _MAPPINGS[kind], "items": self._pairs(value, keys)}
+            pairs = [
+                [self.encode(key, (*keys, "(a key)")), self.encode(item, (*keys, key))] for key, item in value.items()
+            ]
+            return {TAG: _MAPPINGS[kind], "items": pairs}
         if kind in _SETS:
             # Sorted, as the order of a set of str differs between processes.
             items = sorted((self.encode(item, (*keys, "(an item)")) for item in value), key=dump_json)
@@ -104,23 +120,6 @@ class _Encoder:
             item if type(item) in _PLAIN else self.encode(item, (*keys, position))
             for position, item in enumerate(value)
         ]
-
-    def _dict(self, value: dict[Any, Any], keys: tuple[Any, ...]) -> Any:
-        # A dict with the key of tags would be taken for a tagged value.
-        if set(map(type, value)) <= _ONLY_STRINGS and TAG not in value:
-            return {
-                key: item if type(item) in _PLAIN else self.encode(item, (*keys, key)) for key, item in value.items()
-            }
-        return {TAG: "dict", "items": self._pairs(value, keys)}
-
-    def _pairs(self, value: dict[Any, Any], keys: tuple[Any, ...]) -> list[Any]:
-        return [[self.encode(key, (*keys, "(a key)")), self.encode(item, (*keys, key))] for key, item in value.items()]
-
-    def _tensor(self, tensor: Tensor | FlatShard, name: str) -> dict[str, Any]:
-        if name in self.tensors:  # the keys 1 and "1" of a dict have one name
-            raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: give one of them another key")
-        self.tensors[name] = tensor
-        return {TAG: "tensor", "name": name}
 
 
 def _int(value: int) -> Any:

@@ -43,29 +43,29 @@ def write_mirrored(prepared: Prepared, target: Path, machines: Machines) -> None
     Raises:
         CheckpointError: A rank failed; then all ranks raise, and unfinished folders are removed.
     """
-    ranks = machines.ranks
+    ranks, storage = machines.ranks, storage_of(target)
     folder: Unfinished | None = None
     try:
         with ranks.on_all_ranks(f"create checkpoint {str(target)!r}"):
-            folder = storage_of(target).begin_checkpoint(target) if machines.is_leader else None
+            folder = storage.begin_checkpoint(target) if machines.is_leader else None
         names = ranks.exchange(b"" if folder is None else folder.path.name.encode())
         path = target.parent / names[machines.member(machines.current, 0)].decode()
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
-            report = write_rank_files(prepared, path, ranks.rank)
+            report = write_rank_files(prepared, path, ranks.rank, storage)
         sizes = {name: size for name, (size, _) in parse_json(report)["files"].items()}
         transfer_files(ranks, _mirroring(machines, sizes), read_from=path, write_to=lambda name: path / name)
         reports = ranks.gather(report)
         manifest = index = b""
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if ranks.rank == 0:
-                manifest = complete(prepared, path, [parse_json(each) for each in reports])
+                manifest = complete(prepared, path, [parse_json(each) for each in reports], storage)
                 index = (path / INDEX).read_bytes()
         documents = {STATE: ranks.broadcast(prepared.state), INDEX: ranks.broadcast(index)}
         manifest = ranks.broadcast(manifest)
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if folder is not None and ranks.rank != 0:
                 for name, data in documents.items():
-                    storage_of(path).write_file(path / name, data)
+                    storage.write_file(path / name, data)
         # Only when all machines have all files; a rank returns when all machines have committed.
         with ranks.on_all_ranks(f"commit checkpoint {str(target)!r}"):
             if folder is not None:

@@ -152,10 +152,14 @@ class GroupRanks(Ranks):
 
     def gather(self, message: bytes) -> list[bytes]:
         with self._losses():
-            sizes = self._sizes(message)
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(message)]), group=self._group)
+            sizes = list(map(int, lengths))
             gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
             dist.gather(_padded(message, max(sizes)), gathered, dst=0, group=self._group)
-        return _cut(gathered, sizes) if gathered else []
+        if gathered is None:
+            return []
+        return [padded[:size].numpy().tobytes() for padded, size in zip(gathered, sizes, strict=True)]
 
     def broadcast(self, message: bytes) -> bytes:
         with self._losses():
@@ -178,11 +182,6 @@ class GroupRanks(Ranks):
     def receive(self, data: torch.Tensor, source: int) -> None:
         with self._losses():
             dist.recv(data, source, group=self._group)
-
-    def _sizes(self, message: bytes) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
-        return [int(size) for size in sizes]
 
     def close(self) -> None:
         if self.is_current:
@@ -238,7 +237,3 @@ def _padded(message: bytes, size: int) -> torch.Tensor:
         if size
         else torch.empty(0, dtype=torch.uint8)
     )
-
-
-def _cut(gathered: list[torch.Tensor], sizes: list[int]) -> list[bytes]:
-    return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]

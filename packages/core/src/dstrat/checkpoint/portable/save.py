@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.portable.index import TensorEntry
     from dstrat.checkpoint.portable.payload import Payload
     from dstrat.checkpoint.portable.ranks import Ranks
-    from dstrat.checkpoint.portable.storage import Unfinished
+    from dstrat.checkpoint.portable.storage import Storage, Unfinished
 
 
 _installed_version = cache(importlib.metadata.version)  # reads and parses a file in each call
@@ -108,36 +108,37 @@ def write(prepared: Prepared, target: CheckpointPath) -> None:
     Raises:
         CheckpointError: A rank failed; then all ranks raise, and the unfinished checkpoint is removed.
     """
-    ranks = prepared.ranks
+    ranks, storage = prepared.ranks, storage_of(target)
     folder: Unfinished | None = None
     try:
         with ranks.on_all_ranks(f"create checkpoint {str(target)!r}"):
-            folder = storage_of(target).begin_checkpoint(target) if ranks.rank == 0 else None
+            folder = storage.begin_checkpoint(target) if ranks.rank == 0 else None
         # On a disk it has a temporary name until the commit, which only rank 0 knows.
         name = ranks.broadcast(b"" if folder is None else folder.path.name.encode()).decode()
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
-            report = write_rank_files(prepared, target.parent / name, ranks.rank)
+            report = write_rank_files(prepared, target.parent / name, ranks.rank, storage)
         # Each rank reports after it has flushed its files, so that the commit comes after all of them.
         reports = ranks.gather(report)
         # No rank returns before the commit: what follows a save may remove the checkpoint before it.
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if folder is not None:
-                folder.commit(complete(prepared, folder.path, [parse_json(report) for report in reports]))
+                folder.commit(complete(prepared, folder.path, [parse_json(report) for report in reports], storage))
     finally:
         if folder is not None:
             folder.close()
 
 
-def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> bytes:
-    """Write this rank's files, and return the report for rank 0's index and manifest."""
-    if storage_of(folder).is_local and not folder.is_dir():
+def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int, storage: Storage[Any]) -> bytes:
+    """Write this rank's files to a folder of the storage, and return the report for rank 0's index and manifest."""
+    if storage.is_local and not folder.is_dir():
         raise CheckpointError(
             f"rank 0 created {str(folder)!r}, which is not here: give a path on a file system that all ranks share"
         )
-    files = {rank_file(rank, "json"): _write_document(folder / rank_file(rank, "json"), prepared.rank_state)}
+    name = rank_file(rank, "json")
+    files = {name: _write_document(storage, folder / name, prepared.rank_state)}
     if prepared.shard.payloads:
         name = rank_file(rank, "safetensors")
-        files[name] = write_shard_file(prepared.shard, folder / name)
+        files[name] = write_shard_file(prepared.shard, folder / name, storage)
     pieces: dict[str, list[Any]] = {}
     for payload, begin in zip(prepared.shard.payloads, prepared.shard.begins, strict=True):
         is_full = payload.shape == prepared.entries[payload.name].shape
@@ -157,12 +158,14 @@ def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int) -> b
     )
 
 
-def _write_document(path: CheckpointPath, data: bytes) -> FileRecord:
-    storage_of(path).write_file(path, data)
+def _write_document(storage: Storage[Any], path: CheckpointPath, data: bytes) -> FileRecord:
+    storage.write_file(path, data)
     return FileRecord(size=len(data), checksums=block_checksums([memoryview(data)]))
 
 
-def complete(prepared: Prepared, folder: CheckpointPath, reports: Sequence[Mapping[str, Any]]) -> bytes:
+def complete(
+    prepared: Prepared, folder: CheckpointPath, reports: Sequence[Mapping[str, Any]], storage: Storage[Any]
+) -> bytes:
     """Write the plain values and the index of all ranks, and return the manifest."""
     files = {
         name: FileRecord(size=size, checksums=checksums)
@@ -170,10 +173,10 @@ def complete(prepared: Prepared, folder: CheckpointPath, reports: Sequence[Mappi
         for name, (size, checksums) in report["files"].items()
     }
     index = _index(reports)
-    files[STATE] = _write_document(folder / STATE, prepared.state)
+    files[STATE] = _write_document(storage, folder / STATE, prepared.state)
     # Raises if the ranks' pieces do not fit together: such a checkpoint could not be loaded.
     index_from_json(index, {name: record.size for name, record in files.items()})
-    files[INDEX] = _write_document(folder / INDEX, _limited(dump_json(index), "tensors' names"))
+    files[INDEX] = _write_document(storage, folder / INDEX, _limited(dump_json(index), "tensors' names"))
     manifest = Manifest(
         files=files,
         strategy=prepared.strategy,
@@ -213,16 +216,13 @@ class ShardFile:
         header: The first bytes of the file.
         payloads: Follow the header, without gaps.
         begins: Position of the first byte of each payload.
+        size: Of the file in bytes.
     """
 
     header: bytes
     payloads: Sequence[Payload]
     begins: Sequence[int]
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return self.begins[-1] + self.payloads[-1].num_bytes if self.payloads else len(self.header)
+    size: int
 
     @property
     def devices(self) -> set[torch.device]:
@@ -263,16 +263,15 @@ def arrange(payloads: Sequence[Payload]) -> ShardFile:
     text = dump_json(entries)
     text += b" " * (-len(text) % 64)  # aligns the first payload; safetensors allows trailing spaces
     header = len(text).to_bytes(8, "little") + text
-    return ShardFile(header=header, payloads=ordered, begins=[len(header) + offset for offset in offsets])
+    begins = [len(header) + offset for offset in offsets]
+    return ShardFile(header=header, payloads=ordered, begins=begins, size=len(header) + reached)
 
 
-def write_shard_file(file: ShardFile, path: CheckpointPath) -> FileRecord:
-    """Write and flush the file, and return its record for the manifest.
+def write_shard_file(file: ShardFile, path: CheckpointPath, storage: Storage[Any]) -> FileRecord:
+    """Write and flush the file at a path of the storage, and return its record for the manifest.
 
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
     """
-    checksums = storage_of(path).write_buckets(
-        path, file.size, lambda begin: file.views(begin, min(begin + BUCKET, file.size))
-    )
+    checksums = storage.write_buckets(path, file.size, lambda begin: file.views(begin, min(begin + BUCKET, file.size)))
     return FileRecord(size=file.size, checksums="".join(checksums))

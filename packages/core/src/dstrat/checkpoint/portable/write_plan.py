@@ -100,18 +100,16 @@ def _layouts(tensors: Mapping[str, Any]) -> dict[str, TensorLayout]:
             raise CheckpointError(f"tensor {name!r} has the dtype {dtype}, which the format does not know: convert it")
         is_flat = isinstance(tensor, FlatShard)
         distributed = not is_flat and is_distributed(tensor)
-        same_as = first.setdefault(id(tensor) if is_flat else _memory_key(tensor, name, distributed=distributed), name)
+        memory: Any = id(tensor)
+        if not is_flat:
+            local = tensor.to_local() if distributed else tensor
+            placements = tensor.placements if distributed else None
+            # By the name without elements: empty tensors all have the address 0.
+            memory = (memory_key(local), tensor.shape, placements) if local.numel() else name
+        same_as = first.setdefault(memory, name)
         entry = TensorEntry(dtype=dtype, shape=tuple(tensor.shape), same_as=None if same_as == name else same_as)
         layouts[name] = TensorLayout(tensor=tensor, entry=entry, is_flat=is_flat, is_distributed=distributed)
     return layouts
-
-
-def _memory_key(tensor: Any, name: str, *, distributed: bool) -> Any:
-    """Return a value that is equal for two tensors if they are the same elements of the same memory."""
-    local = tensor.to_local() if distributed else tensor
-    if local.numel() == 0:  # empty tensors all have the address 0
-        return name
-    return memory_key(local), tensor.shape, tensor.placements if distributed else None
 
 
 def _leaders(layouts: Mapping[str, TensorLayout], ranks: Ranks) -> dict[str, int]:

@@ -74,8 +74,9 @@ def _write_weights(folder: CheckpointReader, output: CheckpointPath, advance: Ca
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no weights: nothing in it is below 'state_dict'")
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_tensors(folder, names, advance).items()}
     payloads = [Payload(name, LocalBox(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
-    with storage_of(output).atomic_write(output) as temporary:
-        write_shard_file(arrange(payloads), temporary)
+    storage = storage_of(output)
+    with storage.atomic_write(output) as temporary:
+        write_shard_file(arrange(payloads), temporary, storage)
     return len(weights)
 
 

@@ -175,13 +175,16 @@ class _BatchSizeTrial:
         try:
             run_trial(trial, self._stage, module, self._sources)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if not is_known and not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             _log.info("%s=%d does not fit into memory", self._attribute, batch_size)
             return False
         finally:
             del trial, module  # otherwise their memory would count in the next trial
-            _free_memory()
+            gc.collect()  # a module and its Trainer refer to each other
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
         _log.info("%s=%d fits into memory", self._attribute, batch_size)
         return True
 
@@ -260,16 +263,6 @@ def _checked(best: int, last: int) -> int:
             "init_val, allow more trials, or take a smaller model"
         )
     return best
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def _free_memory() -> None:
-    gc.collect()  # a module and its Trainer refer to each other
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
 
 
 def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, margin: float, max_val: int) -> None:

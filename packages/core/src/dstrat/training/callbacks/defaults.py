@@ -117,7 +117,15 @@ def _as_list(value: Any, name: str) -> list[Callback]:
 
 def _in_order(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return callbacks in the order of their hooks; those with the same attributes keep the user's order."""
-    _check_keys(callbacks)
+    stateful = [callback for callback in callbacks if callback.state_dict()]  # without state a key may be shared
+    keys = [callback.state_key for callback in stateful]
+    for callback, key in zip(stateful, keys, strict=True):
+        if keys.count(key) > 1:
+            takes_one = "state_key" in inspect.signature(type(callback)).parameters
+            way = "pass state_key='another' to one of them" if takes_one else "override state_key in the class of one"
+            raise RequestError(
+                f"two callbacks have the state_key {key!r}, so a checkpoint could not tell them apart: {way}"
+            )
     return sorted(callbacks, key=lambda callback: (callback.saves_checkpoints, callback.runs_last))
 
 
@@ -139,16 +147,4 @@ def _check_nothing_is_awaited(callbacks: Sequence[Callback]) -> None:
             raise ConflictError(
                 f"barebones=True logs no values, and {type(callback).__name__}(monitor={callback.monitor!r}) waits for "
                 "one: leave one of the two out"
-            )
-
-
-def _check_keys(callbacks: Sequence[Callback]) -> None:
-    stateful = [callback for callback in callbacks if callback.state_dict()]  # without state a key may be shared
-    keys = [callback.state_key for callback in stateful]
-    for callback, key in zip(stateful, keys, strict=True):
-        if keys.count(key) > 1:
-            takes_one = "state_key" in inspect.signature(type(callback)).parameters
-            way = "pass state_key='another' to one of them" if takes_one else "override state_key in the class of one"
-            raise RequestError(
-                f"two callbacks have the state_key {key!r}, so a checkpoint could not tell them apart: {way}"
             )

@@ -255,18 +255,16 @@ class _RangeTest(Callback):
         loss = outputs.get("loss") if outputs is not None else None
         smoothed = math.nan  # of a step without a loss, which no suggestion considers
         if isinstance(loss, Tensor):  # reduced, so that all ranks stop at the same step
-            smoothed = self._smooth(float(trainer.strategy.reduce(loss.detach())))
+            latest = float(trainer.strategy.reduce(loss.detach()))
+            self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * latest
+            # The exponent is one more than the number of steps, as in Lightning, so that both give the same curve.
+            smoothed = self._average / (1 - _SMOOTHING ** (self._step + 1))
         self._curve.results["lr"].append(rate)
         self._curve.results["loss"].append(smoothed)
         if self._threshold is not None and self._step > 1 and smoothed > self._threshold * self._best:
             trainer.should_stop = True
         if smoothed < self._best or self._step == 1:
             self._best = smoothed
-
-    def _smooth(self, loss: float) -> float:
-        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
-        # The exponent is one more than the number of steps, as in Lightning, so that both give the same curve.
-        return self._average / (1 - _SMOOTHING ** (self._step + 1))
 
     # State, which a trial in other processes sends back
 

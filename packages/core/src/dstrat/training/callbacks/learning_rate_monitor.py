@@ -17,7 +17,6 @@ from dstrat.training.loggers.defaults import call_loggers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dstrat.interfaces.optimizers import SchedulerConfig
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -139,7 +138,9 @@ class _Group:
 def _groups(strategy: Strategy) -> Iterator[_Group]:
     used: Counter[str] = Counter()
     for optimizer in strategy.optimizers:
-        configs = _configs_of(optimizer, strategy)
+        # A scheduler without the attribute ``optimizer`` belongs to the only optimizer.
+        only = optimizer if len(strategy.optimizers) == 1 else None
+        configs = [c for c in strategy.lr_schedulers if getattr(c.scheduler, "optimizer", only) is optimizer]
         name = next((config.name for config in configs if config.name), f"lr-{type(optimizer).__name__}")
         used[name] += 1
         if used[name] > 1:
@@ -151,9 +152,3 @@ def _groups(strategy: Strategy) -> Iterator[_Group]:
         for number, settings in enumerate(optimizer.param_groups, 1):
             group_name = settings.get("name", f"pg{number}" if several else None)
             yield _Group(name=f"{name}/{group_name}" if group_name else name, settings=settings, interval=interval)
-
-
-def _configs_of(optimizer: Any, strategy: Strategy) -> list[SchedulerConfig]:
-    """Return the schedulers of an optimizer; one without ``optimizer`` belongs to the only optimizer."""
-    only = optimizer if len(strategy.optimizers) == 1 else None
-    return [c for c in strategy.lr_schedulers if getattr(c.scheduler, "optimizer", only) is optimizer]

@@ -145,7 +145,8 @@ class ModelPruning(Callback):
         if parameters:
             _check_parameters(module, parameters)
         else:
-            layers = [layer for layer in module.modules() if layer is not module and not _is_container(layer)]
+            containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+            layers = [layer for layer in module.modules() if layer is not module and not isinstance(layer, containers)]
             parameters = [
                 (layer, name)
                 for name in self._parameter_names
@@ -463,10 +464,6 @@ def _check_parameters(module: nn.Module, parameters: Any) -> None:
             raise RequestError(
                 f"parameters_to_prune names {name!r}, which is not a parameter of {layer}: its parameters are {names}"
             )
-
-
-def _is_container(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Sequential | nn.ModuleList | nn.ModuleDict)
 
 
 def _trained(layer: nn.Module, name: str) -> nn.Parameter:

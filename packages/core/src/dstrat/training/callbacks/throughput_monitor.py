@@ -107,7 +107,10 @@ class ThroughputMonitor(Callback):
         samples = self._samples_of(batch)
         tokens = self._length_fn(batch) if self._length_fn is not None else 0
         if self._counter is not None:
-            self._take_flops(samples)
+            flops = self._stop_counting()
+            self._flops_per_sample = flops / samples if flops and samples else None
+            if self._flops_per_sample is None:
+                _log.warning("ThroughputMonitor counted no operations in the first batch: pass flops_per_sample")
         throughput.add(batches=trainer.fit_loop.data.batches_per_item, samples=samples, tokens=tokens)
         if trainer.global_step >= self._due_at_step:
             self._set_due(trainer)
@@ -138,12 +141,6 @@ class ThroughputMonitor(Callback):
                 "pass batch_size_fn"
             )
         return samples
-
-    def _take_flops(self, samples: int) -> None:
-        flops = self._stop_counting()
-        self._flops_per_sample = flops / samples if flops and samples else None
-        if self._flops_per_sample is None:
-            _log.warning("ThroughputMonitor counted no operations in the first batch: pass flops_per_sample")
 
     def _stop_counting(self) -> int:
         counter, self._counter = self._counter, None

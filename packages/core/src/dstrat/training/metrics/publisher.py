@@ -127,8 +127,14 @@ class Metrics:
     @property
     def callback_values(self) -> dict[str, Tensor]:
         """The values of the last epochs and of the latest steps, by name."""
+        return {
+            name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            for name, value in self._latest().items()
+        }
+
+    def _latest(self) -> dict[str, Tensor | float]:
         steps = {e.step_name: e.step_value for stage in self._stages for e in stage.entries if e.on_step}
-        return _as_tensors(self._values | {name: value for name, value in steps.items() if value is not None})
+        return self._values | {name: value for name, value in steps.items() if value is not None}
 
     @property
     def written_values(self) -> dict[str, Tensor]:
@@ -199,7 +205,7 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values as numbers, with their readers, for another process or a checkpoint."""
-        values = self.callback_values
+        values = self._latest()
         return {
             "values": self.as_numbers(values),
             "shown": sorted(self._shown),
@@ -214,13 +220,6 @@ class Metrics:
         self._shown |= set(state["shown"])
         self._shown_steps |= state.get("shown_steps", {})  # older checkpoints have none
         self._written |= set(state["written"])
-
-
-def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-    return {
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, value in values.items()
-    }
 
 
 # Reduction of the values of a step or an epoch over all ranks
