@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 GOAL = 1e-6
 MICROBATCHES = 4
+_PATIENCE = 600.0  # seconds for a training: 120 were too few for 8 ranks beside many programs
 ROUNDING, ORDERS = "one device, other orders", (1, 2, 3)
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # number of ranks, and sizes of axes; dp_shard is the rest
     "dp_shard": (2, {}),
@@ -112,7 +113,7 @@ def compare(
 
     def losses(ranks: int, **options: Any) -> Any:
         training = Training(model=model, precision=precision, **options)
-        return run_in_team(losses_of, ranks, seconds=120, training=training)[0]
+        return run_in_team(losses_of, ranks, seconds=_PATIENCE, training=training)[0]
 
     expected = losses(1)
     rounding = known.get(ROUNDING)
