@@ -192,3 +192,174 @@ seen = [before, first_weights()]
 """
     (seen, _) = seen_by_ranks(tmp_path, "fsdp", program)
     assert seen == [[3.0, 1.0], [3.0, 1.0]]
+
+
+ONE_BY_ONE = """
+torch.manual_seed(1)  # as the weights of rank 0 count
+model, reference = LlamaForCausalLM(model.config), LlamaForCausalLM(model.config)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+tokens = torch.tensor([[1, 2, 3]])
+expected = reference(tokens).logits.detach()
+for one in (model, reference):
+    accelerator.prepare(one)
+optimizer = accelerator.prepare(optimizer)
+losses = []
+for _ in range(2):
+    loss = model(tokens, labels=tokens).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(loss))
+with torch.no_grad():
+    difference = float((reference(tokens).logits - expected).abs().max())
+seen = [losses, difference]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_reference_may_be_prepared_between_model_and_optimizer(tmp_path, strategy):
+    for losses, difference in seen_by_ranks(tmp_path, strategy, ONE_BY_ONE):
+        assert losses[1] < losses[0]
+        assert difference == pytest.approx(0, abs=1e-6)
+
+
+TWO_TRAINED = """
+from dstrat.errors import MisuseError
+def made():
+    layer = torch.nn.Linear(4, 1)
+    return layer, torch.optim.SGD(layer.parameters())
+seen = []
+def attempt(call):
+    try:
+        call()
+    except MisuseError as error:
+        seen.append(str(error))
+model, optimizer = accelerator.prepare(*made())
+second, second_optimizer = made()
+accelerator.prepare(second)
+attempt(lambda: accelerator.prepare(second_optimizer))
+attempt(lambda: accelerator.prepare(torch.optim.SGD(model.parameters())))
+accelerator.prepare(second, second_optimizer)
+accelerator.backward(second(torch.ones(2, 4)).sum())
+attempt(optimizer.step)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_second_trained_model_is_an_error_with_advice(tmp_path, strategy):
+    advice = "by accelerator.prepare_model(model, evaluation_mode=True)"
+    for errors in seen_by_ranks(tmp_path, strategy, TWO_TRAINED):
+        assert [error.partition(":")[0] for error in errors] == [
+            "prepare got an optimizer of Linear, and Linear is trained",
+            "prepare got an optimizer without its model, which a strategy may shard",
+            "SGD steps Linear, which is trained no longer, as another model was prepared with optimizers",
+        ]
+        assert advice in errors[0]
+        assert advice in errors[2]
+
+
+ADDED = """
+def made():
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    layers[0].requires_grad_(False)
+    return layers, torch.optim.SGD(layers[1].parameters(), lr=0.1)
+def unfreeze(layers, optimizer):
+    layers[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(layers[0].parameters()), "lr": 0.01})
+def loss(layers):
+    return layers(torch.arange(12.0).reshape(3, 4) / 10).square().sum()
+plain, plain_optimizer = made()
+model, own_optimizer = made()
+model, optimizer = accelerator.prepare(model, own_optimizer)
+for number in range(3):
+    if number == 1:
+        unfreeze(plain, plain_optimizer)
+        unfreeze(model, own_optimizer)
+        model, optimizer = accelerator.prepare(model, own_optimizer)
+    loss(plain).backward()
+    plain_optimizer.step()
+    plain_optimizer.zero_grad()
+    accelerator.backward(loss(model))
+    optimizer.step()
+    optimizer.zero_grad()
+state = accelerator.get_state_dict(model)
+expected = plain.state_dict()
+seen = max([float((value - expected[name]).abs().max()) for name, value in state.items()], default=0)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_group_that_was_added_since_is_trained_after_another_preparation(tmp_path, strategy):
+    for difference in seen_by_ranks(tmp_path, strategy, ADDED):
+        assert difference == pytest.approx(0, abs=1e-6)
+
+
+DIVIDED = """
+torch.manual_seed(1)  # as the weights of rank 0 count
+model = LlamaForCausalLM(model.config)
+plain = LlamaForCausalLM(model.config)
+plain.load_state_dict(model.state_dict())
+optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (plain, model)]
+model, optimizer = accelerator.prepare(model, optimizers[1])
+tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1], [3, 5, 7, 1, 2, 4, 6, 2]])
+number = torch.tensor([[8], [4 if has_padding else 8]])  # of tokens in each sequence
+mask = (torch.arange(8) < number).long()
+options = {"attention_mask": mask} if has_padding else {}
+labels = tokens.where(mask == 1, -100)
+def losses(one):
+    output = one(tokens, labels=labels, **options)
+    return output.loss, output.logits[:, ::2].square().mean()  # that of the program reads logits
+seen = []
+for _ in range(3):
+    expected = losses(plain)
+    sum(expected).backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    found = losses(model)
+    accelerator.backward(sum(found))
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.append([[float(one) for one in of_model] for of_model in (expected, found)])
+model.generation_config.pad_token_id = 0
+plain.generation_config.pad_token_id = 0
+with torch.no_grad():
+    logits = [one(tokens, **options).logits[:, :4] for one in (plain, model)]
+    texts = [one.generate(tokens, max_new_tokens=4, do_sample=False).tolist() for one in (plain, model)]
+seen = [seen, float((logits[0] - logits[1]).abs().max()), texts]
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "has_padding"), [("mesh(cp=2)", True), ("mesh(cp=2, context_parallel='ring')", False)]
+)
+def test_a_loop_reads_logits_and_losses_of_divided_sequences(tmp_path, strategy, has_padding):
+    program = f"has_padding = {has_padding}\n{DIVIDED}"
+    for steps, difference, (expected_text, text) in seen_by_ranks(tmp_path, strategy, program):
+        for expected, found in steps:
+            assert found == pytest.approx(expected, rel=1e-5)
+        assert difference == pytest.approx(0, abs=1e-5)
+        assert text == expected_text
+
+
+STAGES = """
+model.generation_config.pad_token_id = 0
+torch.manual_seed(1)
+plain = LlamaForCausalLM(model.config)
+plain.generation_config.pad_token_id = 0
+torch.manual_seed(1)
+model = accelerator.prepare_model(LlamaForCausalLM(model.config), evaluation_mode=True)
+model.generation_config.pad_token_id = 0
+tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+options = {"max_new_tokens": 4, "do_sample": False}
+with torch.no_grad():
+    difference = float((model(tokens).logits - plain(tokens).logits).abs().max())
+    texts = [one.generate(tokens, **options).tolist() for one in (plain, model)]
+seen = [difference, texts]
+"""
+
+
+def test_stages_are_evaluated_and_generate_text(tmp_path):
+    for difference, (expected, text) in seen_by_ranks(tmp_path, "mesh(pp=2)", STAGES):
+        assert difference == pytest.approx(0, abs=1e-6)
+        assert text == expected

@@ -27,15 +27,17 @@ SCENARIOS = {
     "plain": SAVING,
     "accumulated": {"gradient_accumulation_steps": 4},  # of 6 batches in an epoch
     "unclipped": {"max_grad_norm": 0.0, "max_steps": 4, "eval_strategy": "no"},
+    "smoothed": {"label_smoothing_factor": 0.1, "max_steps": 4, "gradient_accumulation_steps": 2},
+    "other loss": {"has_loss": True, "max_steps": 4, "gradient_accumulation_steps": 2},
     "adapters": {"adapters": True, **SAVING},
     # The worst model is that of the first epoch.
     "best": {"load_best_model_at_end": True, "save_strategy": "epoch", "greater_is_better": True},
 }
 STRATEGIES = (
-    *("ddp", "fsdp", "deepspeed_stage_3", "mesh(tp=2)"),
+    *("ddp", "fsdp", "deepspeed_stage_3", "mesh(tp=2)", "mesh(pp=2)", "mesh(cp=2)"),
     pytest.param("deepspeed_stage_2", marks=pytest.mark.variant),
 )
-HAS_NORMS = ("ddp", "fsdp", "mesh(tp=2)")  # DeepSpeed computes the norm within its step
+HAS_ADAPTERS = ("ddp", "fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "mesh(cp=2)")
 
 
 def run(folder, strategy, scenarios, devices=2, program="train.py", *, by_torchrun=False):
@@ -59,11 +61,12 @@ def result(folder, name=""):
 
 def of_strategy(strategy, scenarios):
     """Return the scenarios for a strategy whose processes read the same batch, or as they are."""
-    if "tp" not in strategy:
+    if not strategy.startswith("mesh"):
         return scenarios
-    # peft's layers have no plan.
-    batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
-    return {name: {**batch, **options} for name, options in scenarios.items() if not options.get("adapters")}
+    size = 4 if "dp_shard" in strategy else 8
+    batch = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    can_have = {name: one for name, one in scenarios.items() if strategy in HAS_ADAPTERS or not one.get("adapters")}
+    return {name: {**batch, **options} for name, options in can_have.items()}
 
 
 # TrainingArguments takes bf16 on the CPU only with use_cpu.
@@ -106,7 +109,7 @@ def test_a_training_is_that_of_its_own_ddp(own_ddp, trained, strategy, name):
     assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert seen["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-6)
     assert seen["sum"] == pytest.approx(expected["sum"], rel=1e-5)  # of all logits
-    if strategy in HAS_NORMS:
+    if not strategy.startswith("deepspeed"):  # which computes the norm within its step
         assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     for key in ("rates", "predicted", "number", "events", "accuracy"):
         assert seen[key] == expected[key], key
@@ -148,12 +151,12 @@ def test_processes_of_torchrun_are_taken_over(tmp_path, own_ddp):
     assert result(folder, "unclipped")["losses"] == pytest.approx(result(own_ddp, "unclipped")["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize("alias", ["ddp", "fsdp"])
+@pytest.mark.parametrize("alias", ["ddp", "fsdp", "mesh(tp=2)", "mesh(pp=2)"])
 def test_several_trainings_after_an_evaluation_are_those_of_one_device(tmp_path, alias):
     # Its own DDP does not average gradients after an evaluation that precedes the first training.
     twice = {"evaluates_first": True, "trainings": 2, "num_train_epochs": 1}
     expected = run(tmp_path / "one", "own", {"twice": {**twice, "per_device_train_batch_size": 8}}, devices=1)
-    seen = run(tmp_path / "two", alias, {"twice": twice})
+    seen = run(tmp_path / "two", alias, of_strategy(alias, {"twice": twice}))
     assert result(seen, "twice")["losses"] == pytest.approx(result(expected, "twice")["losses"], rel=1e-6)
 
 
@@ -174,6 +177,39 @@ def test_memory_that_runs_out_after_a_step_is_an_error_with_shards(tmp_path):
         run(tmp_path, "fsdp", scenario)
 
 
+LONELY = """
+import time
+from datetime import timedelta
+from pathlib import Path
+from dstrat_ddp import DDPStrategy
+dstrat_transformers.use(DDPStrategy(timeout=timedelta(seconds=8)), accelerator="cpu", devices=2)
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return {"input_ids": torch.tensor([index % 8, 1, 2]), "labels": torch.tensor([index % 8, 1, 2])}
+def fail(layer, args, output):
+    if os.environ["RANK"] == "0":
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    time.sleep(6)  # so that the other rank is the first that has waited for too long
+model.model.layers[0].register_forward_hook(fail)
+folder = str(Path(__file__).parent)
+args = TrainingArguments(folder, auto_find_batch_size=True, report_to="none", disable_tqdm=True, save_strategy="no")
+dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=Data()).train()
+"""
+
+
+def test_a_rank_that_alone_runs_out_of_memory_does_not_retry(tmp_path):
+    # The other one waits in the gradients of the first step: collectives of a retry would meet these.
+    ended = start(tmp_path, LONELY)
+    assert ended.returncode == 1
+    assert "rank 1 of 2, which did not reduce the batch size for the 1. time within 8 s" in ended.stderr
+
+
 # Accelerate
 
 
@@ -192,6 +228,78 @@ def test_a_loop_with_accelerate_is_that_of_its_own_ddp(tmp_path, own_loop, alias
         assert seen[key] == own_loop[key], key
 
 
+# Layouts that divide batches
+
+LAYOUTS = [
+    "mesh(pp=2, dp_shard=2)",
+    "mesh(pp=2, tp=2)",
+    "mesh(pp=2, cp=2)",
+    "mesh(cp=2, dp_shard=2)",
+    "mesh(pp=2, schedule='Interleaved1F1B')",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", LAYOUTS)
+def test_layouts_that_divide_batches_go_together_with_others(tmp_path, alias, own_ddp):
+    names = ["plain", "accumulated", "smoothed"]
+    scenarios = of_strategy(alias, {name: SCENARIOS[name] for name in names})
+    if "Interleaved" in alias:
+        four = {"config": {"num_hidden_layers": 4}}
+        scenarios = {"plain": {**scenarios["plain"], **four}}
+        names, own_ddp = ["plain"], run(tmp_path / "own", "own", {"plain": {**SAVING, **four}})
+    folder = tmp_path / "run"
+    resumed = {"resumed": {**scenarios["plain"], "resume": str(folder / "plain" / "checkpoint-5")}}
+    run(folder, alias, {**scenarios, **resumed}, devices=2 if "Interleaved" in alias else 4)
+    for name in names:
+        seen, expected = result(folder, name), result(own_ddp, name)
+        for key, tolerance in {"losses": 1e-6, "evaluations": 1e-6, "norms": 1e-5, "sum": 1e-5}.items():
+            assert seen[key] == pytest.approx(expected[key], rel=tolerance), (name, key)
+        for key in ("rates", "predicted", "number", "events", "accuracy"):
+            assert seen[key] == expected[key], (name, key)
+    assert result(folder, "resumed")["losses"] == pytest.approx(result(folder, "plain")["losses"], rel=1e-6)
+
+
+OF_A_SUBCLASS = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
+def mean(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+class Mine(dstrat_transformers.DstratTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+args = TrainingArguments("out", report_to="none", disable_tqdm=True, save_strategy="no", max_steps=2, **options)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+trainer_class = Mine if is_subclass else dstrat_transformers.DstratTrainer
+trainer_class(model=model, args=args, train_dataset=rows, compute_loss_func=mean if has_mean else None).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_subclass", "has_mean", "options", "message"),
+    [
+        (True, False, {}, "Mine has its own compute_loss, and MeshStrategy computes losses of microbatches"),
+        (False, True, {}, "stages need a sum over labels divided by num_items_in_batch"),
+        (
+            False,
+            False,
+            {"per_device_train_batch_size": 1},
+            "a batch of 1 samples cannot be divided into 2 microbatches",
+        ),
+    ],
+)
+def test_a_training_that_stages_cannot_run_is_an_error(tmp_path, is_subclass, has_mean, options, message):
+    use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
+    use += f"is_subclass, has_mean, options = {(is_subclass, has_mean, options)!r}\n"
+    ended = start(tmp_path, use + OF_A_SUBCLASS)
+    assert ended.returncode == 1
+    assert message in ended.stderr
+
+
 # Launch and misuse
 
 
@@ -201,7 +309,7 @@ def start(folder, program, *options):
     path.write_text("import os, sys\nimport dstrat_transformers\n" + program)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *options, str(path)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_failing_process_ends_the_program_and_is_named(tmp_path):
@@ -257,8 +365,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("mesh(pp=2)", "runs forward and backward passes together"),
-        ("mesh(cp=2)", "leave cp out"),
+        ("mesh(pp=2)", "which the loops of programs with Accelerate take apart"),
         ("ddp_spawn", "needs processes that run the program"),
     ],
 )
@@ -298,7 +405,7 @@ attempt(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1
         "use was called twice",
         "no model is prepared",
         "without its model",
-        "a strategy has one",
+        "prepare got 2 models, and an Accelerator trains one model at a time",
         "has a parameter that LlamaForCausalLM does not have",
         "a strategy clips all of them",
         "strategies clip by the 2-norm",

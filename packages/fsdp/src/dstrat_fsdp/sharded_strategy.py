@@ -236,14 +236,14 @@ class ShardedStrategy(ParallelStrategy):
             super().backward(loss, *args, **kwargs)
         self._sharded_module.end_backward()
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""
         self.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if algorithm == "value":
-            clip_by_value(parameters, clip_val)
-        else:
-            clip_by_norm(parameters, clip_val)
+        if algorithm == "norm":
+            return clip_by_norm(parameters, clip_val)
+        clip_by_value(parameters, clip_val)
+        return None
 
     # State: of the layers that this rank computes; the parameters of others are on the meta device
 

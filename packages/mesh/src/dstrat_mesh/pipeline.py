@@ -232,10 +232,16 @@ class PipelineRun:
         """In this context the pipeline's model computes with all stages."""
         model, evaluator = self._pipeline.model, self._evaluator
         assert evaluator is not None  # noqa: S101 - from start on
+        earlier = model.__dict__.get("forward")  # of another library, whose loop calls the model
+
+        def restore() -> None:
+            del model.forward
+            if earlier is not None:
+                model.forward = earlier
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             value = args[0] if args else self._pipeline.inputs(kwargs)
-            del model.forward  # a stage may call the model's own
+            restore()  # a stage may call the model's own
             try:
                 return evaluator.evaluate(value, args[0] if args else kwargs)
             finally:
@@ -245,7 +251,7 @@ class PipelineRun:
         try:
             yield
         finally:
-            del model.forward
+            restore()
 
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.strategy import StepName
 
 _SEQUENCE = 1  # dimension of the tensors of a batch
-_CUT, _JOIN = "cut_sequences", "join_sequences"
+_CUT, _JOIN, _JOIN_IN_TRAINING = "cut_sequences", "join_sequences", "join_training_sequences"
 
 
 class Sequences:
@@ -32,6 +32,8 @@ class Sequences:
     tensors; ``cut(tensor)`` is this rank's part along dimension 1, and ``cut(tensor, dim)`` along another one.
     Otherwise all tensors with two or more dimensions are cut.  A module that predicts tensors defines
     ``join_sequences(outputs, join)``, which returns the outputs with what ``join`` returns for those that are parts.
+    One whose loss is computed from its outputs, outside of ``training_step``, defines ``join_training_sequences``
+    likewise: gradients flow back through ``join``.
 
     Args:
         module: The user's module.
@@ -70,8 +72,8 @@ class Sequences:
         return chunks[rank].contiguous()
 
     def join(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
-        """Return the whole of a tensor that was cut; collective."""
-        pieces = gather_tensors(tensor.contiguous(), group=self._group).unbind()
+        """Return the whole of a tensor that was cut; collective, and again in a backward pass."""
+        pieces = gather_tensors(tensor.contiguous(), group=self._group, sync_grads=True).unbind()
         if self._method == "ring":
             halves = [piece.chunk(2, dim) for piece in pieces]
             pieces = (*(half[0] for half in halves), *(half[1] for half in reversed(halves)))
@@ -110,16 +112,21 @@ class Sequences:
         cut: tuple[Any, ...] = self.cut_batch(arguments)
         return cut
 
-    def join_outputs(self, outputs: Any) -> Any:
-        """Return predictions with those of whole sequences; collective.
+    def join_outputs(self, name: StepName, outputs: Any) -> Any:
+        """Return the outputs of a step, with those of whole sequences where they are wanted; collective there.
+
+        Args:
+            name: Name of the step.
+            outputs: Its outputs on this rank.
 
         Raises:
-            MisuseError: They have tensors, and the module does not say which of them are parts.
+            MisuseError: Predictions have tensors, and the module does not say which of them are parts.
         """
-        if hasattr(self._module, _JOIN):
-            join_sequences: Callable[..., Any] = getattr(self._module, _JOIN)
+        method = {"predict_step": _JOIN, "training_step": _JOIN_IN_TRAINING}.get(name)
+        if method is not None and hasattr(self._module, method):
+            join_sequences: Callable[..., Any] = getattr(self._module, method)
             return join_sequences(outputs, self.join)
-        if tensors_in(outputs):
+        if name == "predict_step" and tensors_in(outputs):
             raise MisuseError(
                 f"predict_step of {type(self._module).__name__} returned tensors, of which a rank of cp has those of "
                 f"its part of the sequences or whole ones: define {_JOIN}(self, outputs, join), which returns the "

@@ -537,7 +537,7 @@ class MeshStrategy(SharedBatchStrategy):
             args = (args[0], *sequences.cut_arguments(_batch_of_function(*args, **kwargs)))
         with self._attending(name):
             outputs = self._run_stages(name, step, *args, **kwargs)
-        return sequences.join_outputs(outputs) if name == "predict_step" else outputs
+        return sequences.join_outputs(name, outputs)
 
     def _run_stages(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is None or name == "training_step":
@@ -546,16 +546,15 @@ class MeshStrategy(SharedBatchStrategy):
         with self.precision_plugin.forward_context(), self._pipeline.evaluating():
             return step(*args, **kwargs)
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Clip the gradients of an optimizer's parameters in place, by their norm over all ranks, or by value."""
         if self._pipeline is None or algorithm == "value":
-            super().clip_gradients(optimizer, clip_val, algorithm)
-            return
+            return super().clip_gradients(optimizer, clip_val, algorithm)
         self.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         group = self.device_mesh.get_group(PIPELINE)
         device = next(parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
-        clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere, device)
+        return clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere, device)
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError
-from dstrat_transformers.prepared_model import PreparedModel, names_in_groups
+from dstrat_transformers.prepared_model import ONE_MODEL, PreparedModel, names_in_groups
 from dstrat_transformers.session import current_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -58,10 +58,16 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         self._select_strategy()
 
     @classmethod
-    def convert(cls, accelerator: Accelerator) -> None:
-        """Turn an Accelerator that another library has made, and not used yet, into one with a strategy."""
+    def convert(cls, accelerator: Accelerator, *, runs_steps: bool = False) -> None:
+        """Turn an Accelerator that another library has made, and not used yet, into one with a strategy.
+
+        Args:
+            accelerator: The Accelerator.
+            runs_steps: Whether the loop lets the strategy run forward and backward passes together, if it has to.
+        """
         accelerator.__class__ = cls
         accelerator._select_strategy()  # noqa: SLF001 - of this class
+        accelerator._runs_steps = runs_steps  # noqa: SLF001 - likewise
 
     def _select_strategy(self) -> None:
         session = current_session()
@@ -85,7 +91,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         self._prepared: PreparedModel | None = None  # the trained one, if there is one
         self._preparations: WeakSet[PreparedModel] = WeakSet()  # by this accelerator
         self._first_readers: list[int] | None = None
-        self._gathers_once = False
+        self._gathers_once = self._runs_steps = False
         self.native_amp, self.scaler = False, None  # the strategy's precision has both
         self.register_load_state_pre_hook(self._load_sharded_model)
 
@@ -112,20 +118,37 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         models = [one for one in args if isinstance(one, Module) and not _is_loss(one)]
         optimizers = [one for one in args if isinstance(one, Optimizer) and not isinstance(one, StrategyOptimizer)]
         if len(models) > 1:
-            raise ConflictError(
-                f"prepare got {len(models)} models, and a strategy has one: prepare the one that is trained, and put "
-                "further ones on accelerator.device"
-            )
-        earlier = self._prepared
-        if optimizers and not models and (earlier is None or earlier.is_trained):
-            raise MisuseError(
-                "prepare got an optimizer without its model, which a strategy may shard: pass the model first, or both"
-            )
+            raise ConflictError(f"prepare got {len(models)} models, and {ONE_MODEL}")
         wrapped: dict[int, Any] = {}
         if optimizers:
-            prepared = self._set_up(models[0] if models else self.prepared_model.model, optimizers)
+            prepared = self._set_up(models[0] if models else self._model_of(optimizers), optimizers)
             wrapped = {id(one): StrategyOptimizer(one, prepared) for one in optimizers}
         return super().prepare(*(wrapped.get(id(one), one) for one in args), device_placement=device_placement)
+
+    def _model_of(self, optimizers: Sequence[Optimizer]) -> Module:
+        """Return the model that was prepared before its optimizers.
+
+        Raises:
+            MisuseError: None was, or another one is trained.
+        """
+        parameters = {
+            id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
+        }
+        trained = self._prepared if self._prepared is not None and self._prepared.is_trained else None
+        for prepared in self._preparations:
+            if parameters <= {id(one) for one in (*prepared.replaced_names, *prepared.model.parameters())}:
+                if prepared is trained:
+                    break
+                if trained is not None:
+                    raise MisuseError(
+                        f"prepare got an optimizer of {type(prepared.model).__name__}, and "
+                        f"{type(trained.model).__name__} is trained: {ONE_MODEL}"
+                    )
+                return prepared.model
+        raise MisuseError(
+            "prepare got an optimizer without its model, which a strategy may shard: pass the model first, or together "
+            "with all of its optimizers"
+        )
 
     @override
     def prepare_model(self, model: Module, device_placement: Any = None, evaluation_mode: bool = False) -> Module:
@@ -139,16 +162,19 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
 
     def _set_up(self, model: Module, optimizers: list[Optimizer]) -> PreparedModel:
         earlier = PreparedModel.of(model)
-        known = {} if earlier is None else earlier.names  # of a step that failed, parameters may be gathered still
-        names = {one: known.get(one) or names_in_groups(one, model) for one in optimizers}
-        if earlier is not None:
-            earlier.release()
+        names = {one: names_in_groups(one, model) for one in optimizers}
         last = self._prepared
         if optimizers and last is not None and last is not earlier and last.is_trained:
             last.release()
+        if optimizers and earlier is not None and earlier in self._preparations and earlier.accepts_optimizers:
+            earlier.add_optimizers(names)
+            self._prepared, self._strategy = earlier, earlier.strategy
+            return earlier
+        if earlier is not None:
+            earlier.release()
         strategy = self._strategy if last is None else current_session().make_strategy(self.mixed_precision)
         convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
-        prepared = PreparedModel(model, strategy, names, convert, earlier)
+        prepared = PreparedModel(model, strategy, names, convert, earlier, runs_steps=self._runs_steps)
         self._preparations.add(prepared)
         # A model that is evaluated beside the trained one, such as the reference of trl's DPOTrainer, has its own.
         if optimizers or last is None or last is earlier or not last.is_trained:

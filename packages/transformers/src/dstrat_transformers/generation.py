@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ import torch
 from dstrat import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+    from torch.nn import Module
 
     from dstrat import Trainer, TrainModule
 
@@ -74,17 +76,24 @@ class GenerationCallback(Callback):
         model = getattr(module, "model", module)
         # Without a cache all tokens are computed again for each new one.
         options = self.generate_kwargs if has_cache else {**self.generate_kwargs, "use_cache": False}
-        output_of_stages = model.register_forward_hook(_as_output)
         inputs = self.tokenizer(prompt, return_tensors="pt").to(module.device)
         device = module.device
         devices = [] if device.type == "cpu" else [device]
         with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=device.type):
             torch.manual_seed(self.seed)
-            try:
+            with stages_as_model(model):
                 tokens: Tensor = model.generate(**inputs, **options)
-            finally:
-                output_of_stages.remove()
         return tokens
+
+
+@contextmanager
+def stages_as_model(model: Module) -> Iterator[None]:
+    """In this context a model whose stages return logits returns the output that ``generate`` expects."""
+    hook = model.register_forward_hook(_as_output)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _as_output(_model: Any, _inputs: Any, output: Any) -> Any:

@@ -62,6 +62,12 @@ def make_pipeline(
 def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Return the loss of a causal language model, as its ``forward`` computes it.
 
+    Args:
+        model: The model.
+        logits: Its logits.
+        batch: Its labels; ``shift_labels``, in which each token has the label that it predicts; and the number by which
+            the sum over labels is divided, ``num_items_in_batch``, without which it is a mean.
+
     Raises:
         MisuseError: The batch has no labels.
     """
@@ -71,9 +77,9 @@ def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
             f"{type(model).__name__} got a batch with {names} and without labels: give it labels, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
         )
-    shifted = {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}
+    options = {name: batch[name] for name in ("shift_labels", "num_items_in_batch") if batch.get(name) is not None}
     vocab_size = model.config.get_text_config().vocab_size
-    loss: Tensor = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=vocab_size, **shifted)
+    loss: Tensor = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=vocab_size, **options)
     return loss
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
+from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
 from dstrat_transformers.models import generate_alone, generate_together, is_peft, is_pretrained_model
-from dstrat_transformers.module import HFModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dstrat.interfaces.strategy import Strategy
+
+
+ONE_MODEL = (
+    "an Accelerator trains one model at a time. Give each trained model a DstratAccelerator() of its own, and prepare "
+    "one that is not trained by accelerator.prepare_model(model, evaluation_mode=True)"
+)
+"""Advice of errors about several models."""
 
 
 class PreparedModel:
@@ -36,10 +43,13 @@ class PreparedModel:
         model: The model; one of transformers or peft gets an HFModule, which knows its layers.
         strategy: The strategy, with its environment set up.
         names: For each optimizer, the result of :func:`names_in_groups`.
-        convert_output: Converts the output of each call.
+        convert_output: Converts the output of each call, as Accelerate does.
         earlier: The model's last preparation, which was released; None for a model that had none.
+        runs_steps: Whether the loop trains by :attr:`divided`, where the strategy runs backward passes by itself.
 
     Attributes:
+        convert_output: Converts an output.
+        divided: Steps of batches that the strategy divides; None if it does not.
         model: The model.
         replaced_names: Names of the parameters that the strategy may have replaced, as long as something has them.
         module: The module that the strategy has: the model, or the HFModule with it.
@@ -55,28 +65,31 @@ class PreparedModel:
         names: Mapping[Optimizer, Sequence[Sequence[str]]],
         convert_output: Callable[[Any], Any],
         earlier: PreparedModel | None = None,
+        *,
+        runs_steps: bool = False,
     ) -> None:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
-        self.names, self._convert_output, self._is_running = names, convert_output, False
-        self._has_stepped = False
+        self.names, self.convert_output, self._is_running = names, convert_output, False
+        self._has_stepped = self._is_released = False
         self.module: Any = model
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
         elif is_pretrained_model(model) or is_peft(model):
             modes = [(layer, layer.training) for layer in model.modules()]
-            self.module = HFModule(model)
+            self.module = CalledModule(model)
             for layer, mode in modes:  # which are the program's
                 layer.training = mode
         self.replaced_names = WeakIdKeyDictionary({p: name for name, p in model.named_parameters()})
         strategy.connect(self.module)
-        if isinstance(self.module, HFModule):
+        if isinstance(self.module, CalledModule):
             self.module.prepare(strategy)
         strategy.step_methods = FunctionSteps
         make_optimizers = self._with_new_parameters if names else None
         strategy.setup(Settings(strategy=strategy, make_optimizers=make_optimizers))
         if names:
             strategy.check_set_up()
-        _check_loop(strategy)
+        self._runs_steps = runs_steps
+        self.divided = self._divided_batches()
         self._forward, self._changed = model.forward, {"forward": model.__dict__.get("forward")}
 
         @functools.wraps(self._forward)  # by which libraries read the signature
@@ -90,6 +103,27 @@ class PreparedModel:
             generate_together(model)
             if hasattr(model, "generate"):
                 self._generate_in_a_step(model)
+
+    def _divided_batches(self) -> DividedBatches | None:
+        num_optimizers = len(self.strategy.optimizers)
+        return divided_batches(self.module, self.strategy, runs_steps=self._runs_steps, num_optimizers=num_optimizers)
+
+    @property
+    def accepts_optimizers(self) -> bool:
+        """Whether a model that was prepared for evaluations can be trained as it is set up: it is sharded already."""
+        strategy = self.strategy
+        is_sharded = not strategy.replicates_state and strategy.allows_new_optimizers
+        return not self.is_trained and is_sharded and strategy.saved_activations is None
+
+    def add_optimizers(self, names: Mapping[Optimizer, Sequence[Sequence[str]]]) -> None:
+        """Train a model that was prepared for evaluations.
+
+        Args:
+            names: For each optimizer, the result of :func:`names_in_groups`.
+        """
+        self.optimizers, self.names = list(names), names
+        self.strategy.setup_optimizers(Settings(strategy=self.strategy, make_optimizers=self._with_new_parameters))
+        self.divided = self._divided_batches()
 
     @staticmethod
     def of(model: Any) -> PreparedModel | None:
@@ -107,6 +141,8 @@ class PreparedModel:
                 return generate(*args, **kwargs)
             self._is_running = True
             try:
+                if self.divided is not None:
+                    return self.divided.generate(generate, *args, **kwargs)
                 return self.strategy.validation_step(lambda _: generate(*args, **kwargs), None)
             finally:
                 self._is_running = False
@@ -137,13 +173,26 @@ class PreparedModel:
         run_step = self.strategy.training_step if is_training else self.strategy.validation_step
         self._is_running = True
         try:
-            # Keyword arguments are the batch of a step, as a strategy may divide one.
-            output = run_step(lambda batch: self._forward(*args, **batch), kwargs)
+            if self.divided is not None:
+                output = self.divided.call(*args, is_training=is_training, **kwargs)
+            else:
+                # Keyword arguments are the batch of a step, as a strategy may cast one.
+                output = run_step(lambda batch: self._forward(*args, **batch), kwargs)
         finally:
             self._is_running = False
         if not is_training:
             self.strategy.accelerator.end_graph("evaluation_step")
-        return self._convert_output(output)
+        return self.convert_output(output)
+
+    def train(self, *args: Any) -> Tensor:
+        """Run a training step of batches that the strategy divides, with its backward passes, and return its loss."""
+        assert self.divided is not None  # noqa: S101 - or the caller computes the loss
+        self._is_running = True
+        try:
+            return self.divided.train(*args)
+        finally:
+            self._is_running = False
+            self.strategy.accelerator.end_graph("backward")
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss."""
@@ -162,8 +211,10 @@ class PreparedModel:
             The norm; None where only the strategy's step knows it.
         """
         self.unscale()
-        norm = _total_norm(self.model.parameters())
         optimizers = self.strategy.optimizers
+        if self.divided is not None and self.divided.has_stages:  # of which this process has the gradients of one
+            return self.strategy.clip_gradients(optimizers[0], limit)
+        norm = _total_norm(self.model.parameters())
         if norm is not None and len(optimizers) > 1:  # each one's own norm would be smaller
             for optimizer in optimizers:
                 self.strategy.scale_gradients(optimizer, (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -176,8 +227,13 @@ class PreparedModel:
         """Step one of the program's optimizers; the closure computes the loss again, for those that need it.
 
         Raises:
-            MisuseError: The loss depends on no shard of the model.
+            MisuseError: The loss depends on no shard of the model, or another one is trained.
         """
+        if self._is_released:
+            raise MisuseError(
+                f"{type(optimizer).__name__} steps {type(self.model).__name__}, which is trained no longer, as another "
+                f"model was prepared with optimizers: {ONE_MODEL}"
+            )
         if not self._has_stepped and closure is None:
             self._check_gradients()
         self._has_stepped = True
@@ -232,32 +288,20 @@ class PreparedModel:
             if method is not None:
                 self.model.__dict__[name] = method
         generate_alone(self.model)
+        self._is_released = True
+        if isinstance(self.module, CalledModule):
+            self.module.teardown("fit")
         # It belongs to the session, and other strategies use it.
         self.strategy.close_communication = lambda **_: None  # type: ignore[attr-defined]
         self.strategy.teardown()
 
 
-def _check_loop(strategy: Strategy) -> None:
-    """Refuse a strategy, which is set up, whose steps a loop of another library takes apart.
-
-    Raises:
-        ConflictError: It runs such steps.
-    """
-    name = type(strategy).__name__
-    if getattr(getattr(strategy, "axes", None), "cp", 1) > 1:
-        raise ConflictError(
-            f"{name} divides sequences, and loops of other libraries do not weigh the losses of their parts: leave cp "
-            "out, or use dstrat.Trainer"
-        )
-    if strategy.compiled_steps() is not None:
-        raise ConflictError(
-            f"{name} runs forward and backward passes together here, which the loops of other libraries take apart: "
-            "use dstrat.Trainer with it, or choose another layout"
-        )
-
-
 def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:
     """Return the names of the parameters in each group of an optimizer, also of those before a preparation.
+
+    Args:
+        optimizer: The optimizer.
+        model: Its model.
 
     Raises:
         MisuseError: The model does not have one of them.
@@ -265,8 +309,16 @@ def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:
     earlier = PreparedModel.of(model)
     names = WeakIdKeyDictionary({} if earlier is None else earlier.replaced_names)
     names.update({parameter: name for name, parameter in model.named_parameters()})
+    # After a step that failed, parameters may be gathered still; groups may have been added since.
+    known = [] if earlier is None else earlier.names.get(optimizer, [])
+    groups = [group["params"] for group in optimizer.param_groups]
     try:
-        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        return [
+            list(known[index])
+            if index < len(known) and len(known[index]) == len(parameters)
+            else [names[parameter] for parameter in parameters]
+            for index, parameters in enumerate(groups)
+        ]
     except KeyError:
         raise MisuseError(
             f"{type(optimizer).__name__} has a parameter that {type(model).__name__} does not have: prepare a model "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
@@ -17,6 +18,7 @@ from dstrat.errors import CheckpointError, ConflictError
 from dstrat.own_loop import checkpoint
 from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_transformers.accelerate import DstratAccelerator, StrategyOptimizer
+from dstrat_transformers.divided_batches import sequence_ranks
 from dstrat_transformers.models import is_peft, is_pretrained_model
 from dstrat_transformers.prepared_model import PreparedModel
 from dstrat_transformers.saving import save_pretrained
@@ -50,10 +52,15 @@ class StrategyTrainer:
 
     accelerator: Any
     args: Any
+    compute_loss_func: Any
+    current_gradient_accumulation_steps: int
+    label_smoother: Any
     model: Any
+    model_accepts_loss_kwargs: bool
     optimizer: Any
     state: Any
     _train_batch_size: int
+    _loss_is_checked = False
     _num_retries = 0
 
     @property
@@ -69,7 +76,7 @@ class StrategyTrainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
-        DstratAccelerator.convert(self.accelerator)
+        DstratAccelerator.convert(self.accelerator, runs_steps=True)
         # The Trainer has that of the Accelerator until its first evaluation ends.
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
@@ -133,6 +140,104 @@ class StrategyTrainer:
         self._num_retries += 1
         # Others may be at work, if they had shorter samples: they must not meet this one in other collectives.
         wait_for_all_ranks(f"reduce the batch size for the {self._num_retries}. time")
+
+    # Steps
+
+    def training_step(self, model: Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        prepared: PreparedModel = self.accelerator.prepared_model
+        if prepared.divided is None or not prepared.divided.has_stages:
+            if prepared.divided is not None:
+                prepared.module.joins_logits = self._reads_logits
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return loss
+        self._check_loss_of_stages()
+        model.train()
+        self.optimizer.train()  # of those without a schedule
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        return prepared.train(dict(inputs), self._loss_of_stages(), *self._scale_of_loss(num_items_in_batch))
+
+    @property
+    def _reads_logits(self) -> bool:
+        """Whether something else than the model computes its loss from its logits."""
+        computes = self._computes_loss or self.compute_loss_func is not None
+        return computes or self.label_smoother is not None
+
+    @property
+    def _computes_loss(self) -> bool:
+        """Whether a subclass of the Trainer computes losses."""
+        method = getattr(self.compute_loss, "__func__", self.compute_loss)  # type: ignore[attr-defined]
+        return method is not Trainer.compute_loss
+
+    def _check_loss_of_stages(self) -> None:
+        """Refuse a training whose steps or losses are not the Trainer's.
+
+        Raises:
+            ConflictError: They are those of a subclass, or of an option.
+        """
+        name, strategy = type(self).__name__, type(self.strategy).__name__
+        step = super().training_step  # type: ignore[misc]
+        replaced = "compute_loss" if self._computes_loss else "training_step"
+        if self._computes_loss or step.__func__ is not Trainer.training_step:
+            raise ConflictError(
+                f"{name} has its own {replaced}, and {strategy} computes losses of microbatches in the last of its "
+                "stages: leave pp out, or pass a compute_loss_func to a Trainer"
+            )
+        if "lomo" in str(self.args.optim).lower():
+            raise ConflictError(
+                f"LOMO steps within the backward pass, and {strategy} after it: choose another optimizer"
+            )
+        if self.compute_loss_func is not None and sequence_ranks(self.strategy) > 1:
+            raise ConflictError(
+                f"compute_loss_func gets whole sequences, of which the last stages of {strategy} have parts: leave it, "
+                "pp or cp out"
+            )
+
+    def _loss_of_stages(self) -> Any:
+        """Return the function of logits and a microbatch that returns its mean loss; None for the model's own."""
+        compute, smooth = self.compute_loss_func, self.label_smoother
+        if compute is None and smooth is None:
+            return None
+        prepared = self.accelerator.prepared_model
+
+        def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+            output = prepared.convert_output(CausalLMOutputWithPast(logits=logits))
+            labels = batch.get("shift_labels")
+            value: torch.Tensor
+            if compute is not None:
+                number = prepared.divided.count_labels(batch)
+                value = compute(output, batch["labels"], num_items_in_batch=number)
+                if not self._loss_is_checked:  # once, as it waits for the device
+                    self._check_sum(value, compute(output, batch["labels"], num_items_in_batch=2 * number))
+                    self._loss_is_checked = True
+            elif labels is not None:
+                value = smooth(output, labels)
+            else:
+                value = smooth(output, batch["labels"], shift_labels=True)
+            return value
+
+        return loss
+
+    def _check_sum(self, loss: torch.Tensor, half: torch.Tensor) -> None:
+        """Refuse a ``compute_loss_func`` that is no sum over labels divided by ``num_items_in_batch``."""
+        if not torch.allclose(loss, 2 * half, rtol=1e-3, equal_nan=True):
+            raise ConflictError(
+                f"compute_loss_func returned {float(loss):.6g} for num_items_in_batch=n, and {float(half):.6g} for "
+                "2 * n, and stages need a sum over labels divided by num_items_in_batch, as they compute microbatches: "
+                "divide by it, or leave pp out"
+            )
+
+    def _scale_of_loss(self, num_items_in_batch: Any) -> tuple[Any, float]:
+        """Return the number by which the sum over the labels of a batch is divided, and a factor of it.
+
+        The number is None for that of the labels in the batch.
+        """
+        is_divided = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        is_divided = is_divided and num_items_in_batch is not None
+        factor = float(self._num_readers) if is_divided and self.args.average_tokens_across_devices else 1.0
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if not (is_divided or self.compute_loss_func is not None if is_scaled is None else is_scaled):
+            factor /= self.current_gradient_accumulation_steps
+        return (num_items_in_batch if is_divided else None), factor
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if PreparedModel.of(self.model) is None:

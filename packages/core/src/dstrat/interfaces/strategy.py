@@ -793,15 +793,19 @@ class Strategy(ABC):
         """Undo a loss scale in the gradients, before hooks and clipping read them."""
         self.precision_plugin.unscale_gradients(optimizer)
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Clip the unscaled gradients of an optimizer's parameters in place; collective.
 
         Args:
             optimizer: The optimizer.
             clip_val: The largest norm, of the full gradients and not of a shard, or the largest absolute value.
             algorithm: Which of the two.
+
+        Returns:
+            The norm before, of a strategy that computes it by itself; otherwise None.
         """
         self.precision_plugin.clip_gradients(optimizer, clip_val, algorithm)
+        return None
 
     def optimizer_step(
         self,

@@ -36,7 +36,7 @@ class FunctionSteps:
         """Call a function that computes a loss."""
         return function(*args, **kwargs)
 
-    validation_step = training_step
+    validation_step = predict_step = training_step
 
 
 class Steps:
