@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 
 import pytest
 import torch
@@ -282,6 +283,42 @@ def test_blocks_may_return_views_which_are_copied():
         assert losses == pytest.approx(expected, rel=1e-6)
         assert len(records) == 3
         assert records[0].startswith("block 'blocks.0' returns a view, which is copied in each step")
+
+
+class Labelled(torch.Tensor):
+    """A tensor with an attribute, which its clone reads, and the results of operations lack."""
+
+    def clone(self, **options):
+        copied = super().clone(**options)
+        copied.labels = self.labels
+        return copied
+
+
+class ReturnsLabelledViews(ReturnsViews):
+    class ViewBlock(Block):
+        def forward(self, x):
+            return super().forward(x).as_subclass(Labelled).view(-1, 10)
+
+    def layers(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).as_subclass(torch.Tensor)
+
+
+def with_labelled_views(cluster):
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of in-place operations, which this module has not
+    strategy = FSDPStrategy()
+    start(strategy, ReturnsLabelledViews(), parts(cluster))
+    losses = train(strategy, steps=3)
+    strategy.teardown()
+    return [float(loss) for loss in losses]
+
+
+def test_views_may_be_tensors_whose_clone_reads_attributes():
+    expected = single_device_losses(ReturnsLabelledViews(), steps=3)
+    for losses in in_ranks(with_labelled_views):
+        assert losses == pytest.approx([float(loss) for loss in expected], rel=1e-6)
 
 
 def alone(cluster):

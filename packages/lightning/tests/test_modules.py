@@ -509,6 +509,42 @@ def test_lightnings_trainer_validates_batch_norm_with_the_statistics_that_are_ke
     assert float(kept) == pytest.approx(0.995, abs=5e-4)
 
 
+def test_lightnings_trainer_averages_gradients_of_manual_optimization():
+    library = importlib.import_module("lightning.pytorch")
+
+    class Two(library.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            for optimizer, layer in zip(self.optimizers(), (self.first, self.second), strict=True):
+                self.toggle_optimizer(optimizer)
+                loss = (self.second(self.first(batch[0])) - batch[1]).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                assert all(parameter.grad is not None for parameter in layer.parameters())
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (self.first, self.second)]
+
+    numbers = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=numbers), torch.randn(32, 1, generator=numbers))
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    states = []
+    for strategy in ("ddp_fork_find_unused_parameters_true", "dstrat_ddp_fork_find_unused_parameters_true"):
+        library.seed_everything(3, verbose=False)
+        module = Two()
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        made = library.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **off)
+        made.fit(module, loader)
+        states.append(module.state_dict())
+    torch.testing.assert_close(*states, rtol=1e-6, atol=0)
+
+
 def test_lightnings_trainer_pickles_a_strategy_for_spawn(library):
     from dstrat_lightning.strategy import strategy_class
 

@@ -68,12 +68,16 @@ class ViewOutputGuard:
     def _copy_view(self, tensor: Tensor) -> Tensor:
         if not (internals.is_view(tensor) and tensor.requires_grad):
             return tensor
+        # Not tensor.clone(): a subclass's own may read attributes, which the results of torch's operations lack.
+        copied = torch.Tensor.clone(tensor)
+        if internals.is_view(copied):  # torch makes the subclass by a view, and warns of in-place operations itself
+            return tensor
         if not self._has_logged:
             self._has_logged = True
             _logger.info(
                 "block %r returns a view, which is copied in each step; returning a new tensor saves that", self._name
             )
-        return tensor.clone()
+        return copied
 
 
 class ParameterGuard:

@@ -247,6 +247,17 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
             with self.precision_plugin.predict_step_context():
                 return self.inner.predict_step(*args, **kwargs)
 
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # dstrat's strategy prepares the pass and explains its errors; Lightning scales, calls hooks, and runs it.
+            losses = []
+
+            def run(loss: Any, *args: Any, **kwargs: Any) -> None:
+                losses.append(base.backward(self, loss, optimizer, *args, **kwargs))
+
+            self.inner.module_backward = run
+            self.inner.backward(closure_loss, *args, **kwargs)
+            return losses[0]
+
         def block_backward_sync(self) -> Any:
             return self.inner.no_backward_sync()
 
