@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dstrat.launch.local import LocalLauncher
+from dstrat.launch.signals import Watchdog
 
 
 class TimeLimitError(BaseException):
@@ -324,3 +326,26 @@ def test_an_exception_that_a_signal_raises_while_ranks_run_shows_where_they_are(
         "Stack of rank 1:",
         "in fall_asleep",
     ]
+
+
+def test_watchdog_ends_the_groups_that_it_guards_and_no_forgotten_one(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]
+    try:
+        with Watchdog(folder) as watchdog:
+            for sleeper in sleepers:
+                watchdog.guard(sleeper.pid)
+            watchdog.forget(sleepers[1].pid)
+            watchdog.let_go()  # as its supervisor's end does
+            codes = [sleepers[number].wait(20) for number in (0, 2)]
+            deadline = time.monotonic() + 20
+            while folder.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert codes == [-signal.SIGKILL] * 2
+        assert not folder.exists()
+        assert sleepers[1].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()

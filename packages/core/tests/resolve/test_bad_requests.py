@@ -528,6 +528,22 @@ def test_restarts_of_a_strategy_without_processes_are_refused(catalog):
         make_plan(request, catalog=catalog, environ={})
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({}, "elastic=True goes on after at most max_restarts deaths of ranks, and max_restarts=0: pass it too"),
+        (
+            {"max_restarts": 3},
+            "Many cannot be set up again in them for fewer ranks: leave elastic out, and max_restarts",
+        ),
+    ],
+)
+def test_elastic_job_needs_restarts_and_a_strategy_that_allows_it(catalog, words, message):
+    request = Request(strategy="many", accelerator="cpu", devices=2, elastic=True, **words)
+    with pytest.raises(ConflictError, match=message):
+        resolve_request(request, catalog=catalog, environ={})
+
+
 def test_restarts_on_several_machines_are_refused(catalog):
     machines = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "0"}
     message = "restarts the processes of one machine, and num_nodes=2: leave it out, and start the script with torchrun"

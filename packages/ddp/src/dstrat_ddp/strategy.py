@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.optimizer_checks import check_layout
@@ -128,6 +129,17 @@ class DDPStrategy(ParallelStrategy):
         self._explained: AbstractContextManager[Any] = nullcontext()
         self._has_run_backward = False
         self._frozen: list[Parameter] = []
+
+    is_elastic = True
+
+    @override
+    def check_elastic(self) -> None:
+        super().check_elastic()
+        if self._comm_hook is not None and (self._comm_hook.state is not None or self._model_averaging_period):
+            raise ConflictError(
+                f"elastic=True goes on with another process group, and the ddp_comm_state of {type(self).__name__} "
+                "keeps the first one: leave one of them out"
+            )
 
     # Wrapping
 

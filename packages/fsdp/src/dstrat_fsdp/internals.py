@@ -58,6 +58,12 @@ def unwrap(unit: FSDPModule) -> None:
     _module_state_mapping.pop(module, None)
 
 
+def end_step(unit: FSDPModule) -> None:
+    """Let a unit be in no step, also after one that was broken off: in a forward pass ``reshard`` may do nothing."""
+    for group in _groups(unit._get_fsdp_state()):
+        group._training_state = type(group._training_state).IDLE
+
+
 def fsdp_params(units: Iterable[FSDPModule]) -> Iterator[Any]:
     """Yield torch's record (``FSDPParam``) of each parameter."""
     for unit in units:

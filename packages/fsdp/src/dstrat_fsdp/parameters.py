@@ -218,10 +218,22 @@ def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
             f"{type(module).__name__} is sharded over a mesh of {parked.mesh_shape} by an earlier run; this run uses a "
             f"mesh of {tuple(mesh.shape)}: create a new module and load a checkpoint"
         )
+    _unpark(module, parked)
+    return parked
+
+
+def discard_shards(module: Module) -> bool:
+    """Move a module with parked shards to the meta device, for a mesh of another size; return whether it has some."""
+    parked = _parked.pop(module, None)
+    if parked is not None:
+        _unpark(module, parked)
+    return parked is not None
+
+
+def _unpark(module: Module, parked: ParkedShards) -> None:
     for hook in parked.hooks:
         hook.remove()
     _replace_sharded(module, lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-    return parked
 
 
 def _replace_sharded(module: Module, convert: Callable[[DTensor], Tensor]) -> None:

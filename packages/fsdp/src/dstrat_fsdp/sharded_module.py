@@ -275,6 +275,8 @@ class ShardedModule:
 
     def undo(self) -> None:
         """Turn the units into plain modules again; their parameters stay sharded."""
+        for unit in self._units:
+            internals.end_step(unit)
         self.free()
         self.leave_low_precision()
         for unit in self._units:

@@ -21,11 +21,12 @@ from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.collectives import broadcast_tensors
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
+from dstrat.parallel.shards import local_tensor
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
-from dstrat_fsdp.parameters import gather_parameters, materialize, park_shards, unpark_shards
+from dstrat_fsdp.parameters import discard_shards, gather_parameters, materialize, park_shards, unpark_shards
 from dstrat_fsdp.sharded_module import ShardedModule
 from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
 
@@ -61,6 +62,7 @@ class ShardedStrategy(ParallelStrategy):
     _mesh: DeviceMesh | None = None
     _sharded: ShardedModule | None = None
     _failed = False
+    _has_no_values = False  # of parameters on the meta device, which a checkpoint has
     _state_dict_type: StateDictType
 
     # Hooks of subclasses
@@ -135,9 +137,14 @@ class ShardedStrategy(ParallelStrategy):
         computed, foreign = self._divide_layers()
         self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
-        existing = parked.shard if parked else lambda _layer, _name: None
+        existing = parked.shard if parked else _any_shard if self._has_no_values else _no_shard
         materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=foreign)
+        self._has_no_values = False
         self.model = self._sharded.root
+
+    def discard_values(self) -> None:
+        if discard_shards(self.module):
+            self._has_no_values = True
 
     def _take_first_values(self, module: Module) -> None:
         """Overwrite the values of all ranks by those of rank 0, before each keeps its shards only."""
@@ -305,6 +312,15 @@ class ShardedStrategy(ParallelStrategy):
                 _described(saved),
                 _described(layout),
             )
+
+
+def _no_shard(_layer: Module, _name: str) -> Tensor | None:
+    return None
+
+
+def _any_shard(layer: Module, name: str) -> Tensor | None:
+    """Return the shard itself as the one to copy from: its values follow from a checkpoint."""
+    return local_tensor(getattr(layer, name))
 
 
 def _described(layout: Mapping[str, Any]) -> str:

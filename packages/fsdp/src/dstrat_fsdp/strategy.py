@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.communication import CommunicationLayout
@@ -144,6 +145,18 @@ class FSDPStrategy(ShardedStrategy):
         self._state_dict_type = state_dict_type_name(state_dict_type)
         self._requested_mesh = checked_mesh(device_mesh)
         self._reshard_after_forward = _reshards(reshard_after_forward, self._sharding_strategy)
+
+    is_elastic = True
+
+    @override
+    def check_elastic(self) -> None:
+        super().check_elastic()
+        is_fixed = self._requested_mesh is not None or self._sharding_strategy == "HYBRID_SHARD"
+        if is_fixed or not isinstance(self._reshard_after_forward, bool):
+            raise ConflictError(
+                f"elastic=True shards over the ranks that remain, and {type(self).__name__} has a number of ranks, by "
+                "device_mesh, HYBRID_SHARD or reshard_after_forward: leave one of them out"
+            )
 
     def setup_environment(self) -> None:
         if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":

@@ -34,6 +34,7 @@ from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from fractions import Fraction
 
     from dstrat.data.samplers import Order
     from dstrat.interfaces.strategy import Strategy
@@ -68,7 +69,7 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
     share = strategy.training_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     if isinstance(loader.dataset, ShardedIterableDataset):
         return with_attributes(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
-    if loader.batch_sampler is not None and not _groups_samples(loader):
+    if loader.batch_sampler is not None and not groups_samples(loader):
         if share["num_replicas"] == 1:
             return loader
         raise RequestError(
@@ -97,10 +98,10 @@ def divide_evaluation(
             loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=False)
         )
     batch_sampler = loader.batch_sampler
-    sampler: Any = sampler_of(loader) if batch_sampler is None or _groups_samples(loader) else batch_sampler
+    sampler: Any = sampler_of(loader) if batch_sampler is None or groups_samples(loader) else batch_sampler
     order = _order(sampler, strategy, loader)
     batches: Any = AgreedSampler(order, length=len(sampler))
-    if _groups_samples(loader):
+    if groups_samples(loader):
         batches = _regrouped(batch_sampler, batches)
         if cuts and len(batches) < share["num_replicas"]:
             num_samples = len(batches) * batches.batch_size if batches.drop_last else len(sampler)
@@ -114,7 +115,7 @@ def divide_evaluation(
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler that gives the order: that of the batch sampler, where the user passed one."""
     batch_sampler: Any = loader.batch_sampler
-    return batch_sampler.sampler if _groups_samples(loader) else loader.sampler
+    return batch_sampler.sampler if groups_samples(loader) else loader.sampler
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
@@ -125,7 +126,7 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return with_attributes(loader, sampler=sampler, batch_sampler=_regrouped(batch_sampler, sampler))
 
 
-def _groups_samples(loader: DataLoader[Any]) -> bool:
+def groups_samples(loader: DataLoader[Any]) -> bool:
     """Return whether the batch sampler only groups the indices of the sampler, as torch's ``BatchSampler`` does."""
     batch_sampler = loader.batch_sampler
     # torchdata's StatefulDataLoader makes one of a class of its own. A loader to which the user passed a batch sampler
@@ -139,6 +140,13 @@ def _regrouped(batches: Any, sampler: Any) -> Any:
     copied = copy.copy(batches)
     copied.sampler = sampler
     return copied
+
+
+def with_share(loader: DataLoader[Any], share: Fraction) -> DataLoader[Any]:
+    """Return a copy of a loader of which each batch is that share of its batches."""
+    batches: Any = copy.copy(loader.batch_sampler)
+    batches.batch_size = int(batches.batch_size * share)
+    return with_attributes(loader, batch_size=batches.batch_size, batch_sampler=batches)
 
 
 def with_attributes(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:

@@ -22,14 +22,21 @@ from dstrat.data.samplers import ShuffledOrder
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 _log = logging.getLogger(__name__)
 
 
 def convert_position(
-    batches_done: int, *, saved_length: int, saved_world_size: int, length: int, world_size: int
+    batches_done: int,
+    *,
+    saved_length: int,
+    saved_world_size: int,
+    length: int,
+    world_size: int,
+    saved_samples: Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
 ) -> tuple[int, Fraction]:
     """Convert the number of batches that each rank has done in an epoch to that of another number of ranks.
 
@@ -39,12 +46,19 @@ def convert_position(
         saved_world_size: Number of those ranks.
         length: Number of batches of each rank now.
         world_size: Number of ranks now.
+        saved_samples: Number of samples in a batch of each of the loaders of such a rank; None if it is unknown.
+        samples: The same now.
 
     Returns:
         The number of batches with the same samples, rounded down, so that no sample is left out, and the number of
         batches of a rank that have as many samples as one of those.
     """
     ratio = Fraction(saved_world_size, world_size)
+    if saved_samples and samples:
+        ratios = {Fraction(before, now) for before, now in zip(saved_samples, samples, strict=False)}
+        if len(ratios) == 1 and len(saved_samples) == len(samples):
+            ratio *= ratios.pop()
+            return length if batches_done >= saved_length else min(int(batches_done * ratio), length), ratio
     # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the numbers of
     # ranks do not explain it, as the batch size has changed too, or no rank has a share.
     is_rounded_up = (saved_length - 1) * ratio < length < saved_length * ratio + 1

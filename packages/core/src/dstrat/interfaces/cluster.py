@@ -121,6 +121,19 @@ class ClusterEnvironment(ABC):
         return None
 
     @property
+    def has_lost_rank(self) -> bool:
+        """Whether a rank of the job has died, and the others are to go on without it.
+
+        Ranks that wait for all of them stop waiting then.
+        """
+        return False
+
+    @property
+    def num_started(self) -> int:
+        """Number of processes that were started; more than :attr:`world_size` where the job goes on without some."""
+        return self.world_size
+
+    @property
     def store_is_served(self) -> bool:
         """Whether something else listens on ``main_address:main_port`` for the ranks already, as torchrun does."""
         return False

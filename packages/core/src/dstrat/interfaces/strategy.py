@@ -623,6 +623,26 @@ class Strategy(ABC):
         if restore is not None:
             restore()
 
+    def check_elastic(self) -> None:
+        """Check that a training can go on in the processes of the ranks that remain, when one was killed.
+
+        A strategy that allows it overrides this, ends its communication without its peers in :meth:`on_exception`, and
+        can be set up again after :meth:`teardown`, for fewer processes.
+
+        Raises:
+            ConflictError: It cannot; the message says why.
+        """
+        raise ConflictError(
+            f"elastic=True goes on in the same processes when a rank was killed, and {type(self).__name__} cannot be "
+            "set up again in them for fewer ranks: leave elastic out, and max_restarts restarts all ranks"
+        )
+
+    def discard_values(self) -> None:
+        """Let the module have parameters without values, until a checkpoint is loaded; after :meth:`teardown`.
+
+        It is called where the process goes on as a rank of a smaller group, for which shards have another size.
+        """
+
     def finish_training(self) -> None:
         """Synchronize processes that train independently; called after the last step; collective."""
 

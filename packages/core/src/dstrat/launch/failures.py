@@ -230,6 +230,11 @@ class RankEnd:
         return self.failure is not None or self.exit_code != 0
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, and no exception."""
+        return self.failure is None and self.exit_code is not None and self.exit_code < 0
+
+    @property
     def was_aborted(self) -> bool:
         """Whether a thread of native code aborted it, as NCCL's watchdog does after a timeout."""
         # A crash of the main thread has that one as its current thread.

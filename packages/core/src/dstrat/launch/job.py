@@ -31,8 +31,12 @@ PID_VARIABLE = "DSTRAT_RANK_PID"
 """Process id of the rank, set by it: its children inherit the environment and are not ranks."""
 RESTART_VARIABLE = "DSTRAT_RESTART_COUNT"
 """Number of restarts before this attempt of the job, in the environment of its ranks."""
+STARTED_VARIABLE = "DSTRAT_NUM_STARTED"
+"""Number of ranks that were started, in the environment of a rank of an elastic job whose peers have died."""
 STORE_FILE = "store"
-"""Name of the rendezvous file in the job's folder, if all ranks are on this machine."""
+"""Name of the rendezvous file in the job's folder, if all ranks are on this machine; numbered after regroupings."""
+REGROUP_FILE = "regroup"
+"""Name, before the number of an attempt, of the file in the job's folder that makes its ranks regroup."""
 STOP_FILE = "stop"
 """Name of the file in the job's folder with the number of the signal that stops the job."""
 
@@ -62,6 +66,7 @@ class JobSettings:
             None takes ``preemption_deadline``, and without one ``DSTRAT_STOP_SECONDS`` of the environment, 30 by
             default.
         max_restarts: How often all ranks are started again after one of them has failed.
+        elastic: Whether ranks go on in their processes, as fewer ranks, when one of them was killed.
         recovers_checkpoint: Returns whether a checkpoint is complete, by its path and number of optimizer steps, so
             that an attempt can continue from it; called after an attempt has failed.  None looks for its path.
         hang_timeout: How long a rank may be idle before it has come to its launch, where ranks run the script; None
@@ -81,6 +86,7 @@ class JobSettings:
     grace: float = 1.5
     stop_grace: float | None = None
     max_restarts: int = 0
+    elastic: bool = False
     recovers_checkpoint: Callable[[str, int], bool] | None = None
     hang_timeout: timedelta | None = None
     preemption_deadline: float | None = None
@@ -154,7 +160,8 @@ class LocalJob:
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment of a rank: the user's, and the variables of the job."""
         environ = {**os.environ, **self.environ}  # that of the job may be a part, such as a dictionary in a test
-        environ.pop(PID_VARIABLE, None)  # of the rank that started this job, in a nested job
+        for name in (PID_VARIABLE, STARTED_VARIABLE):  # of the rank that started this job, in a nested job
+            environ.pop(name, None)
         defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
         if (
             self.num_nodes == 1 and not self.reaches_other_jobs

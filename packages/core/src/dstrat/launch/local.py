@@ -13,6 +13,7 @@ from dstrat.errors import LaunchError, RankFailedError
 from dstrat.interfaces.accelerator import initialized_device_type
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import command, external, processes, rank
+from dstrat.launch.elastic import Regrouping
 from dstrat.launch.fast_exit import leave_quickly_if_uncaught
 from dstrat.launch.job import JobSettings, LocalJob, describe_unpicklable, open_job, read_payload
 from dstrat.launch.recovery import Recovery, path_exists, wait_for_restart
@@ -96,7 +97,8 @@ class LocalLauncher(Launcher):
                     recovery.begin_attempt(job.folder)
                     start = self._prepare(job, call, interrupts, watchdog)
                     try:
-                        self._supervise(job, start, interrupts, watchdog)
+                        regrouping = Regrouping(job.folder, recovery, watchdog) if settings.elastic else None
+                        self._supervise(job, start, interrupts, watchdog, regrouping)
                     except RankFailedError as error:
                         record_failure(job.folder, error)
                         seconds = recovery.end_attempt(job.folder, error)
@@ -132,10 +134,15 @@ class LocalLauncher(Launcher):
         return partial(processes.start_served, job, interrupts=interrupts)
 
     def _supervise(
-        self, job: LocalJob, start: Callable[[int], RankProcess], interrupts: Interrupts, watchdog: Watchdog
+        self,
+        job: LocalJob,
+        start: Callable[[int], RankProcess],
+        interrupts: Interrupts,
+        watchdog: Watchdog,
+        regrouping: Regrouping | None,
     ) -> None:
         ranks: list[RankProcess] = []
-        supervisor = Supervisor(ranks, job, self.settings, interrupts)
+        supervisor = Supervisor(ranks, job, self.settings, interrupts, regrouping)
         try:
             for local_rank in range(job.num_processes):
                 ranks.append(start(local_rank))

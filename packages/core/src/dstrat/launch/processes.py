@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,10 @@ class RankProcess:
     rank: int
     pid: int
     poll: Callable[[], int | None]
+
+    def with_rank(self, rank: int) -> RankProcess:
+        """Return the same process with another rank."""
+        return replace(self, rank=rank)
 
 
 def start_script(job: LocalJob, local_rank: int, script: command.Command) -> RankProcess:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dstrat.launch.signals import Interrupts
 
-_ATTEMPT_FILE, _LEDGER_FILE = "attempt.json", "ledger.jsonl"
+_ATTEMPT_FILE, _LEDGER_FILE, _STEP_FILE = "attempt.json", "ledger.jsonl", "step-"
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds before a restart; doubled while attempts save nothing
 _POLL = 0.02
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses and numbers in the text of an error
@@ -150,7 +150,7 @@ class StepRecord:
 
 
 def _step_file(folder: Path, rank: int) -> Path:
-    return folder / f"step-{rank}"
+    return folder / f"{_STEP_FILE}{rank}"
 
 
 def _read_steps(folder: Path, rank: int) -> tuple[int | None, int]:
@@ -220,6 +220,59 @@ class Recovery:
         """
         if not self.max_restarts:
             raise error
+        reason, failed = self._judge(folder, error)
+        repeated = self._repeated(failed, error)
+        self.failed.append(failed)
+        if reason is not None:
+            raise self._final_error(error, reason, repeated) from None
+        self._read(folder)
+        before, self._resumed = self._resumed, self._newest_save_points()
+        self._wait = _FIRST_WAIT if self._resumed != before else min(2 * self._wait, _LONGEST_WAIT)
+        start = _describe_start(self._resumed)
+        _show(f"{failed}; attempt {failed.number + 1} of {self.total} begins in {self._wait:g} s {start}")
+        return self._wait
+
+    @property
+    def restart_count(self) -> int:
+        """Number of attempts that have failed."""
+        return len(self.failed)
+
+    def why_final(self, folder: Path, error: RankFailedError) -> str | None:
+        """Return why a failure is not retried; None where it is."""
+        return self._judge(folder, error)[0]
+
+    def can_continue(self, folder: Path, launch: int) -> bool:
+        """Return whether a launch has saved a complete checkpoint; called while no rank writes."""
+        self._read(folder)
+        return any(point.launch == launch and point.checkpoint is not None for point in self._newest_save_points())
+
+    def regroup(self, folder: Path, error: RankFailedError, num_ranks: int) -> None:
+        """Record a failed attempt, and print a line about the ranks that go on.
+
+        Args:
+            folder: The job's folder.
+            error: The failure, which is retried.
+            num_ranks: Their number.
+        """
+        _, failed = self._judge(folder, error)
+        self.failed.append(failed)
+        self._read(folder)
+        self._resumed = self._newest_save_points()
+        for path in folder.glob(f"{_STEP_FILE}*"):
+            path.unlink()  # of ranks that have other numbers now; who has mapped one keeps it
+        ranks = f"the other rank goes on as attempt {failed.number + 1} of {self.total}"
+        if num_ranks > 1:
+            ranks = f"the other {num_ranks} ranks go on as attempt {failed.number + 1} of {self.total}"
+        _show(f"{failed}; {ranks} {_describe_start(self._resumed)}")
+
+    def end(self) -> None:
+        """Print which attempts have failed before the one that has succeeded."""
+        if self.failed:
+            lines = "; ".join(f"attempt {each.number}: {each}" for each in self.failed)
+            _show(f"attempt {len(self.failed) + 1} of {self.total} has ended without a failure ({lines})")
+
+    def _judge(self, folder: Path, error: RankFailedError) -> tuple[str | None, FailedAttempt]:
+        """Return why a failure is not retried, None where it is, and the record of its attempt."""
         step, batches = _read_steps(folder, error.rank)
         failed = FailedAttempt(
             number=len(self.failed) + 1,
@@ -229,35 +282,25 @@ class Recovery:
             traceback=error.rank_traceback,
             batches=batches,
         )
-        repeated = next((each for each in self.failed if _is_repeated(each, failed, error)), None)
-        self.failed.append(failed)
-        if (reason := self._why_final(error, batches, repeated)) is not None:
-            raise self._final_error(error, reason, repeated) from None
-        self._ledger += _read_ledger(folder)  # before the folder is removed; the next attempt has another one
-        before, self._resumed = self._resumed, self._newest_save_points()
-        self._wait = _FIRST_WAIT if self._resumed != before else min(2 * self._wait, _LONGEST_WAIT)
-        start = _describe_start(self._resumed)
-        _show(f"{failed}; attempt {failed.number + 1} of {self.total} begins in {self._wait:g} s {start}")
-        return self._wait
-
-    def end(self) -> None:
-        """Print which attempts have failed before the one that has succeeded."""
-        if self.failed:
-            lines = "; ".join(f"attempt {each.number}: {each}" for each in self.failed)
-            _show(f"attempt {len(self.failed) + 1} of {self.total} has ended without a failure ({lines})")
-
-    def _why_final(self, error: RankFailedError, batches: int, repeated: FailedAttempt | None) -> str | None:
-        """Return why a failure is not retried; None where it is."""
         exits = error.exit_code is not None and error.exit_code >= 0  # neither killed by a signal nor hung
+        reason = None
         if exits and error.summary.partition(":")[0] in ("", "SystemExit"):
-            return "the rank has exited by itself"
-        if exits and len(self.failed) == 1 and not batches:
-            return "it has failed before its first batch was trained on, and would again"
-        if repeated is not None:
-            return f"attempt {repeated.number} has failed with the same error after the same step"
-        if len(self.failed) > self.max_restarts:
-            return f"max_restarts={self.max_restarts}"
-        return None
+            reason = "the rank has exited by itself"
+        elif exits and not self.failed and not batches:
+            reason = "it has failed before its first batch was trained on, and would again"
+        elif (repeated := self._repeated(failed, error)) is not None:
+            reason = f"attempt {repeated.number} has failed with the same error after the same step"
+        elif len(self.failed) >= self.max_restarts:
+            reason = f"max_restarts={self.max_restarts}"
+        return reason, failed
+
+    def _repeated(self, failed: FailedAttempt, error: RankFailedError) -> FailedAttempt | None:
+        return next((each for each in self.failed if _is_repeated(each, failed, error)), None)
+
+    def _read(self, folder: Path) -> None:
+        """Add the lines of the ledger, before the folder is removed; the next attempt writes another one."""
+        self._ledger += _read_ledger(folder)
+        (folder / _LEDGER_FILE).unlink(missing_ok=True)
 
     def _final_error(self, error: RankFailedError, reason: str, repeated: FailedAttempt | None) -> RankFailedError:
         lines = [f"attempt {each.number} of {self.total}: {each}" for each in self.failed]

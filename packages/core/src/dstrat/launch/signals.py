@@ -134,10 +134,14 @@ def leave_lost_terminal() -> None:
 # Watchdog that ends the ranks when their supervisor has died
 
 
-# Reads the process groups, one in a line, until the pipe from the supervisor breaks.
+# Reads orders to guard or forget a process group, one in a line, until the pipe from the supervisor breaks.
 # Processes that have left their group are found by their environment, where the system shows that.
 _SCRIPT = """
-while read -r group; do groups="$groups -$group"; done
+while read -r order group; do
+    if [ "$order" = guard ]; then groups="$groups -$group"; continue; fi
+    guarded=""; for other in $groups; do [ "$other" = "-$group" ] || guarded="$guarded $other"; done
+    groups="$guarded"
+done
 kill -KILL $groups
 for file in $(grep -lszFx "JOB_VARIABLE=$1" /proc/[0-9]*/environ); do
     pid="${file#/proc/}"; kill -KILL "${pid%/environ}"
@@ -179,9 +183,16 @@ class Watchdog:
 
     def guard(self, group: int) -> None:
         """Add a process group that the watchdog is to end."""
+        self._order("guard", group)
+
+    def forget(self, group: int) -> None:
+        """Remove a process group that has ended, whose number another one may get."""
+        self._order("forget", group)
+
+    def _order(self, order: str, group: int) -> None:
         assert self._shell.stdin is not None  # noqa: S101 - it is a pipe
         try:
-            self._shell.stdin.write(f"{group}\n".encode())
+            self._shell.stdin.write(f"{order} {group}\n".encode())
             self._shell.stdin.flush()
         except BrokenPipeError:  # the watchdog was killed: the supervisor itself still ends the ranks
             return

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.errors import LaunchError, RankFailedError
+from dstrat.launch.elastic import READY
 from dstrat.launch.failures import RankEnd, describe_stacks, failure_error, hang_error, list_ranks, read_failure, waits
 from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
 from dstrat.launch.nccl_status import read_note, wait_of
@@ -22,6 +23,7 @@ from dstrat.launch.signals import stop_signals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from dstrat.launch.elastic import Regrouping
     from dstrat.launch.job import JobSettings, LocalJob
     from dstrat.launch.processes import RankProcess
     from dstrat.launch.signals import Interrupts
@@ -45,6 +47,7 @@ class Supervisor:
         job: The job.
         settings: Has the times within which ranks must end, and come to their launch.
         interrupts: Collects the signals to stop.
+        regrouping: Lets ranks go on as fewer ranks when one was killed; None ends all of them.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class Supervisor:
         job: LocalJob,
         settings: JobSettings,
         interrupts: Interrupts,
+        regrouping: Regrouping | None = None,
     ) -> None:
-        self.processes, self.interrupts = processes, interrupts
+        self.processes, self.interrupts, self._regrouping = processes, interrupts, regrouping
         self.folder, self.world_size = job.folder, job.world_size
         self.grace, self.stop_grace = settings.grace, settings.stop_seconds
         self.ends: dict[int, RankEnd] = {}
@@ -82,7 +86,7 @@ class Supervisor:
         stacks: dict[int, str] = {}
         try:
             # Polled: exit codes, files, signals and idleness have nothing in common to wait for.
-            while not self._is_over():
+            while not self._is_over() or self._regroup():
                 time.sleep(_POLL)
                 if self.interrupts.pauses:
                     self._pause()
@@ -208,6 +212,42 @@ class Supervisor:
             self._next_inspection = time.monotonic() + self._inspection_pause
             self._inspection_pause *= 2  # a rank at work is interrupted ever more rarely
         return False
+
+    # Elastic jobs
+
+    def _regroup(self) -> bool:
+        """Let the other ranks go on as fewer ranks if one was killed, and return whether they do."""
+        regrouping, failures = self._regrouping, self._failures()
+        if regrouping is None or not self._only_deaths():
+            return False
+        error = failure_error(failures, {}, self.world_size)
+        if not isinstance(error, RankFailedError) or not regrouping.begin(error, len(self._running())):
+            return False
+        deadline, buried = time.monotonic() + READY, set[int]()
+        while time.monotonic() < deadline and self._only_deaths():
+            for process in self.processes:
+                if process.rank in self.ends and process.pid not in buried:
+                    regrouping.bury(process)
+                    buried.add(process.pid)
+            if all(map(regrouping.is_ready, self._running())):
+                break
+            time.sleep(_POLL / 4)
+        survivors = self._running()
+        if not self._only_deaths() or not survivors or not all(map(regrouping.is_ready, survivors)):
+            return False
+        ended = [process for process in self.processes if process.rank in self.ends]
+        group = regrouping.form_group(survivors, ended, error)
+        if group is None:
+            return False
+        self.processes, self.world_size, self.ends = group, len(group), {}
+        self._watch.restart()
+        return True
+
+    def _only_deaths(self) -> bool:
+        """Return whether signals have ended ranks, and nothing else has happened."""
+        self._look()
+        is_stopped = self.interrupts.received or self.stop_signal is not None or self._idle
+        return bool(self.ends) and not is_stopped and all(end.was_killed for end in self.ends.values())
 
     # Stop signals
 

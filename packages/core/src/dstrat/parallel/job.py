@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from dstrat.errors import LaunchError
+from dstrat.errors import LaunchError, PeerError
 from dstrat.interfaces.cluster import this_machine
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Job(dist.PrefixStore):
 
         Raises:
             LaunchError: Ranks timed out.
+            PeerError: A rank of an elastic job has died.
         """
         rank, size = self.cluster.global_rank, self.cluster.world_size
         all_came = f"all {action}"
@@ -114,6 +115,8 @@ class Job(dist.PrefixStore):
         while not self.check([all_came]):
             if (number := self.cluster.stop_signal) is not None:
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            if self.cluster.has_lost_rank:
+                raise PeerError(f"a rank has died before all {size} did {action}")
             if time.monotonic() > deadline:
                 missing = [str(other) for other in range(size) if not self.check([f"{other} {action}"])]
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"

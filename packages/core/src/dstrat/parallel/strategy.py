@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS
 from typing_extensions import override
 
-from dstrat.errors import RequestError
+from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.state_dict import has_standard_layout
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
@@ -83,6 +83,8 @@ class ParallelStrategy(Strategy):
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
 
     Attributes:
+        is_elastic: Whether a training can go on in the processes of the ranks that remain, when one was killed, see
+            :meth:`check_elastic`.
         job: The open communication with the other ranks, from :meth:`setup_environment` to :meth:`teardown`; None at
             other times, and if the strategy opens communication by other means.
     """
@@ -91,6 +93,7 @@ class ParallelStrategy(Strategy):
     uses_torch_distributed = True
     timeout: timedelta = DEFAULT_TIMEOUT
     job: Job | None = None
+    is_elastic = False
 
     def __init__(
         self,
@@ -236,6 +239,17 @@ class ParallelStrategy(Strategy):
         finally:
             self.job = None
             self.close_communication(aborts=False)
+
+    @override
+    def check_elastic(self) -> None:
+        if not self.is_elastic:
+            super().check_elastic()
+        backend = self.process_group_backend or self.accelerator.process_group_backend
+        if backend != "gloo":
+            raise ConflictError(
+                f"elastic=True needs collectives that fail at once when a rank was killed, as those of gloo, and the "
+                f"backend is {backend!r}: leave elastic out, and max_restarts restarts all ranks"
+            )
 
     # Steps
 

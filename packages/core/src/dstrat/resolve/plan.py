@@ -53,6 +53,7 @@ class Plan:
             is a plugin, or ``"cluster"``, which has started them already.
         start_method: How the processes of this machine will be started; None where none are.
         max_restarts: How often dstrat starts all processes again after one of them has failed.
+        elastic: Whether the others go on in their processes when one was killed.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler ends the job; None where none does.
         catalog_names: For each kind of component that was selected by its alias, its full alias.
     """
@@ -73,6 +74,7 @@ class Plan:
     start_method: StartMethod | None
     catalog_names: tuple[tuple[Kind, str], ...]
     max_restarts: int = 0
+    elastic: bool = False
     preemption_deadline: float | None = None
 
     def __str__(self) -> str:

@@ -58,6 +58,7 @@ def choose_launch(
     *,
     launcher: Selection[Launcher] | None = None,
     max_restarts: int = 0,
+    elastic: bool = False,
 ) -> LaunchSelection:
     """Choose who starts the processes.
 
@@ -66,11 +67,22 @@ def choose_launch(
         constraints: The other choices.
         launcher: The plugin that starts the processes; None without one.
         max_restarts: How often all ranks are to be started again after one of them has failed.
+        elastic: Whether the others are to go on in their processes when one was killed.
 
     Raises:
         ClusterError: The environment contradicts the devices and machines, or itself.
         ConflictError: Processes are needed that the strategy cannot start, or that dstrat is to restart and cannot.
     """
+    if elastic and not max_restarts:
+        raise ConflictError(
+            "elastic=True goes on after at most max_restarts deaths of ranks, and max_restarts=0: pass it too, such as "
+            "max_restarts=3"
+        )
+    if elastic and launcher is not None:
+        raise ConflictError(
+            f"elastic=True needs the processes that dstrat starts, and {launcher.title} starts these: leave one of "
+            "them out"
+        )
     if launcher is not None:
         return _by_plugin(launcher, strategy, constraints)
     facts = strategy.facts
@@ -87,7 +99,7 @@ def choose_launch(
     check_cluster(constraints.cluster, processes_per_node=per_node, num_nodes=constraints.num_nodes)
     if constraints.cluster.instance.creates_processes_externally:
         return _external(per_node, constraints, max_restarts)
-    return _local(strategy, per_node, constraints, max_restarts)
+    return _local(strategy, per_node, constraints, max_restarts, elastic=elastic)
 
 
 def _by_plugin(
@@ -134,7 +146,7 @@ def _external(per_node: int, constraints: Constraints, max_restarts: int) -> Lau
 
 
 def _local(
-    strategy: Selection[Strategy], per_node: int, constraints: Constraints, max_restarts: int
+    strategy: Selection[Strategy], per_node: int, constraints: Constraints, max_restarts: int, *, elastic: bool
 ) -> LaunchSelection:
     world_size = per_node * constraints.num_nodes
     if max_restarts and constraints.num_nodes > 1:
@@ -153,6 +165,8 @@ def _local(
         reason += f"; {constraints.test_runner} runs this, and is no script to run again by 'popen'"
     if max_restarts:
         reason += f"; up to {max_restarts} restart{'s' if max_restarts > 1 else ''}"
+    if elastic:
+        reason += ", of the dead rank's peers in their processes"
     return LaunchSelection(
         started_by="dstrat",
         processes_per_node=per_node,

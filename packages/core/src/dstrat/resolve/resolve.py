@@ -145,7 +145,7 @@ def _choose_hardware(request: Request, catalog: Catalog, environ: Mapping[str, s
     # Before the devices: in a job that a scheduler has started, the number of processes decides how many there are.
     cluster = choose_cluster(requested.get("cluster environment"), catalog, environ)
     with reading_environment(cluster):
-        started = cluster.instance.world_size if cluster.instance.creates_processes_externally else 1
+        started = cluster.instance.num_started if cluster.instance.creates_processes_externally else 1
     accelerator = choose_accelerator(requested.get("accelerator"), catalog, wanted)
     if wanted is not None and (strategy := wanted.on(accelerator, catalog)) is not wanted.selection:
         requested = with_components_of(strategy, beside_strategy)  # the accelerator's strategy may preset others
@@ -186,7 +186,9 @@ def _choose_software(request: Request, catalog: Catalog, hardware: _Hardware, *,
     strategy = choose_strategy(hardware.strategy, catalog, constraints)
     return _Software(
         strategy=strategy,
-        launch=choose_launch(strategy, constraints, launcher=launcher, max_restarts=request.max_restarts),
+        launch=choose_launch(
+            strategy, constraints, launcher=launcher, max_restarts=request.max_restarts, elastic=request.elastic
+        ),
         launcher=launcher,
         checkpoint_io=_choose_checkpoint_io(requested.get("checkpoint io"), catalog),
     )
@@ -227,6 +229,7 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
         start_method=launch.start_method,
         catalog_names=tuple((one.kind, one.catalog_name) for one in selections if one is not None and one.from_catalog),
         max_restarts=launch.max_restarts if launcher is None else request.max_restarts,
+        elastic=request.elastic,
         preemption_deadline=request.preemption_deadline,
     )
 
@@ -259,6 +262,8 @@ def _compose(plan: Plan, hardware: _Hardware, software: _Software, environ: Mapp
             launcher=launcher,
         )
     )
+    if plan.elastic:
+        strategy.check_elastic()
     used = strategy.launcher  # a strategy may replace it
     if used is not None and used.max_restarts != plan.max_restarts:
         raise ConflictError(
@@ -310,6 +315,7 @@ def _launcher(
             num_nodes=plan.num_nodes,
             environ=environ,
             max_restarts=plan.max_restarts,
+            elastic=plan.elastic,
             recovers_checkpoint=partial(recover_checkpoint, io=checkpoint_io),
             hang_timeout=strategy.hang_timeout,
             preemption_deadline=plan.preemption_deadline,

@@ -232,6 +232,22 @@ def _check_statement(value: Any, name: str) -> None:
         raise RequestError(f"{name}={value!r} must be True or False")
 
 
+def check_elastic(elastic: Any, *, saves_checkpoints: bool) -> None:
+    """Check the Trainer's argument.
+
+    Raises:
+        RequestError: It is not True or False.
+        ConflictError: No callback saves the checkpoints that ranks go on from.
+    """
+    if not isinstance(elastic, bool):
+        raise RequestError(f"elastic={elastic!r} must be True or False")
+    if elastic and not saves_checkpoints:
+        raise ConflictError(
+            "elastic=True goes on from the newest checkpoint, and no callback saves any: add "
+            "InMemoryCheckpoint(every_n_train_steps=10) or a ModelCheckpoint, or leave elastic out"
+        )
+
+
 def check_preemption(seconds: Any, cluster: ClusterEnvironment | None, *, saves_checkpoints: bool) -> None:
     """Check the deadline of a preemption.
 

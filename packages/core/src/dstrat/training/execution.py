@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,14 @@ from dstrat.training.checkpoint.recovery import continued_checkpoint, count_step
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
 from dstrat.training.checkpoint.save import final_state_of
 from dstrat.training.contexts import numerics
+from dstrat.training.elastic import (
+    RunBeginning,
+    begin_again,
+    is_regrouped_after,
+    offer_to_go_on,
+    release_frames,
+    withdraw_offer,
+)
 from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
 from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -89,6 +98,20 @@ def execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
     Returns:
         The result for the process that called the Trainer.
     """
+    beginning = RunBeginning(run) if run.is_fitting and run.settings.output.elastic else None
+    while True:
+        outcome = _execute(run, ckpt_path)
+        if not isinstance(outcome, Exception):
+            return outcome
+        again = None if beginning is None else begin_again(run, beginning)
+        if again is None:
+            raise outcome
+        run = again
+        del outcome  # whose frames hold the run before
+
+
+def _execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:
+    """Execute a run in this process as one rank; return the exception after which it is to be another rank."""
     from dstrat.launch.progress import watched_for_hangs  # only runs need it
 
     strategy, steps = run.strategy, run.settings.steps
@@ -109,7 +132,7 @@ def execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
         _end(run)
 
 
-def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
+def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:
     """Prepare the stage, do its work, and clean up."""
     work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[run.stage]
     try:
@@ -117,6 +140,7 @@ def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
         with states_gathered_by(run.strategy):
             result = work(run)
         record_results(run)
+        withdraw_offer(run)
         # A rank that is done may print, into the progress bar of rank 0: all end together.
         run.strategy.barrier("end")
     except (Interrupted, Terminated) as exception:
@@ -127,6 +151,9 @@ def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
             raise
         raise KeyboardInterrupt from None  # for this class only, not for subclasses, Python exits as after a SIGINT
     except BaseException as exception:
+        if isinstance(exception, Exception) and is_regrouped_after(run, exception):
+            _leave_group(run, exception)
+            return exception
         _on_exception(run, exception)
         explain_keyword(exception, (type(run.module), Callback, type(run.trainer)))
         raise
@@ -171,6 +198,8 @@ def _begin(run: Run) -> None:
 
 
 def _end(run: Run) -> None:
+    if run.user_settings is not None:
+        run.trainer.settings, run.user_settings = run.user_settings, None
     run.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
     _set_logging_module(run.callbacks, None)
     run.strategy.module_backward = None
@@ -193,6 +222,7 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     run.log_dir = agree_on_folders(run.loggers, strategy)
     rewind_loggers(run)
     count_steps(run)
+    offer_to_go_on(run)
     begin_record(run)
     if run.profiler is not None:
         run.profiler.start(run.stage, run.output_dir, strategy.global_rank)
@@ -325,6 +355,31 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
     ]
     for error in _run_all(steps):
         _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
+
+
+def _leave_group(run: Run, exception: BaseException) -> None:
+    """Clean up after a rank has died, for a run that begins again in this process."""
+    from dstrat.checkpoint.async_io import finish_write
+    from dstrat.launch.failures import kind_of
+
+    # Neither the program nor its callbacks see an exception: the fit goes on.
+    steps: list[Callable[[], None]] = [
+        # Before the wait for a write, which ranks that still wait for this one would hold up.
+        partial(run.strategy.on_exception, exception),
+        partial(finish_write, run.strategy, exception, logs=False),
+        *_cleanup_steps(run, "failed"),
+        *_record_end(run, "failed", exception),
+        run.strategy.discard_values,
+    ]
+    errors = _run_all(steps)
+    for error in errors:
+        if kind_of(error) == "error":
+            _log.error("cleaning up after a rank had died failed too", exc_info=error)
+    # Frames first: by the garbage collector alone, workers of loaders would end seconds later.
+    for each in (exception, *errors):
+        release_frames(each)
+    run.drop_loops()
+    gc.collect()
 
 
 def _requeue(cluster: ClusterEnvironment) -> None:

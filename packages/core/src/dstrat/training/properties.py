@@ -89,6 +89,7 @@ class TrainerProperties(NamedArguments):
     log_every_n_steps: int = setting("output", "log_every_n_steps")
     barebones: bool = setting("output", "barebones")
     max_restarts: int = setting("output", "max_restarts")
+    elastic: bool = setting("output", "elastic")
     preemption_deadline: float | None = setting("output", "preemption_deadline")
 
     # Ranks and devices

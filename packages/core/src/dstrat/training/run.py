@@ -182,6 +182,8 @@ class Run:
         attempt: The attempt of a job with ``max_restarts``; None without.
         save_point: From where this attempt continues the fit; None where it is the first one.
         save_seconds: Time that the last checkpoint has taken; 0 before the first.
+        sizes: With how many ranks an elastic fit can go on; empty before its loader is made.
+        user_settings: The Trainer's settings of the user, where those of an elastic fit differ; None where not.
         recorder: Writes the record of the run; None on other ranks than 0, and without a log folder.
         host_memory: Largest memory of this process before the run, in bytes.
         final_optimization: Optimizers and schedulers of the last fit; None where it ran in other processes.
@@ -229,6 +231,8 @@ class Run:
         self.attempt: Attempt | None = None
         self.save_point: SavePoint | None = None
         self.save_seconds = 0.0
+        self.sizes: list[int] = []
+        self.user_settings: TrainerSettings | None = None
         self.recorder: RunRecorder | None = None
         self.host_memory = 0
         self.log_dir: Path | None = None
@@ -251,6 +255,16 @@ class Run:
         from dstrat.training.loops.fit_loop import FitLoop  # making a Trainer stays fast
 
         return FitLoop(self)
+
+    def drop_loops(self) -> None:
+        """Release the loops of a fit that is over, with their loaders: workers end with the last reference."""
+        # They are forks, which keep connections of this process open, also where it has closed them.
+        loop: FitLoop | None = vars(self).pop("fit_loop", None)
+        if loop is not None:
+            loop.data.close()
+        if self.evaluation_loop is not None:
+            self.evaluation_loop.loaders = []
+            self.evaluation_loop = None
 
     # The job
 

@@ -126,6 +126,7 @@ class OutputSettings:
         log_every_n_steps: Optimizer steps between two writes of step values; 0 writes none.
         barebones: Whether everything beside training is off.
         max_restarts: How often all ranks are restarted after one has failed.
+        elastic: Whether the others go on in their processes when a rank was killed.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job; None where none does.
     """
 
@@ -133,6 +134,7 @@ class OutputSettings:
     log_every_n_steps: int
     barebones: bool
     max_restarts: int
+    elastic: bool
     preemption_deadline: float | None
 
 

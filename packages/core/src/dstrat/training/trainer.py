@@ -16,6 +16,7 @@ from dstrat.training.arguments import (
     RETIRED_ARGUMENTS,
     changed_arguments,
     check_arguments,
+    check_elastic,
     check_preemption,
     resolve_features,
 )
@@ -126,6 +127,8 @@ class Trainer(TrainerProperties):
             ``detect_anomaly`` and ``fast_dev_run``.
         max_restarts: How often all ranks of this machine are restarted after one has failed.  Training resumes from the
             newest complete checkpoint of this fit, at the same sample.
+        elastic: Whether the other ranks go on in their processes when one was killed, as fewer ranks with the same
+            global batch, from the newest complete checkpoint.  It counts as one of ``max_restarts``.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job.  On such a signal the
             ranks save a checkpoint in the folder of the first ModelCheckpoint, and stop within this time; after a
             complete run SIGUSR1 has no effect.  Without a deadline SIGUSR1 does not stop a run.
@@ -179,6 +182,7 @@ class Trainer(TrainerProperties):
         default_root_dir: str | Path | None = None,
         barebones: bool = False,
         max_restarts: int = 0,
+        elastic: bool = False,
         preemption_deadline: float | None = None,
     ) -> None:
         self.arguments = changed_arguments(Trainer.__init__, locals())
@@ -234,6 +238,7 @@ class Trainer(TrainerProperties):
                 log_every_n_steps=features.log_every_n_steps,
                 barebones=barebones,
                 max_restarts=max_restarts,
+                elastic=elastic,
                 preemption_deadline=preemption_deadline,
             ),
         )
@@ -248,6 +253,7 @@ class Trainer(TrainerProperties):
             precision=precision,
             plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
             max_restarts=max_restarts,
+            elastic=elastic,
             preemption_deadline=preemption_deadline,
         )
         try:
@@ -271,11 +277,13 @@ class Trainer(TrainerProperties):
             max_time=max_time,
         )
         self.run = Run(self)
+        saves_checkpoints = any(callback.saves_checkpoints for callback in self.callbacks)
         check_preemption(
             preemption_deadline,
             self.strategy.components.cluster_environment,
-            saves_checkpoints=any(callback.saves_checkpoints for callback in self.callbacks),
+            saves_checkpoints=saves_checkpoints,
         )
+        check_elastic(elastic, saves_checkpoints=saves_checkpoints)
 
     # Methods for users
 

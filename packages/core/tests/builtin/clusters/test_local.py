@@ -60,6 +60,22 @@ def test_ranks_learn_that_the_job_was_asked_to_stop(tmp_path):
     assert LocalEnvironment({}).stop_signal is None
 
 
+def test_ranks_that_go_on_without_others_meet_through_another_file(tmp_path):
+    ranks = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2", "NODE_RANK": "0"}
+    regrouped = {**RANK, **ranks, "DSTRAT_JOB": str(tmp_path), "DSTRAT_NUM_STARTED": "4", "DSTRAT_RESTART_COUNT": "1"}
+    cluster = LocalEnvironment(regrouped)
+    assert cluster.store_file == f"{tmp_path}/store-1"
+    assert (cluster.world_size, cluster.num_started, cluster.attempt) == (3, 4, 1)
+    cluster.validate(num_devices=4, num_nodes=1)  # as the script asks for, which knows nothing of it
+    (tmp_path / "regroup-0").touch()
+    assert not cluster.has_lost_rank
+    (tmp_path / "regroup-1").touch()
+    assert cluster.has_lost_rank
+    assert LocalEnvironment(RANK).num_started == 4
+    assert LocalEnvironment({}).num_started == 1
+    assert not LocalEnvironment({}).has_lost_rank
+
+
 def test_job_of_another_size_than_asked_for_is_refused():
     with pytest.raises(ClusterError, match=r"one of 4 that dstrat has started, and .* devices=2, num_nodes=1"):
         LocalEnvironment(RANK).validate(num_devices=2, num_nodes=1)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from dstrat.builtin.clusters.environ import Variables
 from dstrat.errors import ClusterError
 from dstrat.interfaces.cluster import ClusterEnvironment
-from dstrat.launch.job import JOB_VARIABLE, LOOPBACK, PID_VARIABLE, RESTART_VARIABLE, STOP_FILE, STORE_FILE
+from dstrat.launch.job import (
+    JOB_VARIABLE,
+    LOOPBACK,
+    PID_VARIABLE,
+    REGROUP_FILE,
+    RESTART_VARIABLE,
+    STARTED_VARIABLE,
+    STOP_FILE,
+    STORE_FILE,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +91,11 @@ class LocalEnvironment(ClusterEnvironment):
     def store_file(self) -> str | None:
         # A file on this machine; ranks of several machines meet at the address.
         is_one_machine = self.is_rank and self.environ["LOCAL_WORLD_SIZE"] == self.environ["WORLD_SIZE"]
-        return os.path.join(self.environ[JOB_VARIABLE], STORE_FILE) if is_one_machine else None  # noqa: PTH118 - a text
+        if not is_one_machine:
+            return None
+        # Of ranks that have regrouped another one: a killed rank may have left a half-written entry in the first.
+        name = f"{STORE_FILE}-{self.attempt}" if STARTED_VARIABLE in self.environ else STORE_FILE
+        return os.path.join(self.environ[JOB_VARIABLE], name)  # noqa: PTH118 - a text
 
     @property
     def attempt(self) -> int:
@@ -98,6 +111,14 @@ class LocalEnvironment(ClusterEnvironment):
             return None
         return int(number) if number else None  # empty while it is being written
 
+    @property
+    def has_lost_rank(self) -> bool:
+        return self.is_rank and Path(self.environ[JOB_VARIABLE], f"{REGROUP_FILE}-{self.attempt}").exists()
+
+    @property
+    def num_started(self) -> int:
+        return self._in_rank(STARTED_VARIABLE if STARTED_VARIABLE in self.environ else "WORLD_SIZE", 1)
+
     def validate(self, *, num_devices: int, num_nodes: int) -> None:
         if self.is_rank:
             self._check_size(num_devices, num_nodes)
@@ -108,7 +129,7 @@ class LocalEnvironment(ClusterEnvironment):
         return int(self.environ[name]) if self.is_rank else otherwise
 
     def _check_size(self, num_devices: int, num_nodes: int) -> None:
-        if (started := self.world_size) != num_devices * num_nodes:
+        if (started := self.num_started) != num_devices * num_nodes:
             raise ClusterError(
                 f"this rank is one of {started} that dstrat has started, and the script now asks for "
                 f"devices={num_devices}, num_nodes={num_nodes}: ask for the same in each fit, validate, test and "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from dstrat.errors import CheckpointError
 from dstrat.parallel.job import current_job
@@ -126,7 +128,24 @@ class GroupRanks(Ranks):
     @property
     def is_current(self) -> bool:
         # destroy_process_group() for the default group destroys this one too.
-        return dist.is_initialized() and dist.group.WORLD is self._parent
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._parent
+
+    @override
+    @contextlib.contextmanager
+    def _losses(self) -> Iterator[None]:
+        if self._group is None:
+            raise CheckpointError(
+                "another rank was lost before, so that the ranks save no checkpoint together any more"
+            )
+        try:
+            with super()._losses():
+                yield
+        except CheckpointError as error:
+            self.close()  # else a rank that waits for this one, and not for the lost one, would wait for this run's end
+            for link in (error, error.__cause__):
+                if link is not None:
+                    traceback.clear_frames(link.__traceback__)  # which hold the group, and so its connections
+            raise
 
     def exchange(self, message: bytes) -> list[bytes]:
         with self._losses():
@@ -184,9 +203,10 @@ class GroupRanks(Ranks):
             dist.recv(data, source, group=self._group)
 
     def close(self) -> None:
-        if self.is_current:
+        is_open, group, self._group = self.is_current, self._group, None
+        if is_open:
             with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group(self._group)
+                dist.destroy_process_group(group)
 
 
 class ChannelRanks(Ranks):

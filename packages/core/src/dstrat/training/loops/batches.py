@@ -10,6 +10,7 @@ import torch
 
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.equal_length import agreed_length
+from dstrat.data.global_batch import samples_per_batch
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import length_is_certain, length_of, loads_in_workers, prepare_training_loader, sequential
 from dstrat.data.prefetch import prefetch
@@ -17,6 +18,7 @@ from dstrat.data.resume import Beginning, ResumedLoader, StatefulLoader, is_stat
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
+from dstrat.training.elastic import keep_global_batch
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import DataHooks
 
@@ -62,11 +64,16 @@ class TrainingData:
         length = length_of(self.loader)
         return None if length is None else length * self.batches_per_item
 
+    @property
+    def samples_per_batch(self) -> list[int] | None:
+        """Number of samples in a batch of each loader; None if it is unknown."""
+        return samples_per_batch(self.loader, is_alone=self._run.world_size == 1)
+
     def load(self) -> None:
         """Make the loader from the user's, unless it exists; collective."""
         run = self._run
         if self.loader is None:
-            loader = run.sources.loader("train")
+            loader = keep_global_batch(run, run.sources.loader("train"))
             compiled = run.strategy.compiled_steps()
             self.batches_per_item = 1 if compiled is None else compiled.batches
             # Unshuffled, so that overfit_batches are the same ones in every epoch.
@@ -96,6 +103,10 @@ class TrainingData:
         """Make the loader, and agree with the other ranks on its length; collective."""
         self.load()
         self.num_batches = agreed_length(self._run.strategy, self.num_batches)
+
+    def close(self) -> None:
+        """Release the loader, which is not read any more."""
+        self.loader = self._stateful = None
 
     def reload_when_due(self, epoch: int) -> bool:
         """Make a new loader if ``reload_dataloaders_every_n_epochs`` says so, and return whether it did; collective."""

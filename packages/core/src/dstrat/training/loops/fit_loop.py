@@ -177,6 +177,8 @@ class FitLoop(Position):
                 saved_world_size=pending.saved_world_size,
                 length=self.data.length,
                 world_size=self._run.world_size,
+                saved_samples=pending.saved_samples,
+                samples=self.data.samples_per_batch,
             )
             self.batches_done = done - done % self.data.batches_per_item
             if pending.resume is not None:
@@ -481,13 +483,18 @@ class FitLoop(Position):
         counts = (
             [] if validation is None else [validation.batches_seen[index] for index in range(len(validation.loaders))]
         )
-        return super().state_dict() | {"loader_length": self.data.length, "validation_batches": counts}
+        return super().state_dict() | {
+            "loader_length": self.data.length,
+            "samples_per_batch": self.data.samples_per_batch,
+            "validation_batches": counts,
+        }
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.pending.saved_length = state["loader_length"]
         # Absent in older checkpoints.
+        self.pending.saved_samples = state.get("samples_per_batch")
         self.pending.validation_batches = dict(enumerate(state.get("validation_batches", ())))
 
     def rank_state(self) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Pending:
         reload_of_validation: Whether the next validation has new loaders, as the training loader was made anew.
         resume: State of a checkpoint to restore when the epoch begins or goes on.
         saved_length: Length of the training loader in that checkpoint.
+        saved_samples: Number of samples in a batch of each training loader in that checkpoint; None if it is unknown.
         validation_batches: Batches of each validation loader that were seen before that checkpoint, by its index.
         saved_world_size: Number of ranks whose counters these are, if it is another one; 0 otherwise.
         random_state: Random state from which a checkpoint of now repeats the validation.
@@ -122,6 +123,7 @@ class Pending:
     reload_of_validation: bool = False
     resume: ResumeState | None = None
     saved_length: int | None = None
+    saved_samples: list[int] | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
     saved_world_size: int = 0
     random_state: RankRandomState | None = None

@@ -1,0 +1,82 @@
+"""Global batch of a fit that goes on with fewer ranks: the same samples in each optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from dstrat.data.combined_loader import CombinedLoader, leaves
+from dstrat.data.division import groups_samples, sampler_of
+from dstrat.data.samplers import RankSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDivision:
+    """Division of the batches of an optimizer step over fewer ranks.
+
+    Attributes:
+        accumulate: Number of batches of a rank whose gradients make up the step.
+        share: Size of such a batch, in batches of the user's loader; at most 1 if gradients may be accumulated.
+    """
+
+    accumulate: int
+    share: Fraction
+
+
+def divide_global_batch(
+    batch_sizes: Sequence[int], *, accumulate: int, ranks: int, fewer: int, accumulates: bool = True
+) -> BatchDivision | None:
+    """Divide the samples of an optimizer step evenly over fewer ranks; None if they cannot be.
+
+    A rank never gets larger batches than before, which its memory might not hold: it accumulates more of them.
+
+    Args:
+        batch_sizes: Number of samples in a batch of each loader that is read in a step.
+        accumulate: Number of batches that each rank accumulates in a step.
+        ranks: Number of ranks for which these two numbers were chosen.
+        fewer: Number of ranks now.
+        accumulates: Whether the number of accumulated batches may change; otherwise batches become larger.
+    """
+    of_rank = Fraction(ranks * accumulate, fewer)  # batches of a step, for each of the ranks that remain
+    smallest = min(batch_sizes, default=1)
+    counts = range(-(-of_rank.numerator // of_rank.denominator), int(of_rank * smallest) + 1)
+    for count in counts if accumulates else (accumulate,):
+        share = of_rank / count
+        if all((share * size).denominator == 1 for size in batch_sizes):
+            return BatchDivision(accumulate=count, share=share)
+    return None
+
+
+def batch_sizes_of(loader: Any) -> list[int] | None:
+    """Return the number of samples in a batch of each loader; None unless the batches can be divided anew."""
+    loaders = loader.flattened if isinstance(loader, CombinedLoader) else list(leaves(loader))
+    sizes = [_batch_size_of(leaf) for leaf in loaders]
+    return None if None in sizes else [size for size in sizes if size is not None]
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    is_known = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not is_known or not groups_samples(loader) or isinstance(sampler_of(loader), DistributedSampler):
+        return None
+    return int(loader.batch_sampler.batch_size)
+
+
+def samples_per_batch(loader: Any, *, is_alone: bool) -> list[int] | None:
+    """Return the number of samples in a batch of each prepared loader; None if it is unknown.
+
+    Args:
+        loader: The loader of this process; None before it is made.
+        is_alone: Whether the job has one process, whose loaders need no division.
+    """
+    loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    sizes = [_batch_size_of(leaf) for leaf in loaders]
+    is_divided = is_alone or all(
+        isinstance(leaf, DataLoader) and isinstance(sampler_of(leaf), RankSampler) for leaf in loaders
+    )
+    return [size for size in sizes if size is not None] if is_divided and None not in sizes else None

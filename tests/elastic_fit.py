@@ -1,0 +1,133 @@
+"""Program that test_elastic.py breaks: ``elastic_fit.py STRATEGY METHOD RANKS CASE [CKPT_PATH BATCH_SIZE ACCUMULATE]``.
+
+With a checkpoint it is a fit that is resumed from that, on a number of ranks that stays.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import dstrat.strategies
+from dstrat import Callback, InMemoryCheckpoint, ModelCheckpoint, Trainer, TrainModule
+
+NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 240, 4, 2
+
+
+def write(name, text):
+    unfinished = Path(f"{name}.unfinished")
+    unfinished.write_text(str(text))
+    unfinished.replace(name)
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor([index / NUM_SAMPLES, 1.0]), index
+
+
+class Net(TrainModule):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(2, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
+        )
+        self.first_weight = self.layers[0].weight
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.layers(batch[0]) - batch[0].sum(1, keepdim=True)).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layers(batch[0]).mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"},
+        }
+
+
+class Diary(Callback):
+    """Writes the process id of each rank, where it began, each batch that it has trained on, and the end."""
+
+    def name_of(self, trainer):
+        return f"{trainer.restart_count}-{trainer.global_rank}"
+
+    def setup(self, trainer, module, stage):
+        write(f"pid-{self.name_of(trainer)}", os.getpid())
+
+    def on_train_start(self, trainer, module):
+        name = self.name_of(trainer)
+        if trainer.is_global_zero and trainer.restart_count and trainer.ckpt_path:
+            shutil.copytree(trainer.ckpt_path, f"resumed-{trainer.restart_count}.ckpt")
+        write(f"start-{name}", trainer.global_step)
+        self.path = Path(f"batches-{name}")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        in_group = trainer.fit_loop.in_group
+        step = trainer.global_step + (in_group > 0)  # the one that its gradients are for
+        values = (time.time(), step, in_group, trainer.current_epoch, outputs["loss"].item().hex())
+        with self.path.open("a") as batches:
+            batches.write(" ".join(map(str, [*values, *batch[1].tolist()])) + "\n")
+        time.sleep(0.005)
+
+    def on_train_end(self, trainer, module):
+        weights = trainer.strategy.module_state_dict()
+        if trainer.is_global_zero:
+            torch.save({name: value.clone() for name, value in weights.items()}, "weights.pt")
+
+
+class Raise(Callback):
+    def __init__(self, attempt, step):
+        self.attempt, self.step = attempt, step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if (trainer.restart_count, trainer.global_rank, trainer.global_step) == (self.attempt, 1, self.step):
+            raise ValueError("an error of the program")
+
+
+def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, accumulate=1):
+    torch.manual_seed(0)
+    checkpoints = {
+        "in memory": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5)],
+        "during the copy": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=1)],
+        "on the disk": [ModelCheckpoint(every_n_train_steps=5)],
+        "no checkpoint yet": [ModelCheckpoint(every_n_train_steps=1000)],
+        "raises": [ModelCheckpoint(every_n_train_steps=5), Raise(0, 12)],
+        "raises later": [ModelCheckpoint(every_n_train_steps=5), Raise(1, 27)],
+        "resumed": [],
+    }
+    elastic = {} if ckpt_path else {"max_restarts": 5, "elastic": True}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(ranks),
+        strategy=getattr(dstrat.strategies, strategy)(start_method=method),
+        max_epochs=NUM_EPOCHS,
+        log_every_n_steps=1,
+        accumulate_grad_batches=int(accumulate),
+        default_root_dir=".",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*checkpoints[case], Diary()],
+        **elastic,
+    )
+    net = Net(256 if case == "during the copy" else 16)
+    workers = {"num_workers": 1, "persistent_workers": True} if case == "on the disk" else {}
+    loader = DataLoader(Numbers(), batch_size=int(batch_size), shuffle=True, **workers)
+    trainer.fit(net, loader, DataLoader(Numbers(), batch_size=16), ckpt_path=ckpt_path or None)
+    if trainer.is_global_zero:
+        print(f"{trainer.restart_count} restarts, {len(trainer.failed_attempts)} failed attempts")
+        print(f"{trainer.accumulate_grad_batches} accumulated")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
