@@ -21,7 +21,7 @@ from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.errors import AmbiguousAliasError, DstratError, MissingRequirementError
 from dstrat.launch.job import JOB_VARIABLE
 from dstrat.plugins.component import KINDS, NO_BACKEND
-from dstrat.plugins.offer import kind_label, owner_label
+from dstrat.plugins.offer import kind_label
 from dstrat.plugins.settings import DISABLE, normalized
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def check_versions(catalog: Catalog) -> Iterator[Finding]:
     """Yield the versions of Python, torch and the distributions that offer components."""
     yield Finding(subject="python", text=f"{platform.python_version()} on {platform.platform()}")
     yield _torch()
-    distributions = {owner_label(plugin.distribution, plugin.version) for plugin in catalog.plugins}
+    distributions = {plugin.label for plugin in catalog.plugins}
     yield Finding(subject="distributions", text=", ".join(sorted(distributions)))
 
 

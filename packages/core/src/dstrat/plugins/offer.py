@@ -37,11 +37,6 @@ def kind_label(kind: Kind) -> str:
     return kind.replace("_", " ")
 
 
-def owner_label(distribution: str, version: str) -> str:
-    """Return a distribution for display: ``"dstrat-ddp 0.1.0"``."""
-    return f"{distribution} {version}".rstrip()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)  # equal by identity, so that offers can be keys
 class Offer:
     """A component, and the distribution that offers it.
@@ -71,8 +66,8 @@ class Offer:
 
     @property
     def owner_label(self) -> str:
-        """The owner with its version."""
-        return owner_label(self.owner, self.version)
+        """The owner with its version: ``"dstrat-ddp 0.1.0"``."""
+        return f"{self.owner} {self.version}".rstrip()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,8 +127,8 @@ class Plugin:
 
     @property
     def label(self) -> str:
-        """The distribution with its version."""
-        return owner_label(self.distribution, self.version)
+        """The distribution with its version: ``"dstrat-ddp 0.1.0"``."""
+        return f"{self.distribution} {self.version}".rstrip()
 
     @property
     def is_broken(self) -> bool:
