@@ -98,8 +98,8 @@ class GroupAverage:
         assert self._dtype is not None  # noqa: S101 - only compressed values are gathered
         first = _expand(self._gathered[0].unsqueeze(0), self._dtype)[0]
         values = first.new_empty(len(self._gathered) * first.numel())
-        for payload, part in zip(self._gathered, values.split(first.numel()), strict=True):
-            part.copy_(_expand(payload.unsqueeze(0), self._dtype)[0])
+        for payload, piece in zip(self._gathered, values.split(first.numel()), strict=True):
+            piece.copy_(_expand(payload.unsqueeze(0), self._dtype)[0])
         self._gathered = []
         return values
 
