@@ -148,6 +148,91 @@ def test_models_are_evaluated_beside_the_trained_one(tmp_path, strategy):
         assert differences == pytest.approx([0, 0], abs=1e-6)
 
 
+SAVED = """
+from pathlib import Path
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+folder, seen = Path(__file__).parent, {}
+class Own(torch.nn.Module):  # with a tied weight, and a layer that has the name of a method
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.save = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.second.weight = self.first.weight
+    def forward(self, x):
+        return self.save(self.second(self.first(x)))
+    def save_pretrained(self, path, note=None):
+        Path(path).mkdir()
+        assert self.second.weight is self.first.weight
+        torch.save(self.state_dict(), Path(path, note))
+def made(name):
+    torch.manual_seed(4)
+    if name == "own":
+        return Own()
+    model, lora = LlamaForCausalLM(LlamaConfig(**sizes)), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    return get_peft_model(model, lora) if name == "peft" else model
+def read(name):
+    if name == "own":
+        return torch.load(folder / name / "weights", weights_only=True)
+    if name == "peft":
+        return PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**sizes)), folder / name).state_dict()
+    return LlamaForCausalLM.from_pretrained(folder / name).state_dict()
+for name in NAMES:
+    model = made(name)
+    trained = {key for key, value in model.named_parameters() if value.requires_grad}
+    expected = {key: value.clone() for key, value in model.state_dict().items() if key in trained}
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    def step():
+        if name == "own":
+            loss = model(torch.ones(2, 4)).sum()
+        else:
+            loss = model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+    if name == "own":
+        model.save_pretrained(str(folder / name), note="weights")
+    else:
+        accelerator.unwrap_model(model).save_pretrained(str(folder / name))
+    saved = read(name)
+    seen[name] = [all(torch.equal(saved[key], value) for key, value in expected.items()), step(), step()]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3", "mesh(tp=2)"])
+def test_a_model_saves_whole_weights_by_its_own_method(tmp_path, strategy):
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+    pytest.importorskip("peft", reason="this environment has no peft")
+    names = ["llama"] if "tp" in strategy else ["own", "llama", "peft"]  # the others have no plan
+    for seen in seen_by_ranks(tmp_path, strategy, f"NAMES = {names}" + SAVED):
+        for name, (is_whole, first_loss, second_loss) in seen.items():
+            assert is_whole, name
+            # It trains on; adapters of the attention change the loss of so small a model little.
+            assert second_loss < first_loss or name == "peft", name
+
+
+def test_a_file_with_shards_of_one_process_is_an_error(tmp_path):
+    program = """
+from pathlib import Path
+from dstrat.errors import MisuseError
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+path = Path(__file__).parent / "weights"
+accelerator.save({"model": accelerator.get_state_dict(model), "step": [1]}, path)
+accelerator.wait_for_everyone()
+names = sorted(torch.load(path, weights_only=True)["model"])
+try:
+    accelerator.save({"model": model.state_dict(), "step": [1]}, path)
+except MisuseError as error:
+    seen = [names, str(error)]
+"""
+    for names, message in seen_by_ranks(tmp_path, "fsdp", program):
+        assert names == ["0.bias", "0.weight", "1.bias", "1.weight"]
+        assert "save what accelerator.get_state_dict(model) returns" in message
+
+
 HELD = """
 from dstrat.errors import MisuseError
 class Holder(torch.nn.Module):

@@ -449,6 +449,53 @@ for name, value in [
     ]
 
 
+OWN_FILES = """
+import time
+import torch
+from pathlib import Path
+from transformers import Trainer, TrainingArguments
+folder = Path(__file__).parent
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    def forward(self, x, labels):
+        return {"loss": (self.layers(x) - labels).square().mean()}
+    def save(self, path):
+        torch.save(self.state_dict(), Path(path, "own.pt"))
+class EncoderTrainer(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        time.sleep(3 * torch.distributed.get_rank())  # what another rank writes would come last
+        Path(output_dir).mkdir(exist_ok=True, parents=True)
+        self.model.save(output_dir)
+class SlowTrainer(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        time.sleep(3 * torch.distributed.get_rank())
+        super()._save(output_dir, state_dict)
+torch.manual_seed(1)
+data = [{"x": torch.randn(4), "labels": torch.randn(2)} for _ in range(16)]
+for trainer_class, file in ((EncoderTrainer, "own.pt"), (SlowTrainer, "model.safetensors")):
+    args = TrainingArguments(str(folder / file), max_steps=2, save_steps=2, report_to="none", disable_tqdm=True)
+    trainer = dstrat_transformers.with_strategy(trainer_class)(model=Encoder(), args=args, train_dataset=data)
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    torch.distributed.barrier()
+    time.sleep(4)
+    if trainer.is_world_process_zero():
+        from safetensors.torch import load_file
+        path = folder / file / "checkpoint-2" / file
+        saved = torch.load(path, weights_only=True) if file == "own.pt" else load_file(path)
+        assert sorted(saved) == sorted(state), sorted(saved)
+        print("EQUAL", all(torch.equal(saved[name], value) for name, value in state.items()))
+"""
+
+
+def test_a_trainer_that_writes_its_own_files_gets_whole_weights_once(tmp_path):
+    ended = start(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_FILES)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("EQUAL True") == 2
+
+
 def test_float16_is_an_error_with_a_reason(tmp_path):
     use = "dstrat_transformers.use('auto', accelerator='cpu', devices=1)\n"
     ended = start(tmp_path, use + "dstrat_transformers.DstratAccelerator(mixed_precision='fp16')")

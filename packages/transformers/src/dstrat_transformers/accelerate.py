@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, convert_to_fp32, recursively_apply
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,7 +25,7 @@ from dstrat_transformers.prepared_model import ONE_MODEL, PreparedModel, names_i
 from dstrat_transformers.session import current_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -325,6 +327,17 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         return state
 
+    @override
+    def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        # One process writes the file, and others would read its shards as theirs.
+        if _has_shards(obj):
+            raise MisuseError(
+                "accelerator.save got shards, of which each process has others: save what "
+                "accelerator.get_state_dict(model) returns, which all processes must call, or take "
+                "accelerator.save_state"
+            )
+        super().save(obj, f, *args, **kwargs)
+
     def _load_sharded_model(self, models: list[Module], input_dir: str) -> None:
         """Load models before ``load_state`` does, which would load full tensors into shards; collective."""
         if self._prepared is None or self._strategy.replicates_state:
@@ -339,6 +352,15 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 state = _read_weights(Path(input_dir), index)
             prepared.load_state_dict(state)
         models.clear()  # by which Accelerate knows that they are loaded
+
+
+def _has_shards(saved: Any) -> bool:
+    """Return whether there is a sharded tensor in what is saved."""
+    if isinstance(saved, Mapping):
+        return any(map(_has_shards, saved.values()))
+    if isinstance(saved, list | tuple):
+        return any(map(_has_shards, saved))
+    return isinstance(saved, DTensor)
 
 
 def _is_loss(module: Module) -> bool:

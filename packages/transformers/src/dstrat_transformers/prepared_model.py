@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dstrat.errors import MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
+from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
 from dstrat_transformers.models import generate_alone, generate_together, is_peft, is_pretrained_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -30,6 +35,11 @@ ONE_MODEL = (
     "one that is not trained by accelerator.prepare_model(model, evaluation_mode=True)"
 )
 """Advice of errors about several models."""
+
+_SAVING_METHODS = ("save_pretrained", "save")
+"""Methods of models of transformers, peft, sentence-transformers and others that write files."""
+
+_numbers_of_saves = itertools.count(1)  # of all models of this process, as the name of a wait is used once in a job
 
 
 class PreparedModel:
@@ -70,7 +80,7 @@ class PreparedModel:
     ) -> None:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
         self.names, self.convert_output, self._is_running = names, convert_output, False
-        self._has_stepped = self._is_released = False
+        self._has_stepped = self._is_released = self._has_full_weights = False
         self.module: Any = model
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
@@ -100,9 +110,7 @@ class PreparedModel:
         model.forward = forward
         forward.prepared_model = self  # type: ignore[attr-defined]  # which lives as long as the model
         if not strategy.replicates_state:
-            generate_together(model)
-            if hasattr(model, "generate"):
-                self._generate_in_a_step(model)
+            self._make_methods_collective(model)
 
     def _divided_batches(self) -> DividedBatches | None:
         num_optimizers = len(self.strategy.optimizers)
@@ -130,6 +138,14 @@ class PreparedModel:
         """Return the preparation of a model; None if no strategy has set it up."""
         return getattr(model.__dict__.get("forward"), "prepared_model", None)
 
+    def _make_methods_collective(self, model: Any) -> None:
+        generate_together(model)
+        if hasattr(model, "generate"):
+            self._generate_in_a_step(model)
+        for name in _SAVING_METHODS:
+            if inspect.ismethod(getattr(model, name, None)):  # and not a layer of that name
+                self._save_full_weights(model, name)
+
     def _generate_in_a_step(self, model: Any) -> None:
         """Let ``generate`` run as one step, as it also calls layers alone: an encoder, or the model inside peft's."""
         generate = model.generate
@@ -149,6 +165,21 @@ class PreparedModel:
                 self.strategy.accelerator.end_graph("evaluation_step")
 
         model.generate = generate_in_a_step
+
+    def _save_full_weights(self, model: Any, name: str) -> None:
+        """Let a method that writes the model's files see whole weights, in the first process; it becomes collective."""
+        save = getattr(model, name)
+        self._changed[name] = model.__dict__.get(name)
+
+        @functools.wraps(save)
+        def save_full_weights(*args: Any, **kwargs: Any) -> Any:
+            # A program that passes the gathered state itself may call it in one process only.
+            if self._has_full_weights or kwargs.get("state_dict") is not None:
+                return save(*args, **kwargs)
+            with self.full_weights() as has_them:
+                return save(*args, **kwargs) if has_them else None
+
+        setattr(model, name, save_full_weights)
 
     def _with_new_parameters(self, _: Module) -> list[Optimizer]:
         """Return the optimizers with the parameters that the model has now, by name."""
@@ -265,6 +296,26 @@ class PreparedModel:
         """Load a full state of the model, of which that of global rank 0 counts; collective."""
         self.strategy.load_module_state_dict({self._prefix + name: value for name, value in state.items()})
 
+    @contextmanager
+    def full_weights(self) -> Iterator[bool]:
+        """Put whole weights on the CPU into the model of global rank 0, for code that saves it; collective.
+
+        Yields:
+            Whether this process has them.
+        """
+        wait_for_all_ranks(f"save {type(self.model).__name__} (save {next(_numbers_of_saves)}), which all must call")
+        state = self.state_dict()
+        has_them = self.strategy.is_global_zero
+        shards = _replace_parameters(self.model, state) if has_them else []
+        self._has_full_weights = has_them
+        try:
+            yield has_them
+        finally:
+            self._has_full_weights = False
+            for layer, name, shard in shards:
+                setattr(layer, name, shard)
+        self.strategy.barrier("save")
+
     @property
     def _prefix(self) -> str:
         return "" if self.module is self.model else "model."
@@ -294,6 +345,21 @@ class PreparedModel:
         # It belongs to the session, and other strategies use it.
         self.strategy.close_communication = lambda **_: None  # type: ignore[attr-defined]
         self.strategy.teardown()
+
+
+def _replace_parameters(model: Module, state: Mapping[str, Tensor]) -> list[tuple[Module, str, Parameter]]:
+    """Replace the parameters of a model by those of its full state, tied ones by one; return what was there."""
+    replaced, made = [], {}
+    for path, layer in model.named_modules(remove_duplicate=False):
+        for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+            value = state.get(f"{path}.{name}" if path else name)
+            if value is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                replaced.append((layer, name, parameter))
+    for layer, name, parameter in replaced:
+        setattr(layer, name, made[id(parameter)])
+    return replaced
 
 
 def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:

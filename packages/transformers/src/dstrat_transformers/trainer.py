@@ -261,7 +261,10 @@ class StrategyTrainer:
                     processing.save_pretrained(folder)
                 torch.save(self.args, folder / _ARGUMENTS)
         else:
-            trainer._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))  # noqa: SLF001 - the Trainer's
+            prepared: Any = PreparedModel.of(self.model)
+            with prepared.full_weights() as has_weights:
+                if has_weights:
+                    trainer._save(str(folder))  # noqa: SLF001 - the Trainer's
         if self.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
