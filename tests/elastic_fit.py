@@ -95,6 +95,11 @@ class Raise(Callback):
             raise ValueError("an error of the program")
 
 
+def leave_out(module, state, prefix, metadata):
+    for name in [name for name in state if name.startswith(f"{prefix}layers.2.")]:
+        del state[name]
+
+
 def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, accumulate=1):
     torch.manual_seed(0)
     checkpoints = {
@@ -102,6 +107,7 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
         "during the copy": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=1)],
         "on the disk": [ModelCheckpoint(every_n_train_steps=5)],
         "no checkpoint yet": [ModelCheckpoint(every_n_train_steps=1000)],
+        "weights left out": [ModelCheckpoint(every_n_train_steps=5)],
         "raises": [ModelCheckpoint(every_n_train_steps=5), Raise(0, 12)],
         "raises later": [ModelCheckpoint(every_n_train_steps=5), Raise(1, 27)],
         "resumed": [],
@@ -121,6 +127,9 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
         **elastic,
     )
     net = Net(256 if case == "during the copy" else 16)
+    if case == "weights left out":
+        net.layers[2].requires_grad_(requires_grad=False)
+        net.register_state_dict_post_hook(leave_out)
     workers = {"num_workers": 1, "persistent_workers": True} if case == "on the disk" else {}
     loader = DataLoader(Numbers(), batch_size=int(batch_size), shuffle=True, **workers)
     trainer.fit(net, loader, DataLoader(Numbers(), batch_size=16), ckpt_path=ckpt_path or None)

@@ -238,12 +238,16 @@ def one_averaging(cluster):
     start(strategy, Net(), parts(cluster))
     steps(strategy, 0, 1)
     averaging = strategy.algorithm._averaging
+    deadline = time.monotonic() + 30
+    while averaging.rounds < 1 and time.monotonic() < deadline:  # of which a rank has made a copy in the step, or not
+        averaging.after_step()
+        time.sleep(0.001)
+    averaging._copied.clear()
     with torch.no_grad():
         for parameter in strategy.module.parameters():
             parameter.fill_(float(strategy.global_rank))
-    deadline = time.monotonic() + 30
     copied = None
-    while averaging.rounds < 1 and time.monotonic() < deadline:
+    while averaging.rounds < 2 and time.monotonic() < deadline:
         with torch.no_grad():  # the training goes on, by 10, when the copy has been made
             if copied is None and averaging._copied.is_set():
                 copied = weights_of(strategy.module)

@@ -122,8 +122,10 @@ def test_stages_send_what_is_declared_for_their_microbatches():
     for layout, expected in zip(layouts, declared, strict=True):
         found, of_last = first[str(layout)], last[str(layout)]
         forward, backward = found.pop("send"), of_last.pop("send")  # a stage between others sends both
-        assert (forward[0] + backward[0], forward[1] + backward[1]) == expected.pop("send")
-        found.pop("broadcast")  # of the loss
+        loss = (4, 1)  # in float32, from the last stage: not declared
+        declared_size, declared_messages = expected.pop("send")
+        assert forward[0] + backward[0] == declared_size + loss[0]
+        assert forward[1] + backward[1] == declared_messages + loss[1]
         # Torch gathers a block once too often, ahead of a backward pass.
         assert found == {kind: pytest.approx(numbers, rel=0.07) for kind, numbers in expected.items()}
 

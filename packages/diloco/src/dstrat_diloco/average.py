@@ -86,7 +86,7 @@ class GroupAverage:
                 self._piece /= self._groups.division.num_groups
         piece = (self._expanded() if self._piece is None else self._piece).to(self._dtype_of_mean)
         self._piece = None
-        if self._num_pieces > 1:
+        if self._num_pieces > 1 and piece.numel():
             pieces = piece.new_empty(self._num_pieces * piece.numel())
             dist.all_gather([*pieces.split(piece.numel())], piece, group=self._groups.group)
             piece = pieces

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -319,8 +320,9 @@ def _no_shard(_layer: Module, _name: str) -> Tensor | None:
 
 
 def _any_shard(layer: Module, name: str) -> Tensor | None:
-    """Return the shard itself as the one to copy from: its values follow from a checkpoint."""
-    return local_tensor(getattr(layer, name))
+    """Return the shard itself as the one to copy from, as a checkpoint has its values; None for a buffer."""
+    tensor = getattr(layer, name)
+    return local_tensor(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 def _described(layout: Mapping[str, Any]) -> str:

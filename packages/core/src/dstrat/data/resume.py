@@ -58,9 +58,8 @@ def convert_position(
         ratios = {Fraction(before, now) for before, now in zip(saved_samples, samples, strict=False)}
         if len(ratios) == 1 and len(saved_samples) == len(samples):
             ratio *= ratios.pop()
-            return length if batches_done >= saved_length else min(int(batches_done * ratio), length), ratio
     # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the numbers of
-    # ranks do not explain it, as the batch size has changed too, or no rank has a share.
+    # ranks and samples do not explain it, as several ranks read the same batches, or no rank has a share.
     is_rounded_up = (saved_length - 1) * ratio < length < saved_length * ratio + 1
     is_rounded_down = saved_length * ratio - 1 < length < (saved_length + 1) * ratio
     if not (is_rounded_up or is_rounded_down):

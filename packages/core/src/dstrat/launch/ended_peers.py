@@ -206,11 +206,11 @@ class SignalWatch(threading.Thread):
 
     def run(self) -> None:
         numbers = b""
-        while signal.SIGTERM not in numbers and 0 not in numbers:
+        while 0 not in numbers:  # also after a signal, as Python reports an error if nobody reads the next one
             numbers = os.read(self._reader, 64)
-        # By the code of shells: what a second signal does otherwise cannot be done in another thread.
-        if 0 not in numbers and _has_ended_peers(self._is_over) and not self._is_handled():
-            os._exit(128 + signal.SIGTERM)
+            is_ended = signal.SIGTERM in numbers and 0 not in numbers
+            if is_ended and _has_ended_peers(self._is_over) and not self._is_handled():
+                os._exit(128 + signal.SIGTERM)  # the code of shells: another thread cannot do what a second signal does
         os.close(self._reader)
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dstrat.data.combined_loader import CombinedLoader, map_leaves
 from dstrat.data.division import with_share
 from dstrat.data.global_batch import batch_sizes_of, divide_global_batch
@@ -105,17 +107,20 @@ def keep_global_batch(run: Run, loader: Any) -> Any:
         RequestError: The samples cannot be divided.
     """
     if not (run.is_fitting and run.settings.output.elastic):
+        cluster = run.strategy.components.cluster_environment
+        if run.is_fitting and cluster is not None and cluster.num_started > cluster.world_size and run.is_global_zero:
+            _log.warning(
+                "%d of %d ranks train, as others were killed in an earlier fit: each step has fewer samples",
+                cluster.world_size,
+                cluster.num_started,
+            )
         return loader
     settings = run.settings if run.user_settings is None else run.user_settings
     sizes, started = batch_sizes_of(loader), run.plan.world_size
     run.sizes = [size for size in range(1, started + 1) if _divide(run, settings, sizes, size) is not None]
     if run.world_size == started:
-        if len(run.sizes) == 1 and started > 1 and run.is_global_zero:
-            _log.warning(
-                "elastic=True: the batches of a step cannot be divided evenly over fewer than %d ranks, so that all "
-                "ranks are restarted if one dies",
-                started,
-            )
+        if len(run.sizes) <= 1 < started:
+            _warn_of_restarts(run, "with this loader and these settings, fewer ranks cannot train on the same samples")
         return loader
     division = _divide(run, settings, sizes, run.world_size)
     if division is None or sizes is None:
@@ -187,10 +192,33 @@ def offer_to_go_on(run: Run) -> None:
     from dstrat.launch.external import history
 
     def offer() -> None:
-        if run.is_global_zero:
+        problem = _why_restarted(run)
+        if problem:
+            _warn_of_restarts(run, problem)
+        elif run.is_global_zero:
             offer_sizes(run.sizes, history.current_launch)
 
     run.hooks.insert("on_train_start", offer)
+
+
+def _why_restarted(run: Run) -> str:
+    """Return why a fit cannot go on with fewer ranks, other than by its batches; empty if it can; collective."""
+    name = type(run.module).__name__
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in run.strategy.optimizers):
+        return "LBFGS computes the loss of a batch several times in a step, and cannot accumulate batches"
+    if run.strategy.replicates_state:
+        return ""
+    # A rank with shards loses those of the rank that died, and has all values from the checkpoint.
+    saved = run.strategy.sharded_module_state()
+    parameters = [key for key, parameter in run.module.named_parameters() if not parameter.is_meta]
+    if getattr(run.module, "strict_loading", True) and all(key in saved for key in parameters):
+        return ""
+    return f"the checkpoints of {name} may leave out weights, by its state_dict or strict_loading=False"
+
+
+def _warn_of_restarts(run: Run, problem: str) -> None:
+    if run.is_global_zero:
+        _log.warning("elastic=True: %s, so that all ranks are restarted if one dies", problem)
 
 
 def withdraw_offer(run: Run) -> None:

@@ -66,6 +66,8 @@ class TrialTrainer(Trainer):
         components = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
         components["precision"] = _copy_precision(request.precision)
         components["plugins"] = [_copy_precision(plugin) for plugin in request.plugins]
+        # Both need checkpoints, which a trial does not save: it starts anew with the fit.
+        components |= {"elastic": False, "preemption_deadline": None}
         shared = {name: getattr(trainer, name) for name in _SHARED_SETTINGS}
         super().__init__(**components | shared | _QUIET | settings, callbacks=[callback, _DeviceRandomState()])
 
