@@ -15,6 +15,8 @@ from dstrat.errors import MisuseError
 from dstrat.parallel.process_group import close_process_group, open_process_group
 from dstrat.testing.ranks.team import LoopbackCluster
 from dstrat_fsdp import FSDPStrategy
+from dstrat_fsdp.parameters import materialize
+from dstrat_fsdp.sharded_strategy import _any_shard
 
 STEPS = 6
 
@@ -139,3 +141,23 @@ def test_first_values_leave_the_parameters_on_the_host():
         finally:
             close_process_group()
     assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}
+
+
+class Rotary(nn.Module):
+    """Computes a buffer that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+        self.frequencies.copy_(torch.arange(4.0))
+
+
+def test_buffers_are_computed_where_a_checkpoint_has_the_parameters():
+    with torch.device("meta"):
+        layer = Rotary()
+    materialize(layer, torch.device("cpu"), _any_shard)
+    assert torch.equal(layer.frequencies, torch.arange(4.0))

@@ -30,3 +30,8 @@ def test_an_epoch_that_is_over_stays_over():
 def test_other_batch_sizes_go_on_at_the_same_fraction_of_the_epoch():
     position, ratio = convert_position(4, saved_length=6, saved_world_size=1, length=6, world_size=2)
     assert (position, ratio) == (4, 1)
+
+
+def test_ranks_that_read_the_same_batches_are_no_reason_to_convert():
+    shared = {"saved_samples": [8], "samples": [8]}  # of two ranks that split layers, and then of one
+    assert convert_position(2, saved_length=4, saved_world_size=2, length=4, world_size=1, **shared) == (2, 1)

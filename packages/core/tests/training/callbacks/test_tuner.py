@@ -7,12 +7,23 @@ import re
 import matplotlib as mpl
 import pytest
 import torch
+from packages.core.tests.training.conftest import Averaging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import BatchSizeFinder, Callback, DataModule, LearningRateFinder, TrainModule, Tuner
+from dstrat import (
+    BatchSizeFinder,
+    Callback,
+    DataModule,
+    LearningRateFinder,
+    ModelCheckpoint,
+    Trainer,
+    TrainModule,
+    Tuner,
+)
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.training.callbacks.learning_rate_finder import LearningRateCurve
+from dstrat.training.callbacks.trial import TrialTrainer
 
 pytestmark = pytest.mark.usefixtures("quick_collections")  # the finder of batch sizes makes several
 
@@ -195,6 +206,18 @@ def test_a_finder_sets_the_rate_before_the_fit(quiet_trainer):
     finder, first, module = LearningRateFinder(max_lr=0.1, num_training_steps=40), First(), Net()
     quiet_trainer(callbacks=[finder, first], max_epochs=1).fit(module)
     assert first.rate == module.lr == finder.optimal_lr.suggestion()
+
+
+class Elastic(Averaging):
+    is_elastic = True
+
+
+@pytest.mark.parametrize("option", [{"elastic": True, "max_restarts": 1}, {"preemption_deadline": 60.0}])
+def test_a_search_needs_no_checkpoints_where_the_fit_does(tmp_path, option):
+    callbacks = [ModelCheckpoint(dirpath=tmp_path)]
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=Elastic(), callbacks=callbacks, **option)
+    trial = TrialTrainer(trainer, Callback())
+    assert (trial.elastic, trial.preemption_deadline) == (False, None)
 
 
 def test_a_fit_that_goes_on_from_a_checkpoint_searches_nothing(quiet_trainer, tmp_path):
