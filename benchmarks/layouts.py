@@ -192,7 +192,13 @@ class _Cells:
 
     def __init__(self, path: Path | None, precision: str) -> None:
         self._path, self._precision = path, precision
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        lines: list[str] = []
+        if path is not None and path.exists():
+            text = path.read_text()
+            whole, _, cut = text.rpartition("\n")
+            lines = whole.splitlines()
+            if cut:  # by an interruption; the next cell begins a line
+                path.write_text(text.removesuffix(cut))
         self._values: dict[tuple[str, str], float | str] = {
             (cell["model"], cell["row"]): cell["value"]
             for cell in map(json.loads, lines)

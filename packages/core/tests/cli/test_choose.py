@@ -12,10 +12,11 @@ from torch import nn
 
 from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.cli.choose.candidates import in_order, undominated
+from dstrat.cli.choose.candidates import Candidates, Workload, in_order, undominated
 from dstrat.cli.choose.command import reasons
 from dstrat.cli.choose.cost import StepTime, collective_seconds, step_time
 from dstrat.cli.choose.sizes import TrainingSizes
+from dstrat.cli.components import loaded_catalog
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training, read_training
 from dstrat.cli.main import commands
 from dstrat.cli.measure.machine import Link, Machine
@@ -361,6 +362,7 @@ class Ranked:
     seconds: float
     peak: int = 1
     offload: float = 0.0
+    precision: str = "32-true"
 
     @property
     def alias(self):
@@ -410,12 +412,25 @@ def test_offload_is_last_of_what_takes_as_long():
 
 def test_the_first_layout_is_called_the_fastest_only_if_it_is():
     one, other = Ranked("usual", 1.01, peak=2), Ranked("mesh(tp=2)", 1.0, peak=1)
-    workload = SimpleNamespace(machine=machine())
+    workload = SimpleNamespace(machine=machine(), precisions=("32-true",))
     assert reasons([one, other], workload) == [
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes 1.0% less, and is not simpler.",
         "With less than 0.0 GiB on each device, mesh(tp=2) is the fastest of these layouts.",
     ]
     assert reasons([other, one], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
+
+
+def test_reasons_name_the_precisions_where_several_are_compared():
+    one, same = Ranked("ddp", 1.01, peak=2, precision="bf16-mixed"), Ranked("ddp", 1.0, peak=3)
+    other = Ranked("fsdp", 2.0, peak=1)
+    workload = SimpleNamespace(machine=machine(), precisions=("32-true", "bf16-mixed"))
+    assert reasons([one, same, other], workload) == [
+        "ddp with bf16-mixed is as fast as any layout, to 2%: ddp with 32-true takes 1.0% less, and is not simpler.",
+        "With less than 0.0 GiB on each device, fsdp with 32-true is the fastest of these layouts.",
+    ]
+    first, *_ = reasons([same, one], workload)
+    assert first == "ddp with 32-true is the fastest; ddp with bf16-mixed takes as long, to 2%."
+    assert reasons([one], workload) == ["ddp with bf16-mixed is the only layout that fits."]
 
 
 def test_layouts_that_another_of_the_strategy_beats_are_left_out():
@@ -441,6 +456,18 @@ def test_without_a_precision_those_of_the_machine_are_compared(choose):
     single = machine(flops={"float32": 1e9})
     candidates = ranking(choose(*options, "--json", of=single, all_precisions=True))["candidates"]
     assert {one["precision"] for one in candidates} == {"32-true"}
+
+
+def test_of_precisions_in_which_a_layout_does_not_fit_the_smaller_memory_is_shown():
+    def refused(*precisions):
+        workload = Workload(
+            model=f"{MODULE}:plain", machine=machine(), devices=2, batch_size=None, precisions=precisions, memory=2**20
+        )
+        return Candidates(loaded_catalog(), workload).rank(["ddp"]).refused["ddp"]
+
+    smaller = refused("bf16-true")
+    assert smaller.peak < refused("32-true").peak
+    assert refused("32-true", "bf16-true") == refused("bf16-true", "32-true") == smaller
 
 
 def test_a_legacy_strategy_is_compared_only_when_it_is_named(choose):

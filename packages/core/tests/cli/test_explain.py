@@ -8,8 +8,10 @@ import torch
 from click.testing import CliRunner
 
 from dstrat import Trainer
+from dstrat.cli.explain.dry_run import _traffic_row
 from dstrat.cli.main import commands
 from dstrat.errors import ConflictError, RequestError
+from dstrat.interfaces.communication import Collective
 
 
 def explain(*options):
@@ -27,6 +29,12 @@ def test_memory_of_a_rank_is_shown_for_a_model():
     *_, row = explain(*options).stdout.splitlines()
     assert row.startswith("memory per rank  0.02 GiB ")
     assert "estimated peak: parameters 0.00, gradients 0.00, optimizer 0.01" in row
+
+
+@pytest.mark.parametrize(("messages", "shown"), [(1234567, "1234567"), (100, "100"), (2.5, "2.5"), (1 / 3, "0.333")])
+def test_numbers_of_messages_are_shown_in_full(messages, shown):
+    row = _traffic_row(Collective(kind="all_reduce", bytes=4, messages=messages, ranks=2), 2)
+    assert row[1] == shown
 
 
 def test_the_plan_is_printed_with_reasons_and_owners():

@@ -4,9 +4,11 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from dstrat.cli.main import commands
+from dstrat.cli.measure import benchmarks
 from dstrat.cli.measure.benchmarks import fit_link, overlap_of
 from dstrat.cli.measure.command import short_rate
 from dstrat.cli.measure.machine import Link, known_machines, read_machine
@@ -131,6 +133,15 @@ def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path
     assert 0 < machine.operation_latency < machine.hook_latency < 0.1
     assert 0 <= machine.operand_overlap <= 1
     assert machine.unmeasured == []
+
+
+@pytest.mark.variant
+def test_a_device_without_products_of_float32_is_measured(monkeypatch):
+    monkeypatch.setattr(benchmarks, "_DTYPES", (torch.bfloat16,))
+    shown = CliRunner().invoke(commands, ["measure", "--accelerator", "cpu", "--devices", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    measured = json.loads(shown.stdout)
+    assert (*measured["flops"], measured.get("operand_overlap")) == ("bfloat16", None)
 
 
 @pytest.mark.variant

@@ -1,9 +1,11 @@
 """Equal layers of a fake step: a few run, and the sizes are those of a step in which all of them do."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,6 +187,83 @@ def configured():
     return Chain(blocks), torch.zeros(4, 8)
 
 
+@dataclasses.dataclass
+class Slotted:
+    """Has no __dict__."""
+
+    __slots__ = ("size",)
+    size: int
+
+
+def scaled(factor):
+    return lambda x: x * factor
+
+
+def with_attribute(values):
+    """Return a factory of blocks with values that differ in one block in the middle."""
+
+    def factory():
+        blocks = [Block() for _ in range(LAYERS)]
+        for index, block in enumerate(blocks):
+            block.attribute = values[index == LAYERS // 2]
+        return Chain(blocks), torch.zeros(4, 8)
+
+    return factory
+
+
+DIFFERING = {
+    "slots": (Slotted(1), Slotted(2)),
+    "functions of partial": (partial(nn.functional.gelu), partial(nn.functional.silu)),
+    "arguments of partial": (partial(nn.functional.softmax, dim=0), partial(nn.functional.softmax, dim=1)),
+    "ranges": (range(2), range(3)),
+    "numbers of numpy": (np.int64(1), np.int64(2)),
+    "closures": (scaled(1), scaled(2)),
+    "methods": (Slotted(1).__eq__, Slotted(2).__eq__),
+    "code": ((lambda x: x + 1), (lambda x: x - 1)),
+}
+
+
+@pytest.mark.parametrize("values", DIFFERING.values(), ids=DIFFERING)
+def test_layers_with_attributes_that_differ_all_run(values):
+    replayed, calls = measured(with_attribute(values), replays=True)
+    assert calls == LAYERS
+    assert_equal(replayed, measured(with_attribute(values), replays=False)[0])
+
+
+def test_a_few_run_of_layers_whose_attributes_say_the_same():
+    def factory():
+        blocks = [Block() for _ in range(LAYERS)]
+        for block in blocks:
+            block.attributes = [Slotted(1), partial(nn.functional.softmax, dim=0), range(2), np.int64(1), scaled(1)]
+            block.method = Slotted(1).__eq__
+        return Chain(blocks), torch.zeros(4, 8)
+
+    assert measured(factory, replays=True)[1] == REAL
+
+
+class SomeDoMore(Block):
+    """Does more in a few layers, none of which is near an end."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return super().forward(x) if self.index in (3, 7) else x
+
+
+class OfTable(Block):
+    """Reads from a table by its number, in a part of it."""
+
+    def __init__(self, index):
+        super().__init__()
+        del self.index
+        self.down.number = index
+
+    def forward(self, x):
+        rounds = [2 if index == LAYERS // 2 else 1 for index in range(LAYERS)]
+        for _ in range(rounds[self.down.number]):
+            x = super().forward(x)
+        return x
+
+
 def numbered_by_twos():
     return Chain([Block(index // 2) for index in range(LAYERS)]), torch.zeros(4, 8)
 
@@ -265,6 +344,19 @@ class OfAllOutputs(Chain):
         for block in self.blocks:
             outputs.append(block(outputs[-1]))
         return self.last(sum(outputs))
+
+
+@pytest.mark.parametrize("kind", [SomeDoMore, OfTable])
+def test_layers_that_read_their_number_all_run(kind):
+    def factory():
+        return Chain([kind(index) for index in range(LAYERS)]), torch.zeros(4, 8)
+
+    with pytest.raises(fake_step.NotEqualLayers):
+        measured(factory, replays=True)
+    size = measure_training(
+        lambda: make(factory), TruePrecision(), device_type="cpu", world_size=2, ranks_per_machine=2
+    )
+    assert_equal(size, measured(factory, replays=False)[0])
 
 
 @pytest.mark.parametrize("kind", [Twice, Reversed, Secret, OfViews, WithOthersBetween])

@@ -167,13 +167,19 @@ def _recomputation(value: LayerClasses | str | None) -> tuple[Recomputation | No
 # Computing again
 
 
+class LayerLabel(str):
+    """Name of a layer for messages, on which no computation depends."""
+
+    __slots__ = ()
+
+
 def _recomputing(recomputation: Recomputation, name: str, layer: Module) -> Callable[..., Any]:
     """Return a layer's forward that computes activations again in the backward pass."""
     # The reentrant way computes no gradients where no input of the layer requires one.
     options: dict[str, Any] = {"use_reentrant": False}
     statistics = [one for one in layer.modules() if getattr(one, "running_mean", None) is not None]
     if recomputation == "selective":
-        label = f"{name} ({type(layer).__name__})"
+        label = LayerLabel(f"{name} ({type(layer).__name__})")
         options["context_fn"] = functools.partial(_selective_contexts, label, statistics)
     elif statistics:
         options["context_fn"] = functools.partial(_contexts, statistics)

@@ -163,7 +163,7 @@ class Candidates:
                 if isinstance(candidate, Candidate):
                     candidates.append(candidate)
                 else:
-                    refused[alias] = candidate
+                    refused[alias] = _closer(refused.get(alias), candidate)
         preferences = {offer.component.alias: _preference(offer) for offer in self._catalog.offers("strategy")}
         # What fits in one of the precisions is neither refused nor unusable.
         names = {one.strategy for one in candidates}
@@ -192,7 +192,7 @@ class Candidates:
                 continue
             layouts = value_or_reason(partial(self._layout_options, offer, cases))
             if isinstance(layouts, str):
-                refused[alias] = layouts
+                refused[alias] = _closer(refused.get(alias), layouts)
                 continue
             yield from cases.strategies([f"{alias}{options_text(options)}" for options in layouts])
 
@@ -355,6 +355,13 @@ def value_or_reason(function: Callable[[], T]) -> T | str:
         return function()
     except DstratError as error:
         return str(error)
+
+
+def _closer(first: str | TooLarge | None, second: str | TooLarge) -> str | TooLarge:
+    """Return the reason, of those in two precisions, that is closer to what fits."""
+    if isinstance(first, TooLarge) and not (isinstance(second, TooLarge) and second.peak < first.peak):
+        return first
+    return second
 
 
 def _too_large(layout: _Layout) -> TooLarge:

@@ -176,34 +176,38 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     """Return sentences that say why the first candidate wins, and what would change the choice."""
     from dstrat.cli.choose.candidates import SAME_TIME, undominated
 
+    def name(one: Candidate) -> str:
+        return f"{one.strategy} with {one.precision}" if len(workload.precisions) > 1 else one.strategy
+
     first, fastest = candidates[0], _fastest(candidates)
-    remaining = [one for one in undominated(candidates) if one.strategy != first.strategy]
+    # One of another strategy says more than the same one in another precision.
+    remaining = [one for one in undominated(candidates) if one.strategy != first.strategy] or candidates[1:]
     if not remaining:
-        return [f"{first.strategy} is the only layout that fits."]
+        return [f"{name(first)} is the only layout that fits."]
     second = remaining[0]
     slower = second.time.total / first.time.total - 1
     saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
     slowest = max(saved, key=lambda name: saved[name])
     if fastest.time.total < first.time.total:
-        why = f"{fastest.strategy} takes {1 - fastest.time.total / first.time.total:.1%} less, and is not simpler"
-        sentences = [f"{first.strategy} is as fast as any layout, to {SAME_TIME:.0%}: {why}."]
+        why = f"{name(fastest)} takes {1 - fastest.time.total / first.time.total:.1%} less, and is not simpler"
+        sentences = [f"{name(first)} is as fast as any layout, to {SAME_TIME:.0%}: {why}."]
     elif slower <= SAME_TIME:
-        sentences = [f"{first.strategy} is the fastest; {second.strategy} takes as long, to {SAME_TIME:.0%}."]
+        sentences = [f"{name(first)} is the fastest; {name(second)} takes as long, to {SAME_TIME:.0%}."]
     else:
         more = f"it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
-        sentences = [f"{first.strategy} is the fastest; {second.strategy} takes {slower:.1%} longer: {more}."]
+        sentences = [f"{name(first)} is the fastest; {name(second)} takes {slower:.1%} longer: {more}."]
     smaller = [one for one in candidates if one.peak < first.peak]
     if smaller:
         needed = first.peak / MOST_OF_MEMORY / _GIB
         sentences.append(
-            f"With less than {needed:.1f} GiB on each device, {_fastest(smaller).strategy} is the fastest of these "
+            f"With less than {needed:.1f} GiB on each device, {name(_fastest(smaller))} is the fastest of these "
             "layouts."
         )
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
         machine = _with_links(workload.machine, factor)
         faster = _fastest([one.on(machine) for one in candidates])
-        if faster.strategy != first.strategy and (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
-            sentences.append(f"With links {change}, {faster.strategy} is the fastest.")
+        if name(faster) != name(first) and (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
+            sentences.append(f"With links {change}, {name(faster)} is the fastest.")
     return sentences
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import Work
+from dstrat.parallel.activation_memory import LayerLabel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ _REAL = 3
 """Number of layers that run at each end of a run of equal ones: of the first and the last one the neighbours differ,
 and two others show whether all count the same."""
 _FEWEST = 2 * _REAL + 2
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, types.BuiltinFunctionType, type)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, types.BuiltinFunctionType, types.CodeType, type)
 _DEPTH = 3  # of objects in the attributes of a layer, such as configurations
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 
@@ -88,7 +89,7 @@ class ReplayedLayers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._runs = [_Run(layers) for layers in _equal_layers(module)]
+        self._runs = [_Run(layers, counters) for layers, counters in _equal_layers(module)]
 
     def start(self, memory: LiveMemory, work: CountedWork) -> None:
         """Replace the layers' forward in this step.
@@ -111,10 +112,17 @@ class ReplayedLayers:
 
 
 class _Run:
-    """Equal layers that are called one after the other."""
+    """Equal layers that are called one after the other.
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    Args:
+        layers: The layers, by name.
+        counters: Module inside the layer and name of attributes that are the number of the layer.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], counters: Iterable[tuple[str, str]]) -> None:
         self._names, self._layers = zip(*layers, strict=True)
+        self._counters = tuple(counters)
+        self._reads_counters = False
         self._calls: dict[int, _LayerCall] = {}
         self._forward: dict[int, _Pass] = {}
         self._backward: dict[int, _Pass] = {}
@@ -133,6 +141,8 @@ class _Run:
     def start(self, memory: LiveMemory, work: CountedWork) -> None:
         self._memory, self._work = memory, work
         for index, layer in enumerate(self._layers):
+            if not _REAL <= index < len(self._layers) - _REAL:
+                self._watch_counters(layer)
             if index == 0:
                 self._undo += [layer.register_forward_pre_hook(self._begin).remove]
                 self._undo += [layer.register_forward_hook(self._end).remove]
@@ -145,6 +155,22 @@ class _Run:
                 self._undo += [layer.register_forward_hook(watch.end_forward, with_kwargs=True).remove]
 
     # The layers that run
+
+    def _watch_counters(self, layer: nn.Module) -> None:
+        """Note whether a layer reads its number: for that of a layer which does not run it may do something else."""
+        attributes: dict[str, list[str]] = {}
+        for name, attribute in self._counters:
+            attributes.setdefault(name, []).append(attribute)
+        for name, counters in attributes.items():
+            inner = layer.get_submodule(name)
+            kind = type(inner)
+            self._undo.append(partial(_set_class, inner, kind))
+            properties = {attribute: property(partial(self._read_counter, attribute)) for attribute in counters}
+            _set_class(inner, type(kind.__name__, (kind,), properties))
+
+    def _read_counter(self, attribute: str, inner: nn.Module) -> Any:
+        self._reads_counters = True
+        return vars(inner)[attribute]
 
     def _begin(self, _layer: nn.Module, _args: Any) -> None:
         self._require(self._next == 0)  # which is called once
@@ -237,7 +263,7 @@ class _Run:
         for undo in self._undo:
             undo()
         count = len(self._layers)
-        self._require(self._next == count)
+        self._require(self._next == count and not self._reads_counters)
         real = [index for index in range(1, count - 1) if index in self._calls]
         of_layers: tuple[dict[int, Any], ...] = (self._calls, self._forward, self._backward)
         for counted in of_layers:
@@ -316,6 +342,10 @@ def _restore_forward(layer: nn.Module, forward: Any) -> None:
         del layer.forward
     else:
         layer.forward = forward
+
+
+def _set_class(module: nn.Module, kind: type) -> None:
+    module.__class__ = kind
 
 
 def _equal(values: Mapping[int, T], first: int, second: int) -> T:
@@ -404,21 +434,26 @@ def _described(args: Any, kwargs: Any) -> tuple[Any, ...]:
 # Equal layers
 
 
-def _equal_layers(module: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield runs of equal layers, by their names, that are long enough."""
+def _equal_layers(module: nn.Module) -> Iterator[tuple[list[tuple[str, nn.Module]], set[Any]]]:
+    """Yield runs of equal layers, by their names, that are long enough, each with its counters."""
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     inside: set[nn.Module] = set()
     for name, container in module.named_modules():
         if container in inside:
             continue
         children = [(f"{name}.{child}" if name else child, layer) for child, layer in container.named_children()]
-        for run in _runs(children, uses):
-            yield run
+        for run, counters in _runs(children, uses):
+            yield run, counters
             inside.update(inner for _, layer in run for inner in layer.modules())
 
 
-def _runs(children: Sequence[tuple[str, nn.Module]], uses: Counter[int]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield the runs of equal layers among the children of a module, if all of a layer's parameters are its only."""
+def _runs(
+    children: Sequence[tuple[str, nn.Module]], uses: Counter[int]
+) -> Iterator[tuple[list[tuple[str, nn.Module]], set[Any]]]:
+    """Yield the runs of equal layers among the children of a module, if all of a layer's parameters are its only.
+
+    Each has the keys of the values that are the number of the layer.
+    """
     run: list[tuple[str, nn.Module]] = []
     last: dict[Any, Any] = {}
     counters: set[Any] | None = None
@@ -431,7 +466,7 @@ def _runs(children: Sequence[tuple[str, nn.Module]], uses: Counter[int]) -> Iter
         follows = bool(run) and is_alone and _count_up(differing, last, values) and counters in (None, differing)
         if not follows:
             if len(run) >= _FEWEST:
-                yield run
+                yield run, counters or set()
             run, counters = [], None
         elif len(run) >= 1:
             counters = differing
@@ -463,15 +498,34 @@ def _values(layer: nn.Module) -> dict[Any, Any]:
 def _comparable(value: Any, depth: int) -> Any:
     """Return a value that is equal for objects which say the same, as far as Python shows it."""
     if isinstance(value, _PLAIN):
-        return value
+        return LayerLabel if isinstance(value, LayerLabel) else value
     if depth == 0 or isinstance(value, Tensor | nn.Module):
         return type(value), getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(value, list | tuple | set | frozenset):
         return [type(value), *(_comparable(one, depth - 1) for one in value)]
-    # Functions may be made for each layer.
-    state = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    contents = {str(key): _comparable(one, depth - 1) for key, one in state.items()}
-    return type(value), getattr(value, "__code__", None), contents
+    state = value if isinstance(value, dict) else _state_of(value)
+    if state is None:
+        return value
+    return type(value), {str(key): _comparable(one, depth - 1) for key, one in state.items()}
+
+
+def _state_of(value: Any) -> dict[str, Any] | None:
+    """Return what an object consists of, by name; None if Python does not show it."""
+    if isinstance(value, types.FunctionType):  # which may be made for each layer
+        names = ("__code__", "__defaults__", "__kwdefaults__")
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return {**vars(value), **{name: getattr(value, name) for name in names}, "__closure__": cells}
+    # Members of other types that are not written in Python may be less than their state.
+    members = {
+        name: getattr(value, name)
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind) or kind in (partial, types.MethodType)
+        for name, member in vars(kind).items()
+        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
+    }
+    if not members and not hasattr(value, "__dict__"):
+        return None
+    return {**members, **getattr(value, "__dict__", {})}
 
 
 def _hooks(layer: nn.Module) -> tuple[Any, ...]:

@@ -322,7 +322,7 @@ def _traffic_row(one: Collective, ranks_per_machine: int) -> tuple[str, ...]:
     shown = ", ".join(ranks) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
     return (
         one.kind,
-        f"{one.messages:.6g}",
+        f"{one.messages:.3f}".rstrip("0").rstrip("."),
         f"{one.sent / _GIB:.2f}",
         f"{one.ranks} ranks",
         shown,

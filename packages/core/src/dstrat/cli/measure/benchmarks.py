@@ -62,7 +62,7 @@ def measure(loop: OwnLoop, name: str) -> Machine:
         memory_bandwidth=bandwidth,
         operation_latency=_operation_latency(clock),
         hook_latency=_hook_latency(clock),
-        operand_overlap=_operand_overlap(clock, next(iter(flops.values())), bandwidth),
+        operand_overlap=_operand_overlap(clock, flops.get("float32"), bandwidth),
         host_bandwidth=_host_bandwidth(clock),
         overlap=_overlap(clock),
         links=links,
@@ -166,12 +166,20 @@ def _product_rate(clock: _Clock, dtype: torch.dtype) -> float | None:
         size *= 2
 
 
-def _operand_overlap(clock: _Clock, rate: float, bandwidth: float) -> float:
-    """Return the share of the time for operands that products of the first dtype hide: all, on most devices."""
+def _operand_overlap(clock: _Clock, rate: float | None, bandwidth: float) -> float | None:
+    """Return the share of the time for operands that products hide: all, on most devices; None without a rate.
+
+    Args:
+        clock: Times of functions.
+        rate: Operations per second of products of float32.
+        bandwidth: Bytes per second of the memory.
+    """
+    if rate is None:
+        return None
     operands = late = 0.0
     for rows, inner, columns in _FLAT_PRODUCTS:
-        first = torch.rand(rows, inner, device=clock.device).to(_DTYPES[0])
-        second = torch.rand(columns, inner, device=clock.device).to(_DTYPES[0])
+        first = torch.rand(rows, inner, device=clock.device)
+        second = torch.rand(columns, inner, device=clock.device)
         seconds = clock.seconds_of_computation(lambda: torch.nn.functional.linear(first, second))  # noqa: B023 - of this round
         late += seconds - 2 * rows * inner * columns / rate
         operands += 4 * (rows * inner + columns * inner + rows * columns) / bandwidth
