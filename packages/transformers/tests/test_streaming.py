@@ -137,9 +137,15 @@ os._exit(0)
         pytest.param(lambda: small.llama(tie_word_embeddings=False), MeshStrategy(pp=2, start_method="fork"), id="pp"),
         pytest.param(small.llama, MeshStrategy(tp=2, start_method="fork"), id="tp"),
         pytest.param(small.balanced_experts, FSDPStrategy(start_method="fork"), id="experts"),
+        pytest.param(small.llama, "deepspeed", id="deepspeed"),
     ],
 )
 def test_an_engine_gets_the_slices_that_transformers_reads_itself(tmp_path, model, strategy):
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+        from dstrat_deepspeed import DeepSpeedStrategy
+
+        strategy = DeepSpeedStrategy(stage=3, start_method="fork")
     small.train(tmp_path, strategy, 2, model=model(), callbacks=[Slices(tmp_path)])
     program = tmp_path / "engine.py"
     program.write_text(ENGINE)

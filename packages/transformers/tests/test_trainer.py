@@ -279,11 +279,69 @@ trainer_class(model=model, args=args, train_dataset=rows, compute_loss_func=mean
 """
 
 
+WITHOUT_LABELS = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4])}] * 16
+args = TrainingArguments("out", report_to="none", disable_tqdm=True, save_strategy="no", max_steps=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=rows).train()
+"""
+
+
+def test_a_batch_without_labels_is_an_error_with_stages(tmp_path):
+    use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
+    ended = start(tmp_path, use + WITHOUT_LABELS)
+    assert ended.returncode == 1
+    assert "LlamaForCausalLM got a batch with input_ids and without labels: give it labels" in ended.stderr
+
+
+FAILED_STEP = """
+import torch
+from dstrat.errors import MisuseError
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
+args = TrainingArguments("out", report_to="none", disable_tqdm=True, save_strategy="no", max_steps=2)
+torch.manual_seed(1)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+calls = []
+def fail(layer, args, output):  # the first rank has sent a microbatch, and the last one has not received it
+    calls.append(1)
+    if len(calls) == 2:
+        raise ValueError("bad sample")
+class Mine(dstrat_transformers.DstratTrainer):
+    def _prepare_inputs(self, inputs):
+        if is_last and not calls:
+            calls.append(1)
+            raise ValueError("bad sample")
+        return super()._prepare_inputs(inputs)
+is_last = os.environ["RANK"] == "1"
+if not is_last:
+    model.model.layers[0].register_forward_hook(fail)
+for _ in range(2):
+    try:
+        Mine(model=model, args=args, train_dataset=rows).train()
+    except (ValueError, MisuseError) as error:
+        print("FAILED", error)
+"""
+
+
+def test_a_model_that_is_prepared_after_a_failed_step_of_stages_does_not_wait_for_it(tmp_path):
+    use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
+    ended = start(tmp_path, use + FAILED_STEP)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("FAILED bad sample") == 2
+    assert ended.stdout.count("create a new module and load a checkpoint") == 2  # its shards are of a group that ended
+
+
 @pytest.mark.parametrize(
     ("is_subclass", "has_mean", "options", "message"),
     [
         (True, False, {}, "Mine has its own compute_loss, and MeshStrategy computes losses of microbatches"),
         (False, True, {}, "stages need a sum over labels divided by num_items_in_batch"),
+        (False, False, {"auto_find_batch_size": True}, "auto_find_batch_size=True starts again where a step ran out"),
         (
             False,
             False,

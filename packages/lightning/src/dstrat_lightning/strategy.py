@@ -255,7 +255,10 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
                 losses.append(base.backward(self, loss, optimizer, *args, **kwargs))
 
             self.inner.module_backward = run
-            self.inner.backward(closure_loss, *args, **kwargs)
+            try:
+                self.inner.backward(closure_loss, *args, **kwargs)
+            finally:
+                self.inner.module_backward = None  # it refers to this pass
             return losses[0]
 
         def block_backward_sync(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -239,6 +240,7 @@ class PipelineRun:
             if earlier is not None:
                 model.forward = earlier
 
+        @functools.wraps(model.forward)  # by whose signature libraries decide what they pass, such as a mask
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             value = args[0] if args else self._pipeline.inputs(kwargs)
             restore()  # a stage may call the model's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -244,9 +245,9 @@ class StageRunner:
 
         Args:
             value: Input of the first stage.
-            batch: The batch, whose shapes determine those of the output.
+            batch: The batch, whose shapes and numbers determine the shape of the output.
         """
-        links, key = self._links, _shapes(batch)
+        links, key = self._links, (_shapes(batch), _numbers(batch))
         output: Any = None
         for chunk in range(self._schedule.stages_per_rank):
             stage = self._stage(chunk)
@@ -328,6 +329,13 @@ def _checked_loss(loss: Any) -> Tensor:
         return loss
     shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     raise MisuseError(f"the loss of the pipeline returned {shown}: return a scalar tensor, such as a mean")
+
+
+def _numbers(batch: Any) -> tuple[tuple[str, int], ...]:
+    """Return the integers in a batch, such as the number of tokens whose output is wanted."""
+    if not isinstance(batch, Mapping):
+        return ()
+    return tuple((name, value) for name, value in batch.items() if isinstance(value, int))
 
 
 def _shapes(value: Any) -> tuple[Any, ...]:

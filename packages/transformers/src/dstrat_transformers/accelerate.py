@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +15,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, convert_to_fp32, recursively_apply
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -26,8 +27,6 @@ from dstrat_transformers.session import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
 
     from dstrat.interfaces.strategy import Strategy
 
@@ -91,7 +90,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             )
         self._strategy = session.make_strategy(self.mixed_precision)
         self._prepared: PreparedModel | None = None  # the trained one, if there is one
-        self._preparations: WeakSet[PreparedModel] = WeakSet()  # by this accelerator
+        self._references: list[ref[PreparedModel]] = []  # to the preparations by this accelerator
         self._first_readers: list[int] | None = None
         self._gathers_once = self._runs_steps = False
         self.native_amp, self.scaler = False, None  # the strategy's precision has both
@@ -101,6 +100,12 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
     def strategy(self) -> Strategy:
         """The strategy, with its environment set up."""
         return self._strategy
+
+    @property
+    def _preparations(self) -> list[PreparedModel]:
+        """The preparations by this accelerator that have not ended, in their order, which is that of all processes."""
+        alive = (reference() for reference in self._references)
+        return [prepared for prepared in alive if prepared is not None and not prepared.is_released]
 
     @property
     def prepared_model(self) -> PreparedModel:
@@ -177,7 +182,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         strategy = self._strategy if last is None else current_session().make_strategy(self.mixed_precision)
         convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
         prepared = PreparedModel(model, strategy, names, convert, earlier, runs_steps=self._runs_steps)
-        self._preparations.add(prepared)
+        self._references = [ref(one) for one in (*self._preparations, prepared)]
         # A model that is evaluated beside the trained one, such as the reference of trl's DPOTrainer, has its own.
         if optimizers or last is None or last is earlier or not last.is_trained:
             self._prepared, self._strategy = prepared, strategy
@@ -330,13 +335,19 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
     @override
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         # One process writes the file, and others would read its shards as theirs.
-        if _has_shards(obj):
+        if _has_shards(obj, self._has_empty_parameters):
             raise MisuseError(
                 "accelerator.save got shards, of which each process has others: save what "
                 "accelerator.get_state_dict(model) returns, which all processes must call, or take "
                 "accelerator.save_state"
             )
         super().save(obj, f, *args, **kwargs)
+
+    @property
+    def _has_empty_parameters(self) -> bool:
+        """Whether parameters are tensors without elements while they are not gathered, as in DeepSpeed's stage 3."""
+        sharded = (prepared for prepared in self._preparations if not prepared.strategy.replicates_state)
+        return any(one.numel() == 0 for prepared in sharded for one in prepared.model.parameters())
 
     def _load_sharded_model(self, models: list[Module], input_dir: str) -> None:
         """Load models before ``load_state`` does, which would load full tensors into shards; collective."""
@@ -354,13 +365,13 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         models.clear()  # by which Accelerate knows that they are loaded
 
 
-def _has_shards(saved: Any) -> bool:
-    """Return whether there is a sharded tensor in what is saved."""
+def _has_shards(saved: Any, are_empty: bool) -> bool:
+    """Return whether there is a sharded tensor in what is saved; where shards are empty, one without elements."""
     if isinstance(saved, Mapping):
-        return any(map(_has_shards, saved.values()))
+        return any(_has_shards(value, are_empty) for value in saved.values())
     if isinstance(saved, list | tuple):
-        return any(map(_has_shards, saved))
-    return isinstance(saved, DTensor)
+        return any(_has_shards(value, are_empty) for value in saved)
+    return isinstance(saved, DTensor) or (are_empty and isinstance(saved, Tensor) and saved.numel() == 0)
 
 
 def _is_loss(module: Module) -> bool:

@@ -11,7 +11,7 @@ from dstrat.errors import ConflictError
 from dstrat_transformers.generation import stages_as_model
 from dstrat_transformers.models import base_model, count_labels
 from dstrat_transformers.module import HFModule
-from dstrat_transformers.pipeline import causal_loss
+from dstrat_transformers.pipeline import causal_loss, check_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -116,7 +116,12 @@ class DividedBatches:
             loss: Function of logits and a microbatch that returns its mean loss; None for the model's own.
             divisor: The number; None for that of the labels in the batch.
             factor: The factor.
+
+        Raises:
+            MisuseError: The batch has no labels.
         """
+        if loss is None or batch.get("shift_labels") is None:
+            check_labels(self._model, batch)  # on all ranks, before any of them waits for another
         number = self.count_labels(batch) if divisor is None else divisor
         scale = factor * self._num_sequence_ranks  # as gradients are averaged over the parts, too
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _INPUTS = ("input_ids", "inputs_embeds", "labels")
+_OF_HEAD = "logits_to_keep"  # an argument that only the output layer reads
 
 
 def make_pipeline(
@@ -46,6 +47,7 @@ def make_pipeline(
             arguments |= {"use_cache": False, "input_ids" if layers[0] in stage else "inputs_embeds": value}
             if head in stage:
                 return language_model(**arguments).logits
+            arguments.pop(_OF_HEAD, None)
             return body(**arguments).last_hidden_state
 
     return Pipeline(
@@ -71,16 +73,29 @@ def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     Raises:
         MisuseError: The batch has no labels.
     """
+    check_labels(model, batch)
+    options = {name: batch[name] for name in ("shift_labels", "num_items_in_batch") if batch.get(name) is not None}
+    vocab_size = model.config.get_text_config().vocab_size
+    loss: Tensor = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=vocab_size, **options)
+    return loss
+
+
+def check_labels(model: Module, batch: Mapping[str, Any]) -> None:
+    """Refuse a batch without labels.
+
+    Args:
+        model: The model.
+        batch: Its arguments.
+
+    Raises:
+        MisuseError: The batch has none.
+    """
     if batch.get("labels") is None:
         names = ", ".join(name for name, value in batch.items() if value is not None)
         raise MisuseError(
             f"{type(model).__name__} got a batch with {names} and without labels: give it labels, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
         )
-    options = {name: batch[name] for name in ("shift_labels", "num_items_in_batch") if batch.get(name) is not None}
-    vocab_size = model.config.get_text_config().vocab_size
-    loss: Tensor = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=vocab_size, **options)
-    return loss
 
 
 def _layers(model: Any) -> list[Module]:

@@ -66,6 +66,7 @@ class PreparedModel:
         strategy: The strategy.
         optimizers: The program's optimizers.
         names: The names of the parameters in their groups.
+        is_released: Whether it has ended.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class PreparedModel:
     ) -> None:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
         self.names, self.convert_output, self._is_running = names, convert_output, False
-        self._has_stepped = self._is_released = self._has_full_weights = False
+        self._has_stepped = self._has_full_weights = self._has_unfinished_step = self.is_released = False
         self.module: Any = model
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
@@ -89,6 +90,8 @@ class PreparedModel:
             self.module = CalledModule(model)
             for layer, mode in modes:  # which are the program's
                 layer.training = mode
+        if isinstance(self.module, CalledModule):
+            self.module.joins_logits = True  # until the new loop says that it reads none
         self.replaced_names = WeakIdKeyDictionary({p: name for name, p in model.named_parameters()})
         strategy.connect(self.module)
         if isinstance(self.module, CalledModule):
@@ -218,9 +221,11 @@ class PreparedModel:
     def train(self, *args: Any) -> Tensor:
         """Run a training step of batches that the strategy divides, with its backward passes, and return its loss."""
         assert self.divided is not None  # noqa: S101 - or the caller computes the loss
-        self._is_running = True
+        self._is_running = self._has_unfinished_step = True
         try:
-            return self.divided.train(*args)
+            loss = self.divided.train(*args)
+            self._has_unfinished_step = False
+            return loss
         finally:
             self._is_running = False
             self.strategy.accelerator.end_graph("backward")
@@ -260,10 +265,11 @@ class PreparedModel:
         Raises:
             MisuseError: The loss depends on no shard of the model, or another one is trained.
         """
-        if self._is_released:
+        if self.is_released:
             raise MisuseError(
-                f"{type(optimizer).__name__} steps {type(self.model).__name__}, which is trained no longer, as another "
-                f"model was prepared with optimizers: {ONE_MODEL}"
+                f"{type(optimizer).__name__} steps {type(self.model).__name__}, which it trains no longer, as another "
+                "model was prepared with optimizers, or this one again with others: step those that the last prepare "
+                f"returned; {ONE_MODEL}"
             )
         if not self._has_stepped and closure is None:
             self._check_gradients()
@@ -314,7 +320,7 @@ class PreparedModel:
             self._has_full_weights = False
             for layer, name, shard in shards:
                 setattr(layer, name, shard)
-        self.strategy.barrier("save")
+            self.strategy.barrier("save")  # also after an error of the first process, which the program may catch
 
     @property
     def _prefix(self) -> str:
@@ -339,11 +345,13 @@ class PreparedModel:
             if method is not None:
                 self.model.__dict__[name] = method
         generate_alone(self.model)
-        self._is_released = True
+        self.is_released = True
         if isinstance(self.module, CalledModule):
             self.module.teardown("fit")
         # It belongs to the session, and other strategies use it.
         self.strategy.close_communication = lambda **_: None  # type: ignore[attr-defined]
+        if self._has_unfinished_step:  # of which other stages receive nothing more
+            self.strategy.on_exception(RuntimeError(f"a training step of {type(self.model).__name__} has not ended"))
         self.strategy.teardown()
 
 

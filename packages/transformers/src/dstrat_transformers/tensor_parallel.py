@@ -273,7 +273,8 @@ def _slicing(model: Module, name: str, styles: Mapping[str, str], size: int) -> 
         return None
     if isinstance(layer, nn.Linear) and style in ("colwise", "rowwise"):
         _is_divisible(model, layer_name, style, size)
-    length = getattr(layer, attribute).shape[slicing.dim]
+    parameter = getattr(layer, attribute)
+    length = getattr(parameter, "ds_shape", parameter.shape)[slicing.dim]  # as DeepSpeed's stage 3 empties parameters
     if length % (size * slicing.num_packed) and not (
         isinstance(layer, nn.Linear | nn.Embedding) and style in _OPTIONAL
     ):

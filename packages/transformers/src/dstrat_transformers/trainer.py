@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -94,6 +94,12 @@ class StrategyTrainer:
             )
         if self.args.ddp_broadcast_buffers is False:
             _logger.info("ddp_broadcast_buffers=False has no effect: %s decides it", type(self.strategy).__name__)
+        if self.args.save_on_each_node and not self.strategy.replicates_state:
+            _logger.warning(
+                "save_on_each_node=True has no effect on weights and shards: %s writes these once, to a path that all "
+                "nodes share",
+                type(self.strategy).__name__,
+            )
         if self.args.save_only_model and self.args.load_best_model_at_end and not self.strategy.replicates_state:
             raise ConflictError(
                 "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True "
@@ -154,7 +160,11 @@ class StrategyTrainer:
         model.train()
         self.optimizer.train()  # of those without a schedule
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        return prepared.train(dict(inputs), self._loss_of_stages(), *self._scale_of_loss(num_items_in_batch))
+        loss = prepared.train(dict(inputs), self._loss_of_stages(), *self._scale_of_loss(num_items_in_batch))
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return loss
 
     @property
     def _reads_logits(self) -> bool:
@@ -186,6 +196,11 @@ class StrategyTrainer:
             raise ConflictError(
                 f"LOMO steps within the backward pass, and {strategy} after it: choose another optimizer"
             )
+        if self.args.auto_find_batch_size:
+            raise ConflictError(
+                "auto_find_batch_size=True starts again where a step ran out of memory, and the other stages of "
+                f"{strategy} wait for the rest of that step: leave it out, and choose per_device_train_batch_size"
+            )
         if self.compute_loss_func is not None and sequence_ranks(self.strategy) > 1:
             raise ConflictError(
                 f"compute_loss_func gets whole sequences, of which the last stages of {strategy} have parts: leave it, "
@@ -208,7 +223,8 @@ class StrategyTrainer:
                 value = compute(output, batch["labels"], num_items_in_batch=number)
                 if not self._loss_is_checked:  # once, as it waits for the device
                     self._check_sum(value, compute(output, batch["labels"], num_items_in_batch=2 * number))
-                    self._loss_is_checked = True
+                    # What is 0, or not finite, says nothing.
+                    self._loss_is_checked = bool(value.isfinite() & (value != 0))
             elif labels is not None:
                 value = smooth(output, labels)
             else:
@@ -256,6 +272,7 @@ class StrategyTrainer:
         if is_pretrained_model(self.model) or is_peft(self.model):
             save_pretrained(self.strategy.module, folder, strategy=self.strategy)
             if self.args.should_save:
+                folder.mkdir(exist_ok=True, parents=True)  # of another node
                 processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
                 if processing is not None:
                     processing.save_pretrained(folder)
