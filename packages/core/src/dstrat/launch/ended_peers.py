@@ -225,6 +225,7 @@ class SignalWatch(threading.Thread):
         os.close(self._writer)
 
 
+# Of the process, as Python's wakeup descriptor is: after a fork its number says whether it is one of these.
 _pipes_of_signals: set[int] = set()
 
 
