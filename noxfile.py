@@ -235,7 +235,7 @@ def editable_packages() -> list[str]:
 def neighbours_environment() -> Path:
     """Return the programs of the environment that has what users install beside dstrat."""
     requirements = dependency_group("neighbours")
-    strategies = ("ddp", "deepspeed", "fsdp", "mesh")
+    strategies = ("ddp", "deepspeed", "diloco", "fsdp", "mesh")
     tested = [package for package in PACKAGES if package.name in ("core", *strategies, *ADAPTERS)]
     editable = [f"--editable={package.relative_to(ROOT)}" for package in tested]
     beside = ("--no-build-isolation", "--constraint=constraints.txt", *editable, *requirements)

@@ -25,7 +25,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.cli.estimate.fake_step import LiveMemory, TrainingSetup, measure_training
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.cli.estimate.live_memory import LiveMemory
 from dstrat.parallel.activation_memory import ActivationMemory
 
 WIDTH, LENGTH, BATCH, BLOCKS, HEADS = 512, 256, 4, 8, 8

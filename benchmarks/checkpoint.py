@@ -1,4 +1,4 @@
-"""Time, space and memory of checkpoints, over torch.save and torch.load of the same tensors."""
+"""Time, space and memory of checkpoints, over those of torch and torch.distributed.checkpoint for the same tensors."""
 
 from __future__ import annotations
 
@@ -25,17 +25,29 @@ def measure(settings: Settings) -> Iterator[Figure]:
     mib = 256 if settings.quick else 1024
     alone: Samples = {}
     both: Samples = {}
+    large: Samples = {}
+    sharded: Samples = {}
+    subjects = (
+        (1, (), alone),
+        (2, (), both),
+        (1, ("--mib=2048", "--tensor-mib=256", "--loads-only"), large),
+        (2, ("--loads-only",), sharded),
+    )
     for _ in range(3 if settings.quick else 7):
-        for processes, samples in ((1, alone), (2, both)):
-            for arm, value in _run(processes, mib).items():
+        for processes, options, samples in subjects:
+            for arm, value in _run(processes, mib, options).items():
                 samples.setdefault(arm, []).append(value)
     yield from _of_one_rank(alone, mib)
     yield from _of_two_ranks(both, mib)
+    yield from _loads(large, "8 tensors of 256 MiB", "torch.load")
+    yield from _loads(
+        sharded, f"{mib} MiB into shards of 2 ranks", "torch.distributed.checkpoint, which verifies nothing"
+    )
 
 
-def _run(processes: int, mib: int) -> Mapping[str, float]:
+def _run(processes: int, mib: int, options: Sequence[str]) -> Mapping[str, float]:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # not /tmp, which may be in memory
-        arguments = [f"--folder={folder}", f"--mib={mib}"]
+        arguments = [f"--folder={folder}", f"--mib={mib}", *options]
         name = "checkpoint_rank.py"
         command = script(name, *arguments) if processes == 1 else torchrun(processes, name, *arguments)
         lines = run_job(command).output.splitlines()
@@ -45,9 +57,7 @@ def _run(processes: int, mib: int) -> Mapping[str, float]:
 
 def _of_one_rank(samples: Samples, mib: int) -> Iterator[Figure]:
     yield _ratio(f"save {mib} MiB, over torch.save", samples, "portable save", "torch save", goal=0.6, note=_NOTE)
-    for place in ("disk", "cache"):
-        name = f"load and verify {mib} MiB from the {place}, over torch.load"
-        yield _ratio(name, samples, f"portable load from {place}", f"torch load from {place}", goal=1.0)
+    yield from _loads(samples, f"{mib} MiB", "torch.load")
     yield _ratio(
         f"standing still in a save of {mib} MiB in the background, over the save",
         samples, "stand still", "portable save", goal=0.15,
@@ -60,6 +70,12 @@ def _of_one_rank(samples: Samples, mib: int) -> Iterator[Figure]:
         note=f"{samples['bytes'][0]:.0f} bytes",
     )
     yield _extra_memory("peak extra memory while one rank saves", samples["extra MiB"])
+
+
+def _loads(samples: Samples, what: str, over: str) -> Iterator[Figure]:
+    for place in ("disk", "cache"):
+        name = f"load and verify {what} from the {place}, over {over}"
+        yield _ratio(name, samples, f"portable load from {place}", f"torch load from {place}", goal=1.0)
 
 
 def _of_two_ranks(samples: Samples, mib: int) -> Iterator[Figure]:

@@ -1,7 +1,8 @@
 """Saves and loads checkpoints of the same bytes with torch and with dstrat, in one rank or in several.
 
 Prints one line of JSON with the seconds of each arm.  Sharded ranks each hold a part of every tensor; for torch.save
-rank 0 holds all of them, which is what a job has to gather for it.
+rank 0 holds all of them, which is what a job has to gather for it.  Loads of shards are compared with those of
+torch.distributed.checkpoint, which verifies nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,7 +27,7 @@ from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROWS, COLUMNS = 1024, 4096  # 16 MiB of float32
+COLUMNS, ROWS_OF_MIB = 4096, 64  # of float32
 MEGABYTE = 1024 * 1024
 
 
@@ -34,22 +36,30 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--tensor-mib", type=int, default=16)
+    parser.add_argument("--loads-only", action="store_true")
     options = parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")
-    measured = measure(options.folder, options.mib // 16, world_size)
+    made = tensors(options.mib // options.tensor_mib, options.tensor_mib, world_size)
+    if options.loads_only:
+        measured = measure_loads(options.folder, made)
+    else:
+        measured = measure(options.folder, made, options, world_size)
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(measured), flush=True)
     if world_size > 1:
         dist.destroy_process_group()
 
 
-def measure(folder: Path, num_tensors: int, world_size: int) -> dict[str, float]:
+def measure(
+    folder: Path, made: dict[str, torch.Tensor], options: argparse.Namespace, world_size: int
+) -> dict[str, float]:
     """Return the seconds of each arm, and the bytes on disk and in memory."""
     rank = dist.get_rank() if world_size > 1 else 0
     io, measured = PortableCheckpointIO(), {}
-    checkpoint = {"state_dict": tensors(num_tensors, world_size)}
+    checkpoint = {"state_dict": made}
     io.save_checkpoint({}, folder / "first")  # opens connections, imports what is missing
     before = anonymous_memory()
     measured["portable save"] = timed(lambda: io.save_checkpoint(checkpoint, folder / "portable"))
@@ -60,7 +70,9 @@ def measure(folder: Path, num_tensors: int, world_size: int) -> dict[str, float]
         measured |= background(checkpoint, folder)
     clear(folder / "portable", rank)
     if rank == 0:
-        whole = {"state_dict": tensors(num_tensors, 1)} if world_size > 1 else checkpoint
+        whole = checkpoint
+        if world_size > 1:
+            whole = {"state_dict": tensors(len(made), options.tensor_mib, 1)}
     measured["torch save"] = timed(lambda: torch_save(whole, folder / "torch") if rank == 0 else None)
     if world_size == 1:
         measured |= loads("torch", lambda: torch.load(folder / "torch", weights_only=True), folder / "torch")
@@ -68,8 +80,28 @@ def measure(folder: Path, num_tensors: int, world_size: int) -> dict[str, float]
     return measured
 
 
+def measure_loads(folder: Path, made: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the seconds of loads: of full tensors, or into shards."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    io, checkpoint = PortableCheckpointIO(), {"state_dict": made}
+    io.save_checkpoint(checkpoint, folder / "portable")
+    if dist.is_initialized():
+        measured = loads("portable", lambda: io.load_into(folder / "portable", checkpoint), folder / "portable")
+        clear(folder / "portable", rank)
+        dcp.save(checkpoint, checkpoint_id=folder / "torch")
+        measured |= loads("torch", lambda: dcp.load(checkpoint, checkpoint_id=folder / "torch"), folder / "torch")
+    else:
+        measured = loads("portable", lambda: io.load_checkpoint(folder / "portable"), folder / "portable")
+        clear(folder / "portable", rank)
+        torch_save(checkpoint, folder / "torch")
+        measured |= loads("torch", lambda: torch.load(folder / "torch", weights_only=True), folder / "torch")
+    clear(folder / "torch", rank)
+    return measured
+
+
 def loads(arm: str, load: Callable[[], object], path: Path) -> dict[str, float]:
     """Return how long loading takes from the disk, and when the files are in the system's cache."""
+    os.sync()  # pages that are not written yet stay in the cache
     for file in path.iterdir() if path.is_dir() else [path]:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -86,12 +118,12 @@ def background(checkpoint: dict[str, Any], folder: Path) -> dict[str, float]:
     return measured
 
 
-def tensors(num_tensors: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Return tensors of 16 MiB each, sharded over the ranks."""
+def tensors(num_tensors: int, mib: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Return tensors of a size in MiB, sharded over the ranks."""
     mesh = init_device_mesh("cpu", (world_size,)) if world_size > 1 else None
     made = {}
     for number in range(num_tensors):
-        local = torch.randn(ROWS // world_size, COLUMNS)
+        local = torch.randn(mib * ROWS_OF_MIB // world_size, COLUMNS)
         made[f"layers.{number}.weight"] = local if mesh is None else DTensor.from_local(local, mesh, [Shard(0)])
     return made
 

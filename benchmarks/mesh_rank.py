@@ -1,12 +1,10 @@
-"""One rank that trains a pipeline in turn by hand and with dstrat, in the same processes."""
+"""One rank that trains a pipeline by hand and with dstrat in turn, in the same processes."""
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import random
 import time
 import warnings
 import weakref
@@ -31,7 +29,7 @@ from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.shards import local_tensor
 
 WIDTH, BLOCKS, BATCH, MICROBATCHES = 512, 8, 64, 4
-WARMUP, STEPS = 5, 30
+TURN = 10  # steps
 NARROW, DEEP = 64, 192  # width and number of blocks, of which one is a small share of a rank's
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -91,20 +89,6 @@ class DeepNet(Net):
         super().configure_model()
 
 
-class Clock:
-    """Time of the steps after the warm-up."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self, done: int) -> None:
-        """Take note of how many steps are done."""
-        if done == WARMUP:
-            self.seconds = -time.perf_counter()
-        if done == WARMUP + STEPS:
-            self.seconds += time.perf_counter()
-
-
 def main() -> None:
     """Measure, and let rank 0 write what was found."""
     parser = argparse.ArgumentParser()
@@ -113,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     found: Any = (
-        speeds(options.out, options.repeats)
+        speeds(options.repeats)
         if options.subject == "speeds"
         else parameters(*MODELS[options.subject](options.out.parent))
     )
@@ -121,70 +105,98 @@ def main() -> None:
         options.out.write_text(json.dumps(found))
 
 
-def speeds(out: Path, repeats: int) -> dict[str, list[float]]:
-    """Return steps per second of each arm in each repeat."""
-    samples: dict[str, list[float]] = {}
-    order = random.Random(0)  # the same in all ranks
-    for repeat in range(repeats + 1):
-        arms = [("by hand", by_hand), ("by hand again", by_hand), ("dstrat", with_dstrat)]
-        order.shuffle(arms)
-        for name, train in arms:
-            clock = Clock()
-            train(f"{out}.{repeat}.{name.replace(' ', '-')}", clock)
-            gc.collect()
-            if repeat:  # the first round only loads what the others find loaded
-                samples.setdefault(name, []).append(STEPS / clock.seconds)
-    return samples
+# Steps by hand and with dstrat
 
 
-def loader(readers: int, share: int, width: int = WIDTH) -> DataLoader[Any]:
-    """Return the batches of a reader."""
-    inputs = torch.randn(BATCH * (WARMUP + STEPS) // readers, width, generator=torch.Generator().manual_seed(share))
-    return DataLoader(TensorDataset(inputs, inputs.roll(1, 1)), batch_size=BATCH // readers)
+def speeds(repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Return steps per second, and per second of this rank's processor time, of each arm in each repeat.
 
-
-def by_hand(meeting: str, clock: Clock) -> None:
-    """Train as one writes it with torch.distributed.pipelining and FSDP2.
-
-    Blocks stay gathered for a batch, as in torchtitan: to gather them for each microbatch takes longer.
+    The arms take turns of a few steps in one fit: what other programs take from one, they take from the next.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
-    stage, share = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    layers = Net().net[stage * BLOCKS // 2 : (stage + 1) * BLOCKS // 2]
-    for block in layers:
-        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
-    fully_shard(layers, mesh=mesh["dp"])
-    pipeline_stage = PipelineStage(layers, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
-    for index, (inputs, targets) in enumerate(loader(size // 2, share)):
-        optimizer.zero_grad()
-        if stage == 0:
-            schedule.step(inputs)
-        else:
-            losses: list[torch.Tensor] = []
-            schedule.step(target=targets, losses=losses)
-        optimizer.step()
-        clock(index + 1)
-    dist.destroy_process_group()
+    samples: dict[str, dict[str, list[float]]] = {"wall": {}, "processor": {}}
+    by_hand: list[ByHand] = []
+    began = (0.0, 0.0)
 
+    def start_turn(*_: Any) -> None:
+        nonlocal began
+        dist.barrier()
+        began = time.perf_counter(), time.process_time()
 
-def with_dstrat(meeting: str, clock: Clock) -> None:
-    """Train the same with the Trainer."""
-    del meeting
-    size = int(os.environ["WORLD_SIZE"])
+    def end_turn(arm: str, repeat: int) -> None:
+        dist.barrier()  # until all ranks have done their steps
+        ended = time.perf_counter(), time.process_time()
+        if repeat:  # the first repeat is the warm-up
+            for clock, start, end in zip(samples, began, ended, strict=True):
+                samples[clock].setdefault(arm, []).append(TURN / (end - start))
+
+    def take_turns(_trainer: Trainer, _module: TrainModule, _outputs: Any, _batch: Any, index: int) -> None:
+        if (index + 1) % TURN:
+            return
+        repeat = index // TURN
+        end_turn("dstrat", repeat)
+        arms = list(zip(("by hand", "by hand again"), by_hand, strict=True))
+        for arm, trained in arms if repeat % 2 else reversed(arms):
+            start_turn()
+            for _ in range(TURN):
+                trained.step()
+            end_turn(arm, repeat)
+        start_turn()
+
+    def start(*_: Any) -> None:
+        by_hand.extend(ByHand(loader(readers, share, steps)) for _ in range(2))
+        start_turn()
+
+    size, steps = int(os.environ["WORLD_SIZE"]), TURN * (repeats + 1)
+    readers = size // 2
+    share = int(os.environ["RANK"]) % readers
     trainer = Trainer(
         strategy=f"mesh(pp=2, microbatches={MICROBATCHES})",
         accelerator="cpu",
         devices=size,
         max_epochs=1,
         use_distributed_sampler=False,
-        callbacks=LambdaCallback(on_train_batch_end=lambda *arguments: clock(arguments[-1] + 1)),
+        callbacks=LambdaCallback(on_train_start=start, on_train_batch_end=take_turns),
         **QUIET,
     )
-    trainer.fit(Net(), loader(size // 2, int(os.environ["RANK"]) % (size // 2)))
+    trainer.fit(Net(), loader(readers, share, steps))
+    return samples
+
+
+def loader(readers: int, share: int, steps: int, width: int = WIDTH) -> DataLoader[Any]:
+    """Return the batches of a reader."""
+    inputs = torch.randn(BATCH * steps // readers, width, generator=torch.Generator().manual_seed(share))
+    return DataLoader(TensorDataset(inputs, inputs.roll(1, 1)), batch_size=BATCH // readers)
+
+
+class ByHand:
+    """A training as one writes it with torch.distributed.pipelining and FSDP2.
+
+    Blocks stay gathered for a batch, as in torchtitan: to gather them for each microbatch takes longer.
+    """
+
+    def __init__(self, batches: DataLoader[Any]) -> None:
+        size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
+        self._stage = mesh.get_local_rank("pp")
+        layers = Net().net[self._stage * BLOCKS // 2 : (self._stage + 1) * BLOCKS // 2]
+        for block in layers:
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
+        fully_shard(layers, mesh=mesh["dp"])
+        stage = PipelineStage(layers, self._stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        self._schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        self._optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
+        self._batches = iter(batches)
+
+    def step(self) -> None:
+        """Train with the next batch."""
+        inputs, targets = next(self._batches)
+        self._optimizer.zero_grad()
+        if self._stage == 0:
+            self._schedule.step(inputs)
+        else:
+            losses: list[torch.Tensor] = []
+            self._schedule.step(target=targets, losses=losses)
+        self._optimizer.step()
 
 
 # Parameters with two stages and split layers
@@ -227,7 +239,7 @@ class LiveTensors(TorchDispatchMode):
 def deep(folder: Path) -> tuple[TrainModule, DataLoader[Any], int]:
     """Return the long chain, its data, and the number of its parameters."""
     del folder
-    return DeepNet(), loader(1, 0, NARROW), DEEP * sum(parameter.numel() for parameter in Block(NARROW).parameters())
+    return DeepNet(), loader(1, 0, 1, NARROW), DEEP * sum(parameter.numel() for parameter in Block(NARROW).parameters())
 
 
 def llama(folder: Path, *, is_loaded: bool) -> tuple[TrainModule, DataLoader[Any], int]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dstrat import Muon
-from dstrat.cli.estimate.fake_step import LiveMemory
+from dstrat.cli.estimate.live_memory import LiveMemory
 from dstrat.parallel.internals import RecordedCollectives
 
 if TYPE_CHECKING:

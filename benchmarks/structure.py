@@ -26,9 +26,9 @@ RELATIVE = re.compile(r"\b(what|whatever|whose|of which)\b", re.IGNORECASE)
 NOQA = re.compile(r"#\s*noqa\b")
 # Units of training/, top to bottom: an import from a later to an earlier one is upward.
 TRAINING = (
-    *("trainer", "execution", "results", "properties", "evaluation_results", "callbacks", "run_recorder", "checkpoint"),
-    *("contexts", "anomaly", "run", "profilers", "loops", "hooks", "metrics", "loggers", "arguments", "settings"),
-    *("module", "notebook"),
+    *("trainer", "execution", "elastic", "results", "properties", "evaluation_results", "callbacks", "run_recorder"),
+    *("checkpoint", "contexts", "anomaly", "run", "profilers", "loops", "hooks", "metrics", "loggers", "arguments"),
+    *("settings", "module", "notebook"),
 )
 HOLDERS = ("Trainer", "TrainerProperties", "Run", "FitLoop", "Position", "AutomaticOptimization")
 JOB_MODULES = ("parallel/process_group.py", "parallel/job.py", "launch/external.py", "launch/progress.py")

@@ -4,8 +4,11 @@ With a checkpoint it is a fit that is resumed from that, on a number of ranks th
 """
 
 import os
+import random
 import shutil
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -59,16 +62,25 @@ class Net(TrainModule):
 class Diary(Callback):
     """Writes the process id of each rank, where it began, each batch that it has trained on, and the end."""
 
+    def __init__(self, *, waits_for_newcomers):
+        self.waits_for_newcomers, self.waited_in = waits_for_newcomers, set()
+
+    def group_of(self, trainer):
+        """Return the number of the group of ranks, or of the attempt; no two have the same one."""
+        if self.waits_for_newcomers and trainer.restart_count and "DSTRAT_GROUP" not in os.environ:
+            return 10 + trainer.restart_count  # all ranks are new ones, perhaps after a group that has grown
+        return max(trainer.restart_count, int(os.environ.get("DSTRAT_GROUP", "0")))
+
     def name_of(self, trainer):
-        return f"{trainer.restart_count}-{trainer.global_rank}"
+        return f"{self.group_of(trainer)}-{trainer.global_rank}"
 
     def setup(self, trainer, module, stage):
         write(f"pid-{self.name_of(trainer)}", os.getpid())
 
     def on_train_start(self, trainer, module):
         name = self.name_of(trainer)
-        if trainer.is_global_zero and trainer.restart_count and trainer.ckpt_path:
-            shutil.copytree(trainer.ckpt_path, f"resumed-{trainer.restart_count}.ckpt")
+        if trainer.is_global_zero and self.group_of(trainer) and trainer.ckpt_path:
+            shutil.copytree(trainer.ckpt_path, f"resumed-{self.group_of(trainer)}.ckpt")
         write(f"start-{name}", trainer.global_step)
         self.path = Path(f"batches-{name}")
 
@@ -79,11 +91,32 @@ class Diary(Callback):
         with self.path.open("a") as batches:
             batches.write(" ".join(map(str, [*values, *batch[1].tolist()])) + "\n")
         time.sleep(0.005)
+        if self.waits_for_newcomers:
+            self.wait_for_newcomers(trainer)
+
+    def wait_for_newcomers(self, trainer):
+        """Wait until new processes can join in place of all that were killed; a short fit would be over before."""
+        missing = int(os.environ.get("DSTRAT_NUM_STARTED", "0")) - trainer.world_size
+        group = os.environ.get("DSTRAT_GROUP", "0")
+        if missing <= 0 or group in self.waited_in:
+            return
+        self.waited_in.add(group)
+        deadline = time.monotonic() + 30
+        while not Path(os.environ["DSTRAT_JOB"], f"newcomers-{group}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def on_train_end(self, trainer, module):
         weights = trainer.strategy.module_state_dict()
         if trainer.is_global_zero:
             torch.save({name: value.clone() for name, value in weights.items()}, "weights.pt")
+
+
+def end_when_announced():
+    """End this process when the ranks leave their group for one with it."""
+    while not Path(os.environ["DSTRAT_JOB"], "newcomers-1").exists():
+        time.sleep(0.001)
+    time.sleep(random.uniform(0, 0.04))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Raise(Callback):
@@ -110,9 +143,12 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
         "weights left out": [ModelCheckpoint(every_n_train_steps=5)],
         "raises": [ModelCheckpoint(every_n_train_steps=5), Raise(0, 12)],
         "raises later": [ModelCheckpoint(every_n_train_steps=5), Raise(1, 27)],
+        "replaced": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5)],
+        "replaced in vain": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5)],
+        "replaced too late": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5)],
         "resumed": [],
     }
-    elastic = {} if ckpt_path else {"max_restarts": 5, "elastic": True}
+    elastic = {} if ckpt_path else {"max_restarts": 5, "elastic": "replace" if case.startswith("replaced") else True}
     trainer = Trainer(
         accelerator="cpu",
         devices=int(ranks),
@@ -123,10 +159,14 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
         default_root_dir=".",
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*checkpoints[case], Diary()],
+        callbacks=[*checkpoints[case], Diary(waits_for_newcomers=case in ("replaced", "replaced too late"))],
         **elastic,
     )
     net = Net(256 if case == "during the copy" else 16)
+    if case == "replaced in vain" and "DSTRAT_NEWCOMER" in os.environ:
+        raise OSError("the data is away")
+    if case == "replaced too late" and "DSTRAT_NEWCOMER" in os.environ:
+        threading.Thread(target=end_when_announced, daemon=True).start()
     if case == "weights left out":
         net.layers[2].requires_grad_(requires_grad=False)
         net.register_state_dict_post_hook(leave_out)

@@ -1,5 +1,6 @@
 """Elastic fits whose ranks are killed: the others keep their processes, and train as a resumed fit on fewer ranks."""
 
+import contextlib
 import os
 import random
 import re
@@ -84,6 +85,11 @@ def started_at(folder, attempt):
     return int((folder / f"start-{attempt}-0").read_text())
 
 
+def groups_in(folder):
+    """Return the numbers of the groups that have begun to train."""
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("start-*-0"))
+
+
 def count_samples(folder, attempts):
     """Return how often each sample of each epoch has been trained on in the steps that the final state consists of."""
     starts = [started_at(folder, attempt) for attempt in attempts]
@@ -132,13 +138,13 @@ def logged_steps(folder):
 )
 def test_survivors_of_a_killed_rank_train_as_a_resumed_fit(start, tmp_path, strategy, method, case):
     chance = random.Random()
-    rank, step = chance.randrange(3), chance.randrange(6, 35)
+    rank, step = chance.randrange(3), chance.randrange(12, 35)  # after the checkpoint of step 5 is complete
     print(f"rank {rank} is killed after step {step}")
     process = start(strategy, method, 3, case)
     killed, moment = kill(process, tmp_path, 0, rank, step)
     out, err = process.communicate(120)
     assert process.returncode == 0, err
-    assert "1 restarts, 1 failed attempts" in out
+    assert "1 restarts, 1 failed attempts" in out, err
     assert "1 accumulated" in out  # the user's setting again, after the fit
     print_pause(tmp_path, 1, moment)
     before, after = pids_of(tmp_path, 0), pids_of(tmp_path, 1)
@@ -247,9 +253,90 @@ def test_all_ranks_are_restarted_from_a_checkpoint_of_fewer(start, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "method"),
+    [
+        ("DDPStrategy", "fork"),
+        ("DDPStrategy", "popen"),
+        *(pytest.param("DDPStrategy", method, marks=pytest.mark.variant) for method in ("spawn", "forkserver")),
+        ("FSDPStrategy", "fork"),
+    ],
+)
+def test_new_process_takes_the_place_of_a_killed_rank(start, tmp_path, strategy, method):
+    chance = random.Random()
+    rank, step = chance.randrange(3), chance.randrange(12, 30)  # after the checkpoint of step 5 is complete
+    print(f"rank {rank} is killed after step {step}")
+    process = start(strategy, method, 3, "replaced")
+    killed, _ = kill(process, tmp_path, 0, rank, step)
+    out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    assert "1 restarts, 1 failed attempts" in out, err
+    assert re.search(r"a new process joined: 3 ranks go on from '.*step=\d+\.ckpt' \(step \d+\)\n", err)
+    before, between, after = (pids_of(tmp_path, group) for group in range(3))
+    survivors = [pid for _, pid in sorted(before.items()) if pid != killed]
+    assert list(between.values()) == survivors
+    assert [after[0], after[1]] == survivors
+    assert after[2] not in before.values()
+    # No step of the smaller group is done again.
+    assert max(batch[0] for batch in batches_of(tmp_path, 1, 0)) == started_at(tmp_path, 2)
+    assert count_samples(tmp_path, [0, 1, 2]) == ONCE
+    logged = logged_steps(tmp_path)
+    assert len(logged) == len(set(logged))
+    assert_equal_to_resumed(start, tmp_path, 2, strategy, ranks=3, batch_size=4, accumulate=1)
+
+
+@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+def test_new_process_joins_a_rank_that_trains_alone(start, tmp_path, strategy):
+    process = start(strategy, "fork", 2, "replaced")
+    kill(process, tmp_path, 0, 0, 12)
+    _out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    assert [len(pids_of(tmp_path, group)) for group in range(3)] == [2, 1, 2], err
+    assert pids_of(tmp_path, 2)[0] == pids_of(tmp_path, 0)[1]
+    assert count_samples(tmp_path, [0, 1, 2]) == ONCE
+
+
+@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+def test_ranks_that_are_killed_while_a_new_process_joins_lose_no_sample(start, tmp_path, strategy):
+    process = start(strategy, "fork", 3, "replaced")
+    kill(process, tmp_path, 0, 0, 12)
+    wait_for(lambda: 0 in pids_of(tmp_path, 1), process)
+    pause = random.uniform(0, 1.5)
+    print(f"another rank is killed {pause:.3f} s after the smaller group has begun")
+    time.sleep(pause)
+    newest = max(group for group in range(3) if pids_of(tmp_path, group))
+    last = max((batch[0] for group in range(3) for batch in batches_of(tmp_path, group, 0)), default=0)
+    if last < STEPS - 3:  # otherwise the fit is nearly over
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(random.choice([*pids_of(tmp_path, newest).values()]), signal.SIGKILL)
+    _out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    assert count_samples(tmp_path, groups_in(tmp_path)) == ONCE
+
+
+def test_ranks_go_on_where_a_new_process_ends_when_they_wait_for_it(start, tmp_path):
+    process = start("DDPStrategy", "popen", 3, "replaced too late")
+    kill(process, tmp_path, 0, 1, 12)
+    _out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    assert "the process that was to take the place" in err or "rank 2 of 3 was killed" in err
+    assert count_samples(tmp_path, groups_in(tmp_path)) == ONCE
+
+
+def test_ranks_go_on_where_a_new_process_fails_before_it_joins(start, tmp_path):
+    process = start("DDPStrategy", "popen", 3, "replaced in vain")
+    kill(process, tmp_path, 0, 1, 12)
+    _out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    assert len(pids_of(tmp_path, 1)) == 2
+    assert not pids_of(tmp_path, 2)
+    assert count_samples(tmp_path, [0, 1]) == ONCE
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"elastic": 2}, "elastic=2 must be True or False"),
+        ({"elastic": 2}, "elastic=2 must be True, False or 'replace'"),
+        ({"elastic": "replace"}, "passes the state to new processes in memory, and no callback saves there"),
         ({"max_restarts": 0}, "elastic=True goes on after at most max_restarts deaths of ranks, and max_restarts=0"),
         (
             {"enable_checkpointing": False},

@@ -18,7 +18,7 @@ MEASURE = PROGRAM.with_name("measure.py")
 
 def run(out, *arguments):
     command = [sys.executable, str(PROGRAM), "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.mark.slow

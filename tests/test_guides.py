@@ -88,7 +88,7 @@ def registered() -> Iterator[None]:
 
 def run(*command: str, cwd: Path, **environ: str) -> str:
     env = {**os.environ, **environ}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -112,7 +112,7 @@ def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_the
     )
     assert {plan, progress} <= {block.text for block in blocks("index.md")}
     program = WarmProgram(shutil.copy(example, tmp_path))
-    printed, bar = program.communicate(timeout=120)
+    printed, bar = program.communicate(timeout=400)
     assert program.returncode == 0, bar
     assert plan in "".join(line.rstrip() + "\n" for line in printed.splitlines())
     shown = iter(without_numbers(bar))
@@ -120,7 +120,6 @@ def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_the
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # dozens of processes, each of which imports torch
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_the_commands_of_a_tutorial_print_what_it_shows(page: str, tmp_path: Path) -> None:
     for module in LIBRARIES.get(page, ()):

@@ -15,7 +15,7 @@ REPORT_TORCH = "import atexit, sys; atexit.register(lambda: print('torch' in sys
 def in_a_fresh_interpreter(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DSTRAT_", "PYTHON"))}
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 

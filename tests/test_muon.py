@@ -198,10 +198,14 @@ def test_embeddings_and_named_layers_belong_to_adamw():
     ("make", "message"),
     [
         (lambda net: Muon([{"params": net.parameters()}]), r"Muon is for matrices.*shape \(2,\).*use_muon"),
+        (
+            lambda net: Muon([nn.Parameter(torch.ones(8))]),
+            "none of 1 parameters is one for it.*choose one that shards each parameter",
+        ),
         (lambda net: Muon.of_module(net, adamw_layers=["last"]), "adamw_layers has 'last', and Sequential has no such"),
         (lambda net: Muon(net.parameters(), adjust_lr_fn="x"), "adjust_lr_fn 'x' is not one of 'original', 'match_"),
     ],
-    ids=["a vector", "a layer", "a function"],
+    ids=["a vector", "no matrix", "a layer", "a function"],
 )
 def test_an_impossible_option_is_refused(make, message):
     with pytest.raises(RequestError, match=message):

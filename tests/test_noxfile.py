@@ -42,7 +42,7 @@ def run(checkout: Path, index: Path, *arguments: str) -> subprocess.CompletedPro
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environ |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": index.as_uri()}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, timeout=400, check=False)
 
 
 WITH_A_BORROWED_PIP = """

@@ -153,7 +153,6 @@ def test_an_optimizer_gives_the_losses_of_one_device_and_resumes_exactly_or_is_r
 
 
 @pytest.mark.variant
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_optimizer_of_torch_does_so(strategy, tmp_path):
     assert OPTIMIZERS.keys() == {name for name, value in vars(torch.optim).items() if is_optimizer(value)}

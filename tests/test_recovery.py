@@ -110,9 +110,7 @@ def undisturbed(tmp_path_factory):
         pytest.param("DDPStrategy", "forkserver", 3, 1, marks=pytest.mark.variant),
         pytest.param("FSDPStrategy", "fork", 3, 1, marks=pytest.mark.variant),
         *(
-            pytest.param(
-                strategy, method, 20, 8, marks=[pytest.mark.variant, pytest.mark.slow, pytest.mark.timeout(900)]
-            )
+            pytest.param(strategy, method, 20, 8, marks=[pytest.mark.variant, pytest.mark.slow])
             for strategy in ("DDPStrategy", "FSDPStrategy")
             for method in ("fork", "popen")
         ),
@@ -140,7 +138,7 @@ def test_killed_ranks_lose_and_repeat_no_sample(start, undisturbed, tmp_path, st
     [
         ("FSDPStrategy", 3, 1),
         *(
-            pytest.param(strategy, 20, 8, marks=[pytest.mark.variant, pytest.mark.slow, pytest.mark.timeout(900)])
+            pytest.param(strategy, 20, 8, marks=[pytest.mark.variant, pytest.mark.slow])
             for strategy in ("DDPStrategy", "FSDPStrategy")
         ),
     ],

@@ -76,7 +76,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
 def finish(program: subprocess.Popen[str], code: int = 0) -> str:
     """Wait for a program, and return what it wrote to stderr."""
     try:
-        out, err = program.communicate(timeout=150)
+        out, err = program.communicate(timeout=400)
     finally:
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -157,8 +158,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folders):
-    made = {name: {"folder": folders[name], **case} for name, case in cases().items()}
-    return in_ranks(each, 2, function=outcome, cases=made)
+    """Return what the fits of a case come to, on each rank; each case has the time limit of a test for itself."""
+    return cache(lambda name: in_ranks(outcome, 2, folder=folders[name], **cases()[name]))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def on_one_device(folders):
 @pytest.mark.parametrize("name", cases())
 def test_the_average_is_that_of_one_device(on_two_ranks, on_one_device, name):
     record, _ = on_one_device
-    first, second = (of_rank[name] for of_rank in on_two_ranks)
+    first, second = on_two_ranks(name)
     assert first["validated"] == second["validated"]
     for mine, expected in zip(first["validated"], record.validated, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
@@ -180,14 +181,14 @@ def test_the_average_is_that_of_one_device(on_two_ranks, on_one_device, name):
 
 @pytest.mark.parametrize("name", cases())
 def test_a_resumed_average_is_the_same_to_the_bit(on_two_ranks, name):
-    assert [of_rank[name]["exact"] for of_rank in on_two_ranks] == [dict.fromkeys(["3", "6", "validation 0"], True)] * 2
+    assert [of_rank["exact"] for of_rank in on_two_ranks(name)] == [dict.fromkeys(["3", "6", "validation 0"], True)] * 2
 
 
 @pytest.mark.parametrize("name", [name for name, case in cases().items() if case.get("shards")])
 def test_the_average_of_shards_takes_their_share(on_two_ranks, name):
-    whole = on_two_ranks[0]["ddp"]["bytes"]
-    for of_rank in on_two_ranks:
-        assert of_rank[name]["bytes"] < 0.6 * whole
+    whole = on_two_ranks("ddp")[0]["bytes"]
+    for of_rank in on_two_ranks(name):
+        assert of_rank["bytes"] < 0.6 * whole
 
 
 def close(weights, expected):
@@ -199,21 +200,20 @@ def close(weights, expected):
 @pytest.mark.parametrize("name", cases())
 def test_one_device_resumes_the_average_of_several_ranks(on_two_ranks, on_one_device, folders, name):
     record, _ = on_one_device
+    on_two_ranks(name)
     resumed, _ = fit(strategy="single_device", ckpt_path=folders[name] / "6")
     close(resumed.weights, record.weights)
     saved = read_checkpoint(folders[name] / "validation 1")["state_dict"]  # what an evaluation loads
     close(saved, {key: record.weights[key] for key in saved})
 
 
-def test_several_ranks_resume_the_average_of_one_device(on_one_device, folders):
+@pytest.mark.parametrize("name", cases())
+def test_several_ranks_resume_the_average_of_one_device(on_one_device, folders, name):
     record, _ = on_one_device
     path = folders["single_device"] / "6"
-    for of_cases in in_ranks(
-        each, 2, function=resumed_weights, cases={n: {**c, "ckpt_path": path} for n, c in cases().items()}
-    ):
-        for weights in of_cases.values():
-            assert weights.keys() <= record.weights.keys()  # some strategies have all of them on rank 0
-            close(weights, {name: record.weights[name] for name in weights})
+    for weights in in_ranks(resumed_weights, 2, ckpt_path=path, **cases()[name]):
+        assert weights.keys() <= record.weights.keys()  # some strategies have all of them on rank 0
+        close(weights, {key: record.weights[key] for key in weights})
 
 
 def resumed_weights(cluster, **case):

@@ -72,7 +72,7 @@ def built(installed: Path) -> list[Path]:
 def run(installed: Path, outside: Path, program: str, *arguments: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DSTRAT_", "PYTHON"))}
     command = [installed / "bin" / program, *arguments]
-    result = subprocess.run(command, cwd=outside, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=outside, env=environ, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

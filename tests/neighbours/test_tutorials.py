@@ -13,6 +13,5 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.neighbours, pytest.mark.slow]
 
 
-@pytest.mark.timeout(900)  # a dozen processes, each of which imports transformers
 def test_the_commands_of_the_tutorial_about_adapters_print_what_it_shows(tmp_path: Path) -> None:
     check_commands("tutorial-adapters.md", tmp_path)

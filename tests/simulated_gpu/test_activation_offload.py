@@ -28,6 +28,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
+        others = torch.cat([0 * x, 2 * x, x])
+        x = x + 0.1 * others[-len(x) :].square()  # a view of the end of what it saves
         return x + functional.dropout(self.down(functional.gelu(self.up(self.norm(x)))), 0.1)
 
 

@@ -201,7 +201,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_fork_cannot_use_what_was_initialized_before(before):
-    ended = subprocess.run([sys.executable, "-c", FORK.format(before=before)], check=False, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", FORK.format(before=before)], check=False, timeout=400)
     assert ended.returncode == int(before)
 
 

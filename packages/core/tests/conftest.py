@@ -95,7 +95,7 @@ class Site:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=400,
             check=False,
         )
 

@@ -23,7 +23,7 @@ def test_fit_validate_test_and_predict_give_what_one_device_gives_and_print_noth
         [sys.executable, "-W", "error", str(PROGRAM), str(tmp_path), "2", *NAMES],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=400,
         check=False,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[3])},

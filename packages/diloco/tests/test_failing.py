@@ -11,7 +11,7 @@ from tests.ranks import in_ranks
 from tests.trainer_runs import quiet_trainer, shuffled_loader
 from torch import nn
 
-from dstrat import EMAWeightAveraging, ModelCheckpoint, TrainModule
+from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import ConflictError
 from dstrat_diloco import DiLoCoStrategy
@@ -131,10 +131,18 @@ def test_a_save_within_a_step_is_one_of_all_groups(tmp_path):
     assert "layer.weight" in PortableCheckpointIO().load_checkpoint(tmp_path / "saved")["state_dict"]
 
 
+class OwnAverage(Callback):
+    """An average that is no WeightAveraging, of another package."""
+
+    averages_weights = True
+
+
 def average_in_groups(cluster):
-    trainer = quiet_trainer(DiLoCoStrategy(), cluster, callbacks=[EMAWeightAveraging()])
-    with pytest.raises(ConflictError, match="EMAWeightAveraging averages the weights of each group by itself"):
-        trainer.fit(Breaks(), shuffled_loader(16, 2))
+    for callback in (EMAWeightAveraging(), OwnAverage()):
+        trainer = quiet_trainer(DiLoCoStrategy(), cluster, callbacks=[callback])
+        message = f"{type(callback).__name__} averages the weights of each group by itself"
+        with pytest.raises(ConflictError, match=message):
+            trainer.fit(Breaks(), shuffled_loader(16, 2))
 
 
 def test_averages_of_each_group_are_refused():

@@ -34,7 +34,7 @@ def test_listing_does_not_import_torch():
         "plugin.dstrat_components()\n"
         "print(json.dumps(['torch' in sys.modules, dir(dstrat_diloco)]))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=True)
     has_torch, names = json.loads(printed.stdout)
     assert not has_torch
     assert "DiLoCoStrategy" in names

@@ -73,6 +73,14 @@ def fit(cluster, folder, *, cls=Net, io=PortableCheckpointIO, ckpt_path=None, tr
     return {name: getattr(value, "_local_tensor", value).detach().clone() for name, value in values}
 
 
+class Unfreezes(Net):
+    """Trains the frozen layer from its sixth batch on."""
+
+    def on_train_batch_start(self, batch, batch_idx) -> None:
+        if self.global_step >= 5:
+            self.frozen.requires_grad_(True)
+
+
 def stopped_and_resumed(cluster, folder, moments=(2, 5, 8), **options):
     def fit_anew(**more):
         return fit(cluster, folder, **options, **more)
@@ -89,6 +97,13 @@ ON_TWO = {
     "one file": {"io": TorchCheckpointIO, "fragments": 2},
     "accumulated and clipped": {"trainer": ACCUMULATED, "every": 2},
     "two optimizers": {"cls": Adversaries},
+    "a layer that is unfrozen": {
+        "cls": Unfreezes,
+        "moments": TEN,
+        "trainer": {"max_epochs": 2},
+        "fragments": 2,
+        "delay": 3,
+    },
     "loss scales": {"trainer": {"precision": "16-mixed"}},
 }
 ON_FOUR = {

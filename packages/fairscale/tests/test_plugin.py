@@ -55,7 +55,7 @@ def test_listing_imports_neither_torch_nor_fairscale():
         "plugin.dstrat_components()\n"
         "print(json.dumps([sorted({'torch', 'fairscale'} & {*sys.modules}), dir(dstrat_fairscale)]))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=True)
     heavy, names = json.loads(printed.stdout)
     assert heavy == []
     assert {"DDPFullyShardedStrategy", "DDPShardedStrategy", "DDPSpawnShardedStrategy"} <= {*names}

@@ -73,7 +73,7 @@ def test_the_error_names_the_rank_that_fails(tmp_path, fault):
     assert processes_with(tmp_path) == []
 
 
-def horovodrun(*arguments, timeout=90):
+def horovodrun(*arguments, timeout=400):
     """Run the script under horovodrun; return its exit code and output."""
     command = [HOROVODRUN, "-np", "2", sys.executable, str(SCRIPT), *map(str, arguments)]
     environ = {**os.environ, "PATH": os.pathsep.join([str(HOROVODRUN.parent), os.environ["PATH"]])}

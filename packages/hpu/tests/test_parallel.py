@@ -162,7 +162,7 @@ def test_ranks_of_a_script_hold_the_devices_and_resume_exactly(tmp_path):
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=170,
+        timeout=400,
         env={**environ, "HABANA_SIMULATOR_MACHINE": str(tmp_path / "machine")},
     )
     lines = [line.split(maxsplit=2) for line in ended.stdout.splitlines() if line.startswith("rank ")]
@@ -336,7 +336,7 @@ def test_deepspeed_trains_on_gaudi_with_the_losses_of_one_device(tmp_path):
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=170,
+        timeout=400,
         env={**os.environ, "DS_ACCELERATOR": "hpu", "HABANA_SIMULATOR_MACHINE": str(tmp_path)},
     )
     lines = [ast.literal_eval(line[7:]) for line in ended.stdout.splitlines() if line.startswith("losses ")]

@@ -224,7 +224,7 @@ def test_eager_mode_has_the_same_losses_and_no_graphs(tmp_path):
         stdout=subprocess.PIPE,
         check=True,
         text=True,
-        timeout=170,
+        timeout=400,
     )
     assert ended.stdout.splitlines()[-1] == "0"
 

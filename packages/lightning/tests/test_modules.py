@@ -19,6 +19,7 @@ import torch
 
 import dstrat
 import dstrat_lightning
+from dstrat import CSVLogger
 from dstrat.errors import MisuseError
 from dstrat_lightning.trainer_view import TrainerView
 
@@ -35,7 +36,7 @@ def run(tmp_path, which, strategy, *options):
     """Train net.py by a Trainer; return what global rank 0 wrote."""
     path = tmp_path / f"{which}-{strategy}.json"
     command = [sys.executable, "-W", "ignore", str(HERE / "net.py"), which, strategy, str(path), *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text())
 
@@ -411,6 +412,35 @@ def test_a_strategy_is_an_instance_of_lightnings_class_too(library, make):
     assert isinstance(view.strategy, DDPStrategy)
     assert not isinstance(view.strategy, library.strategies.FSDPStrategy)
     assert view.strategy.world_size == 1
+
+
+def test_a_strategy_has_the_module_and_names_dstrat_for_what_it_lacks(library, make):
+    net, data, trainer = make
+
+    class Look(library.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.has_module = trainer.strategy.lightning_module is pl_module
+
+    look = Look()
+    trainer(callbacks=look).fit(net(), datamodule=data())
+    assert look.has_module
+    with pytest.raises(AttributeError, match=r"the strategy of dstrat's Trainer has no attribute 'zero_stage_3'"):
+        _ = TrainerView(trainer()).strategy.zero_stage_3
+
+
+def test_a_logger_that_a_callback_sets_writes_on_rank_0_only(library, make, tmp_path):
+    net, data, _ = make
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+
+    class Set(library.Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.logger = logger = CSVLogger(tmp_path / "logs", name="", version=trainer.global_rank)
+            (tmp_path / f"{trainer.global_rank} {logger.writes}").touch()
+
+    trainer = dstrat.Trainer(strategy="ddp_fork", accelerator="cpu", devices=2, max_epochs=1, callbacks=Set(), **off)
+    trainer.fit(net(), datamodule=data())
+    assert (tmp_path / "0 True").exists()
+    assert (tmp_path / "1 False").exists()
 
 
 def test_a_logger_can_be_set_and_loops_say_what_to_do(library, make, tmp_path):

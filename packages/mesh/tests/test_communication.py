@@ -97,20 +97,24 @@ def started(cluster, module_class=Blocks, **options):
     return strategy
 
 
-def second_step(strategy, mode, samples=SAMPLES):
-    """Take two steps, the second in a mode that sees each operation, and end the run."""
-    first, second = batches(2, samples * strategy.data_parallel_size)
-    one_pass(strategy, first, 0, 1)
-    strategy.optimizers[0].zero_grad()
+def third_step(strategy, mode, samples=SAMPLES):
+    """Take three steps, the third in a mode that sees each operation, and end the run.
+
+    In the first two ranks compare their batches.
+    """
+    *earlier, third = batches(3, samples * strategy.data_parallel_size)
+    for batch in earlier:
+        one_pass(strategy, batch, 0, 1)
+        strategy.optimizers[0].zero_grad()
     with mode:
-        one_pass(strategy, second, 1, 1)
+        one_pass(strategy, third, 1, 1)
     strategy.teardown()
 
 
 def sent(cluster, **options):
-    """What a rank sends in its second step."""
+    """What a rank sends in its third step."""
     recorded = RecordedCollectives()
-    second_step(started(cluster, **options), recorded)
+    third_step(started(cluster, **options), recorded)
     return totals(recorded.collectives)
 
 
@@ -186,7 +190,7 @@ class LiveSends(DispatchMode):
 
 def live_sends(cluster, samples, **options):
     mode = LiveSends()
-    second_step(started(cluster, **options), mode, samples)
+    third_step(started(cluster, **options), mode, samples)
     return mode.largest, mode.at_last
 
 
@@ -234,7 +238,7 @@ def gathers(cluster, **options):
     recorded = RecordedCollectives()
     strategy = started(cluster, pp=2, microbatches=4, **options)
     declared = totals(strategy.communication_layout(sizes(SAMPLES)).collectives)["all_gather"]
-    second_step(strategy, recorded)
+    third_step(strategy, recorded)
     return totals(recorded.collectives)["all_gather"], declared
 
 

@@ -49,7 +49,6 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 8 jobs before the first case
 @pytest.mark.xdist_group("moves")
 @pytest.mark.parametrize("alias", LAYOUTS)
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(saved, alias):

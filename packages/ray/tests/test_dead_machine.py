@@ -32,6 +32,6 @@ def test_rank_of_a_dead_machine_is_named(tmp_path):
         dead = next(rank for rank in ranks if rank[5] != head)
         other = next(node for node in machines.worker_nodes if node.node_id == dead[5])
         machines.remove_node(other, allow_graceful=False)
-        output = program.communicate(timeout=120)[0]
+        output = program.communicate(timeout=400)[0]
         assert f"RankFailedError: rank {dead[0]} of 2 failed: the process of rank {dead[0]} on machine" in output
         wait_until(lambda: all(has_ended(int(rank[-1])) for rank in ranks), "ranks are alive")

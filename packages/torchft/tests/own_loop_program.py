@@ -39,5 +39,5 @@ def train(loop, steps):
 
 
 if __name__ == "__main__":
-    strategy = dstrat.build(strategy="torchft_ddp", accelerator="cpu", devices=1)
+    strategy = dstrat.build(strategy=sys.argv[2] if sys.argv[2:] else "torchft_ddp", accelerator="cpu", devices=1)
     dstrat.OwnLoop(strategy).launch(train, steps=int(sys.argv[1]))

@@ -1,109 +1,31 @@
 """Replica groups as programs of their own: they train together, die, and join again."""
 
-import contextlib
 import json
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
 pytest.importorskip("torchft", reason="needs torchft")
 
+from packages.torchft.tests.group_program import Normed
+from packages.torchft.tests.groups import (
+    PROGRAM,
+    SLOW_ALONE,
+    Group,
+    check_counters,
+    check_same_states,
+    has_reached,
+    wait_at_lighthouse,
+)
 from packages.torchft.tests.lighthouse import running_lighthouse
 from tests.warm_program import WarmProgram
 
-# Until a group has joined again the others take few steps, however slow its start is.
-SLOW_ALONE = ("--seconds", 0.02, "--seconds-alone", 1)
-PROGRAM = Path(__file__).with_name("group_program.py")
 OWN_LOOP = PROGRAM.with_name("own_loop_program.py")
-
-
-class Group:
-    """A replica group, whose output is a file."""
-
-    def __init__(self, folder, *command, name, **environ):
-        self.path = folder / f"{name}.txt"
-        self.environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        with self.path.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                env=self.environ,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def text(self):
-        return self.path.read_text()
-
-    @property
-    def rows(self):
-        return [json.loads(row) for row in re.findall(r'\{"pid".*?\}', self.text)]
-
-    @property
-    def final(self):
-        return re.search(r'"final": "(\w+)"', self.text)[1]
-
-    def wait_for(self, condition, seconds=200):
-        deadline = time.monotonic() + seconds
-        while not condition(self):
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.05)
-
-    def kill_rank(self):
-        """Kill the rank that prints, and return when."""
-        os.kill(self.rows[-1]["pid"], signal.SIGKILL)
-        return time.time()
-
-    def end(self, seconds=200):
-        assert self.process.wait(seconds) == 0, self.text
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Start a group; all that are left are killed after the test."""
-    groups = []
-
-    def start_one(number, of, address, *arguments, program=PROGRAM, name=None):
-        variables = {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(of), "TORCHFT_LIGHTHOUSE": address}
-        groups.append(Group(tmp_path, program, *arguments, name=name or f"group-{number}", **variables))
-        return groups[-1]
-
-    yield start_one
-    for group in groups:
-        group.kill()
-
-
-def has_reached(step):
-    return lambda group: bool(group.rows) and group.rows[-1]["step"] >= step
-
-
-def check_counters(group):
-    """Check that no step is left out or counted twice, by the Trainer, the schedulers and torchft."""
-    rows = group.rows
-    assert [row["step"] for row in rows] == list(range(rows[0]["step"], rows[-1]["step"] + 1))
-    assert all(row["step"] == row["common"] == row["scheduled"] for row in rows)
-
-
-def check_same_states(*groups):
-    """Check that weights and optimizers are the same to the last bit after each step that both have taken."""
-    states = [{row["step"]: (row["state"], row["lr"]) for row in group.rows} for group in groups]
-    common = set.intersection(*map(set, states))
-    assert common
-    assert [step for step in common if len({state[step] for state in states}) > 1] == []
 
 
 def test_two_groups_train_together():
@@ -119,6 +41,22 @@ def test_two_groups_train_together():
     assert states[0] == states[1]
     assert losses[0] != losses[1]
     assert not {index for row in rows[0] for index in row["indices"]} & {i for row in rows[1] for i in row["indices"]}
+
+
+def test_groups_evaluate_with_the_same_buffers_also_within_an_accumulation():
+    arguments = ("--steps", 24, "--samples", 96, "--accumulate", 2, "--validate-every", 3)
+    with running_lighthouse(min_replicas=2) as (_, address):
+        groups = ("--groups", 2, "--lighthouse", address)
+        programs = [WarmProgram(PROGRAM, *map(str, ("--group", number, *groups, *arguments))) for number in range(2)]
+        outputs = [program.run() for program in programs]
+    rows = [[json.loads(row) for row in re.findall(r'\{"pid".*?\}', output)] for output in outputs]
+    first, second = ([(row["step"], row["lr"], row["validated"], row["mask"]) for row in group] for group in rows)
+    assert first == second
+    states = [[row["state"] for row in group] for group in rows]
+    assert states[0][1::2] == states[1][1::2]  # after each step of the groups
+    assert states[0][::2] != states[1][::2]  # of the statistics of their own batches
+    assert len({row["lr"] for row in rows[0]}) > 1
+    assert {tuple(row["mask"]) for row in rows[0]} == {tuple(Normed().mask.tolist())}  # as far as float32 reaches
 
 
 @pytest.mark.clusters
@@ -151,6 +89,56 @@ def test_a_refused_step_advances_nothing_and_is_taken_with_the_same_batches(star
         check_counters(group)
     check_same_states(*groups, ddp)
     assert {group.final for group in groups} == {ddp.final}
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_that_gets_a_step_of_the_others_has_their_loss_scale(start):
+    with running_lighthouse(min_replicas=2) as (_, address):
+        arguments = ("--steps", 20, "--scales-losses")
+        groups = [start(0, 2, address, *arguments, "--refuse-at", 10), start(1, 2, address, *arguments)]
+        for group in groups:
+            group.end()
+    scales = [[row["scale"] for row in group.rows] for group in groups]
+    assert scales[0] == scales[1]
+    assert scales[0][-1] > scales[0][9] > scales[0][0]  # it grows before and after that step
+    check_same_states(*groups)
+
+
+def killed_and_joined(start, address, *arguments):
+    """Return a group whose peer is killed, and the group that joins in its place, after both have ended."""
+    survivor, killed = (start(number, 2, address, *arguments) for number in range(2))
+    killed.wait_for(has_reached(8))
+    killed.kill_rank()
+    killed.process.wait(30)
+    joined = start(1, 2, address, *arguments, name="joined")
+    for group in (survivor, joined):
+        group.end()
+    assert "has joined after step" in joined.text
+    return survivor, joined
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_that_joins_within_an_accumulation_has_the_weights_of_the_others(start):
+    with running_lighthouse() as (_, address):
+        survivor, joined = killed_and_joined(start, address, "--steps", 60, "--accumulate", 3, *SLOW_ALONE)
+    steps = [row["step"] for row in joined.rows]
+    assert steps[1] == steps[0]  # its first step has a single batch
+    check_same_states(survivor, joined)
+    assert survivor.final == joined.final
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+def test_a_group_that_joins_has_the_buffers_of_the_others(start):
+    with running_lighthouse() as (_, address):
+        arguments = ("--steps", 80, "--samples", 256, "--validate-every", 4, *SLOW_ALONE)
+        survivor, joined = killed_and_joined(start, address, *arguments)
+    check_same_states(survivor, joined)
+    validated = [{row["step"]: row["validated"] for row in group.rows[4:]} for group in (survivor, joined)]
+    assert [step for step in validated[1] if validated[0][step] != validated[1][step]] == []
+    assert survivor.final == joined.final
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -282,14 +270,6 @@ def test_a_paused_group_fails_with_its_distance_and_joins_again_by_itself(start)
     assert re.search(r"is \d+ steps behind the others", paused.text)
     check_same_states(running, paused)
     assert running.final == paused.final
-
-
-def wait_at_lighthouse(address, status):
-    """Wait until the lighthouse has as many groups that ask for a quorum, and that are alive."""
-    deadline = time.monotonic() + 200
-    while status not in urlopen(f"{address}/status", timeout=10).read().decode():
-        assert time.monotonic() < deadline, status
-        time.sleep(0.02)
 
 
 @pytest.mark.clusters

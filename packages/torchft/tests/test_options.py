@@ -13,10 +13,12 @@ pytest.importorskip("torchft", reason="needs torchft")
 
 from packages.torchft.tests.lighthouse import free_port
 
-from dstrat import Trainer, TrainModule
-from dstrat.errors import LaunchError, MisuseError, RequestError
+from dstrat import Trainer, TrainModule, WeightAveraging
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.errors import ConflictError, LaunchError, MisuseError, RequestError
+from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.strategy import Parts
-from dstrat_torchft import TorchFTStrategy
+from dstrat_torchft import TorchFTDiLoCoStrategy, TorchFTStrategy
 from dstrat_torchft.__main__ import main
 from dstrat_torchft.internals import TrainingEnd
 
@@ -93,6 +95,69 @@ def test_the_page_of_the_lighthouse_is_read_past_a_proxy(monkeypatch):
 def test_an_impossible_option_is_refused(options, message):
     with pytest.raises(RequestError, match=message):
         TorchFTStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0 is not a whole number from 1"),
+        ({"every": 2.0}, "every=2.0 is not a whole number from 1"),
+        ({"outer_lr": 0.0}, "outer_lr=0.0 is not above 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0 is not from 0 to below 1"),
+    ],
+)
+def test_an_impossible_option_of_the_outer_optimizer_is_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        TorchFTDiLoCoStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (TorchFTStrategy, "WeightAveraging has an average of weights that a joining group lacks: leave it out"),
+        (TorchFTDiLoCoStrategy, "averages the weights of each replica group by itself"),
+    ],
+)
+def test_averages_of_weights_that_differ_between_groups_are_refused(cls, message):
+    strategy = cls(lighthouse="http://127.0.0.1:1", num_replica_groups=2)
+    averaging = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, callbacks=[WeightAveraging()])
+    with pytest.raises(ConflictError, match=message):
+        averaging.fit(Line(), loader())
+
+
+def size(world_size):
+    return TrainingSize(
+        module=torch.nn.BatchNorm1d(100),
+        precision=TruePrecision("32-true"),
+        device_type="cpu",
+        world_size=world_size,
+        ranks_per_machine=world_size,
+        parameters=400_000,
+        trainable_parameters=400_000,
+        trainable_numel=100_000,
+        largest_parameter=400_000,
+        module_buffers=800,
+        optimizer_state=800_000,
+        optimizer_temporaries=0,
+        timeline=((0, 0),),
+    )
+
+
+@pytest.mark.parametrize(("groups", "buffers", "sent"), [(1, 400_000, [400_000]), (2, 402_400, [400_000, 1600])])
+def test_groups_declare_the_buffers_that_they_copy_and_send(groups, buffers, sent):
+    strategy = TorchFTStrategy(num_replica_groups=groups)
+    assert strategy.memory_layout(size(1)).buffers == buffers
+    assert [each.bytes for each in strategy.communication_layout(size(1)).collectives] == sent
+
+
+@pytest.mark.parametrize(("world_size", "joined"), [(1, 0), (2, 400_000)])
+def test_groups_that_train_apart_declare_outer_weights_momentum_and_buffers(world_size, joined):
+    assert TorchFTDiLoCoStrategy().memory_layout(size(world_size)).buffers == joined + 2 * 400_000 + 800
+
+
+@pytest.mark.parametrize("cls", [TorchFTStrategy, TorchFTDiLoCoStrategy])
+def test_several_groups_take_their_steps_together(cls):
+    assert [cls(num_replica_groups=groups).steps_with_other_jobs for groups in (1, 2)] == [False, True]
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch):

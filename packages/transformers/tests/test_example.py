@@ -47,7 +47,6 @@ def validation_loss(folder, strategy, *options):
     return re.search(r"validation loss (\S+) nats", ended.stdout)[1]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("readers", CASES)
 def test_each_axis_has_the_same_loss(tmp_path, readers):
     options = ["--experts", "4"] if readers == "two readers" else []

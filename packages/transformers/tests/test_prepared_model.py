@@ -16,7 +16,6 @@ from test_trainer import LLAMA, start
 
 pytestmark = [
     pytest.mark.xdist_group("hf_prepared_model"),
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of the libraries
 ]
 

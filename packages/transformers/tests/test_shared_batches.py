@@ -16,14 +16,13 @@ from test_trainer import LLAMA, start
 
 pytestmark = [
     pytest.mark.xdist_group("hf_shared_batches"),
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of the libraries
 ]
 
 PROGRAM = """
 import json
 from transformers import TrainingArguments
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 from dstrat.errors import ConflictError
 
 class Numbers(IterableDataset):
@@ -49,6 +48,7 @@ metrics = accelerator.gather_for_metrics(values)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 args = TrainingArguments("out", report_to="none", dataloader_num_workers=1, per_device_train_batch_size=2)
 trainer = dstrat_transformers.DstratTrainer(model=LlamaForCausalLM(model.config), args=args, train_dataset=Noise())
+shuffled = accelerator.prepare(DataLoader(range(8), batch_size=2, sampler=SubsetRandomSampler(range(8))))
 seen = {
     "iterable": [batch.tolist() for batch in loader],
     "gathered": metrics.tolist(),
@@ -62,6 +62,11 @@ seen = {
         ).prepare(DataLoader(Numbers()))
     ),
 }
+torch.manual_seed(accelerator.process_index)  # as ranks have that have drawn other numbers
+noisy = [accelerator.prepare(DataLoader(Noise(), batch_size=2, num_workers=number)) for number in (0, 1)]
+seen["unseeded"] = [[batch["input_ids"].tolist() for batch in loader] for loader in noisy for _ in range(2)]
+torch.manual_seed(accelerator.process_index)
+seen["shuffled"] = [[batch.tolist() for batch in shuffled] for _ in range(2)]
 of_ranks = [None, None]
 torch.distributed.all_gather_object(of_ranks, seen)
 if accelerator.is_main_process:
@@ -81,6 +86,18 @@ def of_ranks(tmp_path_factory):
 
 def test_each_rank_reads_all_batches_of_an_iterable_dataset(of_ranks):
     assert [seen["iterable"] for seen in of_ranks] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
+
+
+def test_each_rank_has_the_order_that_the_first_one_draws(of_ranks):
+    first, second = (seen["shuffled"] for seen in of_ranks)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_samples_are_drawn_alike_in_ranks_that_have_drawn_other_numbers(of_ranks):
+    first, other = (seen["unseeded"] for seen in of_ranks)
+    assert first == other
+    assert len({str(epoch) for epoch in first}) == 4
 
 
 def test_gathered_values_are_there_once(of_ranks):

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = [
     pytest.mark.xdist_group("hf_trainer"),
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of the libraries
 ]
 
@@ -26,7 +25,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 5}
 SCENARIOS = {
     "plain": SAVING,
     "accumulated": {"gradient_accumulation_steps": 4},  # of 6 batches in an epoch
-    "unclipped": {"max_grad_norm": 0.0, "max_steps": 4, "eval_strategy": "no"},
+    "unclipped": {"max_grad_norm": 0.0, "max_steps": 4, "eval_strategy": "no", "include_num_input_tokens_seen": True},
     "smoothed": {"label_smoothing_factor": 0.1, "max_steps": 4, "gradient_accumulation_steps": 2},
     "other loss": {"has_loss": True, "max_steps": 4, "gradient_accumulation_steps": 2},
     "adapters": {"adapters": True, **SAVING},
@@ -73,13 +72,28 @@ def of_strategy(strategy, scenarios):
 IN_BFLOAT16 = {"bf16": {"bf16": True, "use_cpu": True, "max_steps": 4, "lr_scheduler_type": "constant"}}
 
 
+# What depends on how many samples a process, or a group of processes that share them, reads at once.
+BY_READER = {
+    # Each divides by the number of its own labels.
+    "by process": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2, "max_steps": 4},
+    # Samples of similar lengths are those of one reader.
+    "grouped": {"is_ragged": True, "train_sampling_strategy": "group_by_length", "eval_strategy": "no"},
+}
+
+
 ACCUMULATED = {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
 SMALLER = {"smaller": {**ACCUMULATED, "per_device_train_batch_size": 3}}
 
 
 @pytest.fixture(scope="module")
 def own_ddp(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("own"), "own", {**SCENARIOS, **IN_BFLOAT16, **SMALLER})
+    return run(tmp_path_factory.mktemp("own"), "own", {**SCENARIOS, **IN_BFLOAT16, **SMALLER, **BY_READER})
+
+
+@pytest.fixture(scope="module")
+def own_process(tmp_path_factory):
+    scenarios = {name: {**one, "per_device_train_batch_size": 8} for name, one in BY_READER.items()}
+    return run(tmp_path_factory.mktemp("one"), "own", scenarios, devices=1)
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -97,7 +111,7 @@ def trained(tmp_path_factory, strategy, own_ddp):
         "resumed_from_own": {"resume": str(own_ddp / "plain" / "checkpoint-5")},
         "resumed_adapters": {"adapters": True, "resume": str(folder / "adapters" / "checkpoint-5")},
     }
-    return run(folder, strategy, of_strategy(strategy, {**SCENARIOS, **IN_BFLOAT16, **resumed}))
+    return run(folder, strategy, of_strategy(strategy, {**SCENARIOS, **IN_BFLOAT16, **BY_READER, **resumed}))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -111,8 +125,19 @@ def test_a_training_is_that_of_its_own_ddp(own_ddp, trained, strategy, name):
     assert seen["sum"] == pytest.approx(expected["sum"], rel=1e-5)  # of all logits
     if not strategy.startswith("deepspeed"):  # which computes the norm within its step
         assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-    for key in ("rates", "predicted", "number", "events", "accuracy"):
+    for key in ("rates", "predicted", "number", "events", "accuracy", "tokens", "operations", "speeds"):
         assert seen[key] == expected[key], key
+
+
+@pytest.mark.parametrize("name", BY_READER)
+def test_processes_that_share_batches_are_one_reader(own_ddp, own_process, trained, strategy, name):
+    # All processes of these layouts read the same batch.
+    expected = own_process if strategy.startswith("mesh") else own_ddp
+    assert result(trained, name)["losses"] == pytest.approx(result(expected, name)["losses"], rel=1e-6)
+
+
+def test_the_trained_model_is_streamed_as_it_is_saved(trained):
+    assert result(trained, "plain")["is_streamed"]
 
 
 def test_a_training_in_bfloat16_is_close_to_its_own_ddp(own_ddp, trained):
@@ -129,6 +154,15 @@ def test_a_resumed_training_continues_as_before(own_ddp, trained, name):
     seen = result(trained, name)["losses"]
     assert seen == pytest.approx(result(trained, training)["losses"], rel=1e-6)
     assert seen[5:] == pytest.approx(result(own_ddp, training)["losses"][5:], rel=1e-6)
+
+
+def test_deepspeed_stage_2_resumes_in_the_middle_of_an_epoch(tmp_path, own_ddp):
+    pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+    resumed = {"resume": str(tmp_path / "plain" / "checkpoint-5")}  # of 6 steps in an epoch
+    folder = run(tmp_path, "deepspeed_stage_2", {"plain": SAVING, "resumed": resumed})
+    whole, seen = (result(folder, name)["losses"] for name in ("plain", "resumed"))
+    assert seen == pytest.approx(whole, rel=1e-6)
+    assert seen[5:] == pytest.approx(result(own_ddp, "plain")["losses"][5:], rel=1e-6)
 
 
 def test_the_saved_model_is_that_of_its_own_ddp(own_ddp, trained):
@@ -242,7 +276,7 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("alias", LAYOUTS)
 def test_layouts_that_divide_batches_go_together_with_others(tmp_path, alias, own_ddp):
-    names = ["plain", "accumulated", "smoothed"]
+    names = ["plain", "accumulated", "smoothed", "other loss"]
     scenarios = of_strategy(alias, {name: SCENARIOS[name] for name in names})
     if "Interleaved" in alias:
         four = {"config": {"num_hidden_layers": 4}}
@@ -368,6 +402,28 @@ def start(folder, program, *options):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *options, str(path)]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_transformers_that_counts_labels_otherwise_is_an_error(tmp_path):
+    program = """
+import torch
+import transformers
+transformers.__version__ = "5.18.0"
+from dstrat.errors import MissingRequirementError
+for make in (
+    lambda: dstrat_transformers.with_strategy(transformers.Trainer),
+    lambda: dstrat_transformers.DstratTrainer(model=torch.nn.Linear(2, 2), args=transformers.TrainingArguments("out")),
+):
+    try:
+        make()
+    except MissingRequirementError as error:
+        print("REFUSED", error)
+"""
+    ended = start(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    message = "need transformers 5.19.0 or newer, and 5.18.0 is installed"
+    assert ended.stdout.count(message) == 2, ended.stdout
+    assert 'pip install "transformers>=5.19.0"' in ended.stdout
 
 
 def test_a_failing_process_ends_the_program_and_is_named(tmp_path):
@@ -507,6 +563,60 @@ for name, value in [
     ]
 
 
+def test_options_that_processes_of_one_batch_cannot_have_are_an_error(tmp_path):
+    program = """
+dstrat_transformers.use("mesh(cp=2)", accelerator="cpu", devices=2)
+from transformers import TrainingArguments
+from dstrat.errors import ConflictError
+import torch
+for options in (
+    {"neftune_noise_alpha": 5.0},
+    {"eval_use_gather_object": True},
+):
+    args = TrainingArguments("out", report_to="none", use_cpu=True, **options)
+    try:
+        dstrat_transformers.DstratTrainer(model=torch.nn.Linear(2, 2), args=args)
+    except ConflictError as error:
+        print("REFUSED", error)
+args = TrainingArguments("out", report_to="none", use_cpu=True, bf16_full_eval=True)
+trainer = dstrat_transformers.DstratTrainer(model=torch.nn.Linear(2, 2), args=args)
+args.use_liger_kernel = True  # as in a training with the library
+for method in (trainer._inner_training_loop, trainer.evaluation_loop):
+    try:
+        method()
+    except ConflictError as error:
+        print("REFUSED", error)
+"""
+    ended = start(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    for message in (
+        "noise by the length of a sequence",
+        "objects of all processes",
+        "a loss without logits",
+        "converts the whole model for this evaluation",
+    ):
+        assert ended.stdout.count(message) == 2, ended.stdout
+    assert "bf16_full_eval=True has no effect on evaluations in a training" in ended.stderr
+
+
+def test_the_trainer_has_the_one_device_of_the_strategy(tmp_path):
+    program = """
+dstrat_transformers.use("ddp", accelerator="cpu", devices=1)
+from transformers import TrainingArguments
+import torch
+args = TrainingArguments("out", report_to="none", per_device_train_batch_size=4, ddp_timeout=60)
+assert args.n_gpu == 0
+args._n_gpu = 2  # as it finds them on a machine with two GPUs
+args = dstrat_transformers.DstratTrainer(model=torch.nn.Linear(2, 2), args=args).args
+print("GPUs", args.n_gpu, args.train_batch_size)
+"""
+    ended = start(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "GPUs 1 4" in ended.stdout
+    assert "ddp_timeout=60 has no effect" in ended.stderr
+    assert "construct the strategy with timeout=" in ended.stderr
+
+
 OWN_FILES = """
 import time
 import torch
@@ -550,6 +660,35 @@ for trainer_class, file in ((EncoderTrainer, "own.pt"), (SlowTrainer, "model.saf
 
 def test_a_trainer_that_writes_its_own_files_gets_whole_weights_once(tmp_path):
     ended = start(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_FILES)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("EQUAL True") == 2
+
+
+GROUPS = """
+import torch
+from transformers import Trainer, TrainingArguments
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+torch.manual_seed(1)
+data = [{"x": torch.randn(4), "labels": torch.randn(2)} for _ in range(32)]
+options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 4}
+args = TrainingArguments("unused", max_steps=3, learning_rate=0.1, **options)
+trainer = dstrat_transformers.DstratTrainer(model=Net(), args=args, train_dataset=data)
+trainer.train()
+weights = [None, None]
+torch.distributed.all_gather_object(weights, trainer.model.layer.weight.tolist())
+print("EQUAL", weights[0] == weights[1])
+"""
+
+
+def test_groups_that_train_apart_have_the_same_weights_at_the_end(tmp_path):
+    pytest.importorskip("dstrat_diloco", reason="this environment has no dstrat-diloco")
+    use = "dstrat_transformers.use('diloco(groups=2, every=100, inner=\"ddp\")', accelerator='cpu', devices=2)\n"
+    ended = start(tmp_path, use + GROUPS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("EQUAL True") == 2
 

@@ -105,7 +105,6 @@ def go_on(moves, machine):
 
 
 # In one test, as the other torch loads once: each strategy writes a checkpoint and goes on from another's.
-@pytest.mark.timeout(400)
 def test_a_training_moves_to_other_strategies_and_back(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for origin in OF_XLA:

@@ -24,7 +24,7 @@ def installed_dstrat(tmp_path):
 
     def run(*arguments):
         program = WarmProgram(script, *arguments)
-        out, err = program.communicate(timeout=120)
+        out, err = program.communicate(timeout=400)
         return subprocess.CompletedProcess(arguments, program.returncode, out, err)
 
     return run

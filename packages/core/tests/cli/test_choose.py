@@ -417,6 +417,10 @@ def test_the_first_layout_is_called_the_fastest_only_if_it_is():
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes 1.0% less, and is not simpler.",
         "With less than 0.0 GiB on each device, mesh(tp=2) is the fastest of these layouts.",
     ]
+    near = Ranked("mesh(tp=2)", 1.00999, peak=3)
+    assert reasons([one, near], workload) == [
+        "usual is as fast as any layout, to 2%: mesh(tp=2) takes as long, and is not simpler."
+    ]
     assert reasons([other, one], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
 
 
@@ -478,6 +482,14 @@ def test_a_legacy_strategy_is_compared_only_when_it_is_named(choose):
     assert refused["ddp_sharded"].endswith("(--strategy compares it)")
     (named,) = ranking(choose("--devices", "2", "--strategy", "ddp_sharded", "--json"))["candidates"]
     assert named["strategy"] == "ddp_sharded"
+
+
+def test_a_strategy_with_other_losses_is_compared_only_when_it_is_named(choose):
+    pytest.importorskip("dstrat_diloco")
+    refused = ranking(choose("--devices", "2", "--json"))["refused"]
+    assert refused["diloco"].startswith("groups of ranks train apart")
+    (named,) = ranking(choose("--devices", "2", "--strategy", "diloco", "--json"))["candidates"]
+    assert named["strategy"] == "diloco"
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
@@ -638,6 +650,14 @@ def test_hooks_in_python_take_time_where_the_machine_says_so(training):
     assert [one.communication for one in times] == [0, pytest.approx(0.03)]
 
 
+def test_pages_of_new_memory_take_time_where_the_machine_says_so(training):
+    layout = CommunicationLayout(allocated=100 * 4096)
+    times = [
+        step_time(machine(page_latency=latency), training, training.replicated, layout) for latency in (None, 1e-3)
+    ]
+    assert [one.communication for one in times] == [0, pytest.approx(0.1)]
+
+
 def test_operands_of_products_take_time_as_far_as_the_machine_does_not_hide_it(training):
     layout = CommunicationLayout(ranks_per_batch=2)
     of_batch = dataclasses.replace(training, work=Work(flops=10**9, operands=4 * 10**8))
@@ -651,8 +671,11 @@ def test_operands_of_products_take_time_as_far_as_the_machine_does_not_hide_it(t
 def test_a_machine_that_was_measured_by_an_older_version_is_noted(choose):
     options = ("--devices", "2", "--strategy", "ddp")
     noted = choose(*options)
-    assert "machine.json has no hook_latency and no operand_overlap, which counts as nothing: `dstrat m" in noted.stderr
-    assert choose(*options, of=machine(hook_latency=0.0, operand_overlap=1.0)).stderr == ""
+    assert (
+        "machine.json has no hook_latency and no page_latency and no operand_overlap, which counts as nothi"
+        in noted.stderr
+    )
+    assert choose(*options, of=machine(hook_latency=0.0, page_latency=0.0, operand_overlap=1.0)).stderr == ""
 
 
 def test_ranks_that_split_operations_begin_all_of_them(training):

@@ -131,6 +131,7 @@ def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path
     assert 1e7 < machine.memory_bandwidth < 1e13
     assert -1 <= machine.overlap <= 1
     assert 0 < machine.operation_latency < machine.hook_latency < 0.1
+    assert 0 <= machine.page_latency < 1e-3
     assert 0 <= machine.operand_overlap <= 1
     assert machine.unmeasured == []
 

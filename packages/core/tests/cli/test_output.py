@@ -21,7 +21,7 @@ def in_terminal(bare, columns, script=PRINT):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(bare), "TERM": "xterm-256color"}
-    subprocess.run([sys.executable, "-S", "-c", script], env=environ, stdout=theirs, timeout=60, check=True)
+    subprocess.run([sys.executable, "-S", "-c", script], env=environ, stdout=theirs, timeout=400, check=True)
     os.close(theirs)
     text = b""
     while True:

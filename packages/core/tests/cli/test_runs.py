@@ -165,7 +165,7 @@ def test_listing_and_drawing_leave_torch_out(folder):
         "commands(sys.argv[1:], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     for arguments in (["runs"], ["plot", "val_loss"]):
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60, stdout=subprocess.PIPE)
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=400, stdout=subprocess.PIPE)
 
 
 def test_a_folder_without_runs_says_where_they_come_from(dstrat, tmp_path):

@@ -4,9 +4,10 @@ from fractions import Fraction
 from itertools import product
 from math import ceil
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.division import with_share
@@ -67,6 +68,28 @@ def test_batch_sizes_of_loaders_that_dstrat_divides():
     assert batch_sizes_of(DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, False))) == [3]
 
 
+class Permuted(Sampler):
+    """Draws each order from a generator of numpy, which nothing sets back."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.generator.permutation(8).tolist())
+
+    def __len__(self):
+        return 8
+
+
+class Counted(Permuted):
+    def set_epoch(self, epoch):
+        self.generator = np.random.default_rng(epoch)
+
+
+def test_samplers_that_count_epochs_are_divided_anew():
+    assert batch_sizes_of(DataLoader(torch.arange(8), batch_size=2, sampler=Counted())) == [2]
+
+
 @pytest.mark.parametrize(
     "loader",
     [
@@ -74,6 +97,7 @@ def test_batch_sizes_of_loaders_that_dstrat_divides():
         DataLoader(Stream(), batch_size=4),
         DataLoader(torch.arange(8), batch_size=None),
         DataLoader(torch.arange(8), batch_size=2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0)),
+        DataLoader(torch.arange(8), batch_size=2, sampler=Permuted()),
     ],
 )
 def test_batches_of_other_loaders_cannot_be_divided_anew(loader):
@@ -95,9 +119,9 @@ def test_position_with_other_batches_is_at_the_same_sample(num_samples):
         position, ratio = convert_position(
             done,
             saved_length=saved_length,
-            saved_world_size=3,
+            saved_readers=3,
             length=length,
-            world_size=2,
+            readers=2,
             saved_samples=[4],
             samples=[3],
         )

@@ -43,6 +43,7 @@ class Open(Callback):
             lambda: Trainer(resume_from_checkpoint="x"),
             "Trainer has no argument 'resume_from_checkpoint': it is an argument of fit, ckpt_path=...",
         ),
+        (lambda: Trainer(ckpt_path="x"), "Trainer has no argument 'ckpt_path': it is an argument of fit"),
         (lambda: Trainer(zzz=1), "Trainer has no argument 'zzz': help(Trainer) lists all"),
         (lambda: EarlyStopping("loss", patient=3), "EarlyStopping has no argument 'patient': did you mean 'patience'?"),
         (lambda: Mine(monitr="loss"), "Mine has no argument 'monitr': did you mean 'monitor'?"),
@@ -58,6 +59,28 @@ def test_a_misspelled_or_retired_argument_gets_a_suggestion(make, message):
     with pytest.raises(MisuseError) as raised:
         make()
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "message"),
+    [
+        ("fit", "train_dataloader", "did you mean 'train_dataloaders'?"),
+        ("fit", "val_dataloader", "did you mean 'val_dataloaders'?"),
+        ("fit", "resume_from_checkpoint", "it is ckpt_path"),
+        ("validate", "val_dataloaders", "did you mean 'dataloaders'?"),
+        ("test", "test_dataloaders", "did you mean 'dataloaders'?"),
+        ("predict", "return_prediction", "did you mean 'return_predictions'?"),
+    ],
+)
+def test_a_misspelled_argument_of_a_run_gets_a_suggestion(method, argument, message):
+    trainer = Trainer(logger=False, enable_checkpointing=False)
+    with pytest.raises(MisuseError) as raised:
+        getattr(trainer, method)(None, **{argument: None})
+    assert str(raised.value) == f"{method} has no argument {argument!r}: {message}"
+
+
+def test_a_method_that_explains_arguments_has_its_signature():
+    assert list(inspect.signature(Trainer.fit).parameters)[:3] == ["self", "model", "train_dataloaders"]
 
 
 def test_arguments_stay_as_they_are():

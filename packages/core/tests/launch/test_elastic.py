@@ -22,7 +22,12 @@ def folder(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(rank, "_this_rank", rank.ThisRank(folder=folder, runs_script=False))
     variables = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    for name, value in {**variables, "DSTRAT_RESTART_COUNT": "0", "DSTRAT_NUM_STARTED": ""}.items():
+    for name, value in {
+        **variables,
+        "DSTRAT_RESTART_COUNT": "0",
+        "DSTRAT_NUM_STARTED": "",
+        "DSTRAT_GROUP": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("DSTRAT_NUM_STARTED")
     return folder
@@ -119,7 +124,32 @@ def test_rank_gives_up_where_no_group_is_formed(folder, monkeypatch):
     assert os.environ["RANK"] == "2"
 
 
+def test_rank_that_leaves_for_newcomers_waits_for_a_late_one(folder, monkeypatch):
+    monkeypatch.setattr(elastic, "READY", 0.0)
+    (folder / "newcomers-0").touch()
+    joined = []
+    thread = threading.Thread(target=lambda: joined.append(join_group()))
+    thread.start()
+    thread.join(0.3)
+    assert joined == []
+    (folder / "group-1.json").write_text(f'{{"ranks": {{"{os.getpid()}": 0, "1": 1}}, "restart_count": 0}}')
+    thread.join()
+    assert (joined, os.environ["RANK"], os.environ["WORLD_SIZE"]) == ([True], "0", "2")
+
+
 def test_children_of_a_dead_rank_are_ended(regrouping, dead):
     regrouping.bury(process_of(0, dead.pid))
     assert dead.wait(10) == -signal.SIGKILL
     regrouping.bury(process_of(0, dead.pid))  # nothing of it remains
+
+
+def test_newcomer_that_is_late_is_named_once(folder, regrouping, monkeypatch, capfd, dead):
+    monkeypatch.setattr(elastic, "_ARRIVAL", 0.0)
+    offer_sizes([1, 2, 3], 0)
+    save(folder / "a.ckpt")
+    assert regrouping.begin(death(), 2)
+    regrouping.start_newcomer = lambda number: process_of(number, dead.pid)
+    group = regrouping.form_group([process_of(1, 1), process_of(2, 2)], [process_of(0, dead.pid)], death())
+    assert [regrouping.grow(group) for _ in range(3)] == [None] * 3
+    printed = capfd.readouterr().err
+    assert printed.count(f"process {dead.pid} is to take the place of a rank that was killed, and has not come") == 1

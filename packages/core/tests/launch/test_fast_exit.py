@@ -40,7 +40,7 @@ def run_with_preload(folder, *names):
     (folder / "preloaded.py").write_text(PRELOADED)
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", *names]
-    return subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True, timeout=60).stdout.split(
+    return subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True, timeout=400).stdout.split(
         "\n"
     )
 
@@ -83,7 +83,7 @@ def run_rank(folder, code):
     program = f"import sys; from dstrat.launch import fast_exit; fast_exit.leave_quickly_at_exit(); {FILES}{code}"
     environ = {**os.environ, "FOLDER": str(folder)}
     command = [sys.executable, "-c", program.replace("; \n", "\n")]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_files_that_the_program_left_open_are_written(tmp_path):
@@ -149,7 +149,7 @@ leave_quickly_if_uncaught(has_peers=True)
 def run_uncaught(code, *options, **environ):
     command = [sys.executable, *options, "-c", f"{UNCAUGHT}{code}"]
     environ = {**os.environ, **environ}
-    return subprocess.run(command, env=environ, input="", capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, input="", capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_uncaught_exception_ends_the_program_without_teardown():

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dstrat.launch.job import JobSettings, LocalJob
 from dstrat.launch.local import LocalLauncher
-from dstrat.launch.signals import Watchdog
+from dstrat.launch.processes import RankProcess
+from dstrat.launch.signals import Interrupts, Watchdog
+from dstrat.launch.supervisor import Supervisor
 
 
 class TimeLimitError(BaseException):
@@ -349,3 +352,21 @@ def test_watchdog_ends_the_groups_that_it_guards_and_no_forgotten_one(tmp_path):
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+@pytest.mark.parametrize("looks", range(1, 10))
+def test_job_whose_last_rank_ends_between_two_looks_has_stopped_well(tmp_path, looks):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = iter([None] * looks)
+    processes = [
+        RankProcess(rank=0, pid=ended.pid, poll=lambda: 0),
+        RankProcess(rank=1, pid=ended.pid, poll=lambda: next(left, 0)),
+    ]
+    job = LocalJob(folder=tmp_path, num_processes=2, num_nodes=1, node_rank=0, address="127.0.0.1", port=0, environ={})
+    interrupts = Interrupts()
+    interrupts.received.append(signal.SIGINT)
+    try:
+        Supervisor(processes, job, JobSettings(num_processes=2), interrupts).run()
+    except KeyboardInterrupt:  # would end pytest
+        pytest.fail("the job was interrupted")

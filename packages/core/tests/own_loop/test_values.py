@@ -130,6 +130,8 @@ def test_logging_without_a_logger_or_of_what_is_no_number_is_refused(tmp_path):
         launch(lambda loop: loop.log("x", "text"), devices=1, loggers=[CSVLogger(tmp_path)])
     with pytest.raises(MisuseError, match="loggers has 'csv', not a Logger"):
         launch(lambda loop: None, devices=1, loggers="csv")
+    with pytest.raises(MisuseError, match=r"it is a class: pass an instance, CSVLogger\("):
+        launch(lambda loop: None, devices=1, loggers=CSVLogger)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from dstrat import SingleDeviceStrategy, Trainer, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
-from dstrat.cli.estimate.fake_step import LiveMemory, TrainingSetup, measure_training
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.cli.estimate.live_memory import LiveMemory
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.parallel.activation_memory import ActivationMemory, _SavedResults
 
@@ -254,6 +255,36 @@ def test_the_estimate_has_offloaded_activations_on_the_host():
     assert plain.offloaded_activations == 0
     assert plain.activations / 2 < offloaded.offloaded_activations <= plain.activations
     assert offloaded.host(offloaded.replicated) == offloaded.offloaded_activations
+
+
+class Head(nn.Module):
+    """Saves the first rows of a large tensor, all of which no other operation saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        rows = torch.cat([x, x])[: len(x) // 4]
+        return x + nn.functional.pad((rows * self.scale).sin(), (0, 0, 0, len(x) - len(rows)))
+
+
+def test_of_a_small_view_no_more_than_the_view_is_offloaded():
+    batch = torch.zeros(512, WIDTH)
+
+    def make():
+        module = nn.Sequential(Head(), Head(), Head(), nn.Linear(WIDTH, 1))
+        return TrainingSetup(module=module, batch=batch, make_optimizers=torch_sgd)
+
+    offloaded = measure_training(
+        make,
+        TruePrecision(),
+        device_type="cuda",
+        world_size=1,
+        ranks_per_machine=1,
+        saved_activations=ActivationMemory(offloads=True),
+    ).offloaded_activations
+    assert offloaded == 3 * (batch.nbytes // 4 + batch.nbytes // 4)  # of each layer the rows, and their products
 
 
 def test_activations_on_a_cpu_are_on_the_host_already():

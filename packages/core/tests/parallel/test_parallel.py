@@ -277,6 +277,7 @@ def test_closing_ends_the_job_and_a_group_that_the_user_has_opened():
             "gloo", store=dist.PrefixStore("of the user", job), rank=int(os.environ["RANK"]), world_size=2
         )
         opened = (dist.is_initialized(), current_job(), rank_and_size()[1])
+        dist.barrier()  # gloo fails in a rank that still connects when another one leaves
         close_process_group()
         return first, ended, opened, dist.is_initialized()
 
@@ -390,7 +391,7 @@ assert group() is None
 
 
 def test_a_group_closes_though_torchs_functions_with_gradients_were_imported_while_it_was_open():
-    subprocess.run([sys.executable, "-c", IMPORTED_WHILE_OPEN], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", IMPORTED_WHILE_OPEN], check=True, timeout=400)
 
 
 class Elsewhere(ParallelStrategy):

@@ -544,6 +544,25 @@ def test_elastic_job_needs_restarts_and_a_strategy_that_allows_it(catalog, words
         resolve_request(request, catalog=catalog, environ={})
 
 
+@pytest.mark.parametrize("max_restarts", [0, 3])
+@pytest.mark.parametrize("elastic", [True, "replace"])
+def test_elastic_job_of_torchrun_is_refused(catalog, elastic, max_restarts):
+    message = (
+        f"elastic={elastic!r} needs the processes that dstrat starts, and torchelastic has started these: leave "
+        "elastic and max_restarts out, and use torchrun --max-restarts with fit(resume='auto')"
+    )
+    request = Request(strategy="many", accelerator="cpu", devices=2, elastic=elastic, max_restarts=max_restarts)
+    with pytest.raises(ConflictError, match=re.escape(message)):
+        make_plan(request, catalog=catalog, environ=TORCHRUN)
+
+
+def test_elastic_job_on_several_machines_is_refused(catalog):
+    machines = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    request = Request(strategy="many", accelerator="cpu", devices=2, num_nodes=2, elastic=True, max_restarts=3)
+    with pytest.raises(ConflictError, match="elastic=True works on one machine, and num_nodes=2: leave elastic and"):
+        make_plan(request, catalog=catalog, environ=machines)
+
+
 def test_restarts_on_several_machines_are_refused(catalog):
     machines = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "0"}
     message = "restarts the processes of one machine, and num_nodes=2: leave it out, and start the script with torchrun"

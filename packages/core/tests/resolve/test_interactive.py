@@ -12,7 +12,7 @@ QUESTION = "from dstrat.resolve import is_interactive; print(is_interactive())"
 
 def answer(*arguments, typed="", cwd=None):
     done = subprocess.run(
-        [sys.executable, *arguments], input=typed, cwd=cwd, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, *arguments], input=typed, cwd=cwd, capture_output=True, text=True, timeout=400, check=True
     )
     return done.stdout.strip()
 

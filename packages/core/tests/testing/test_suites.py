@@ -139,7 +139,7 @@ def test_an_alias_that_nobody_offers_is_the_catalogs_error():
 
 def test_dstrat_does_not_import_the_kit_or_pytest():
     code = "import sys, dstrat, dstrat.cli.main; assert not {'dstrat.testing', 'pytest', 'torch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
 def test_without_pytest_the_kit_says_what_to_install(monkeypatch):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from dstrat import Callback, DataModule, LambdaCallback
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 
@@ -554,6 +555,46 @@ def test_a_step_that_returns_none_is_an_error_on_several_processes(quiet_trainer
 
     with pytest.raises(RankFailedError, match="training_step returned None on rank 1 of 2"):
         quiet_trainer(strategy=averaging(), devices=2).fit(make_line(Skipping), loader(4))
+
+
+class Jobs(SingleDeviceStrategy):
+    """A job among others that train with it."""
+
+    steps_with_other_jobs = True
+
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss, *args, **kwargs)
+        self.averaged = [parameter.grad.clone() for parameter in self.module.parameters()]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_returns_none_is_an_error_in_one_of_several_jobs(quiet_trainer, make_line, loader, accumulate):
+    class Skipping(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else self.loss(batch)
+
+    trainer = quiet_trainer(strategy=Jobs(), accumulate_grad_batches=accumulate)
+    with pytest.raises(MisuseError, match="training_step returned None in one of several jobs that train together: th"):
+        trainer.fit(make_line(Skipping), loader())
+
+
+def test_a_batch_that_is_none_is_an_error_in_one_of_several_jobs(quiet_trainer, make_line, loader):
+    with pytest.raises(MisuseError, match="gave None as batch 0 in one of several jobs that train together: the othe"):
+        quiet_trainer(strategy=Jobs()).fit(make_line(), loader(collate_fn=lambda samples: None))
+
+
+def test_jobs_average_the_mean_of_the_batches_that_are_in_a_step(quiet_trainer, make_line, loader):
+    class Endless(torch.utils.data.IterableDataset):  # it has no length: the last group is expected to be full
+        def __iter__(self):
+            return iter(batches)
+
+    batches, module, theirs = list(loader(count=40)), make_line(), make_line()
+    strategy = Jobs()
+    trainer = quiet_trainer(strategy=strategy, accumulate_grad_batches=3, max_epochs=1)
+    trainer.fit(module, DataLoader(Endless(), batch_size=None))
+    by_hand(theirs, batches, epochs=1, accumulate=3)
+    assert torch.allclose(weights(module), weights(theirs), rtol=1e-6)
+    assert all(map(torch.equal, strategy.averaged, (parameter.grad for parameter in module.parameters())))
 
 
 def test_an_epoch_that_max_steps_breaks_off_is_not_counted(quiet_trainer, make_line, loader):

@@ -146,6 +146,17 @@ class Bar(ProgressBar):
         self.totals = self.total_train_batches, self.total_val_batches
 
 
+def test_the_logger_of_a_trainer_can_be_set(quiet_trainer, line, loader, tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.logger = CSVLogger(tmp_path / "set")
+    trainer.fit(line, loader())
+    assert list((tmp_path / "set").rglob("metrics.csv"))
+    trainer.logger = None
+    assert (trainer.logger, trainer.loggers) == (None, [])
+    with pytest.raises(RequestError, match=r"logger='csv' is not a Logger"):
+        trainer.logger = "csv"
+
+
 def test_a_progress_bar_knows_the_trainer_and_can_be_disabled(quiet_trainer, line, loader, capsys):
     bar = Bar()
     with pytest.raises(MisuseError, match=r"Bar\.trainer is known from setup on"):

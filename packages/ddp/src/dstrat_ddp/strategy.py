@@ -137,7 +137,7 @@ class DDPStrategy(ParallelStrategy):
         super().check_elastic()
         if self._comm_hook is not None and (self._comm_hook.state is not None or self._model_averaging_period):
             raise ConflictError(
-                f"elastic=True goes on with another process group, and the ddp_comm_state of {type(self).__name__} "
+                f"elastic goes on with another process group, and the ddp_comm_state of {type(self).__name__} "
                 "keeps the first one: leave one of them out"
             )
 

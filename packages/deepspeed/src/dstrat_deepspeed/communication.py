@@ -29,7 +29,8 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
     zero, ranks = config["zero_optimization"], training.world_size
     size, batches = training.trainable_parameters, training.accumulate_grad_batches
     overlaps = bool(zero.get("overlap_comm"))
-    buckets = math.ceil(training.trainable_numel / int(zero.get("reduce_bucket_size", _BUCKET)))
+    bucket = int(zero.get("reduce_bucket_size", _BUCKET))
+    buckets = math.ceil(training.trainable_numel / bucket)
     # Gradients are copied into a bucket and scaled there, and a shard of them is copied out.
     if zero["stage"] < 3:
         times = batches if zero["stage"] == 2 else 1  # stage 2 keeps no whole gradients until the last batch
@@ -48,7 +49,10 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
         # Hooks of parameters fill the buckets; measured with DeepSpeed 0.19 on a CPU.
         hooks = 3 * batches * sum(one.requires_grad for one in training.module.parameters())
         return CommunicationLayout(
-            collectives=(gradients, parameters), copied=times * 4 * size + 4 * size // ranks, hooks=hooks
+            collectives=(gradients, parameters),
+            copied=times * 4 * size + 4 * size // ranks,
+            allocated=times * size // max(1, buckets),  # a new bucket in each backward pass
+            hooks=hooks,
         )
     threshold = int(zero.get("stage3_param_persistence_threshold", _PERSISTENT))
     persistent = [one for one in training.module.parameters() if one.numel() <= threshold]

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.collectives import broadcast_tensors
+from dstrat.parallel.collectives import broadcast_tensors, running_statistics
 from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_deepspeed import internals
@@ -332,6 +332,10 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if self.stage == 3:  # the engine gathers parameters, and opens the precision's context
             return self._active_engine.evaluate(step, *args, **kwargs)
         return super().run_step(name, step, *args, **kwargs)
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        self.broadcast_tensors(running_statistics(self.module))
+        return super().evaluation_context()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if loss.numel() != 1 or not loss.requires_grad:  # DeepSpeed has a bare assert; torch raises RuntimeError

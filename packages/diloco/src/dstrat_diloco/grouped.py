@@ -180,8 +180,9 @@ class GroupedStrategy(ParallelStrategy):
 
     def _of_all_groups(self, in_group: Mapping[str, int]) -> dict[str, int]:
         readers, rank = in_group.get("num_replicas", 1), in_group.get("rank", 0)
-        division = self.groups.division
-        return {"num_replicas": division.num_groups * readers, "rank": self.groups.index * readers + rank}
+        division = self._division(self.world_size, len(self.parallel_devices))  # also after the groups have ended
+        group = self.global_rank // division.size
+        return {"num_replicas": division.num_groups * readers, "rank": group * readers + rank}
 
     # The life cycle
 

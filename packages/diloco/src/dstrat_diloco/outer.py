@@ -133,6 +133,7 @@ class OuterOptimizer:
         self._parameters: dict[str, Any] = {}  # those that are trained, as the inner optimizer has them
         self._frozen: list[Any] = []
         self._anchors: dict[str, Tensor] = {}
+        self._fragments: dict[str, int] = {}
         self._sgd: torch.optim.SGD | None = None
         self._sent: list[_Sent] = []
 
@@ -165,6 +166,7 @@ class OuterOptimizer:
             # At least in float32: small outer steps would be lost in the rounding of 16 bits.
             self._anchors[name] = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
         self._parameters |= added
+        self._divide(added)
         anchors = [self._anchors[name] for name in added]
         if self._sgd is None:
             momentum = self._settings.momentum
@@ -189,7 +191,9 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
-        names = self._fragment(fragment)
+        # After a resume with other fragments some of these may be in flight: their changes are sent in the next round.
+        in_flight = {name for sent in self._sent for name in sent.names}
+        names = [name for name in self._parameters if self._fragments[name] == fragment and name not in in_flight]
         if not names:
             return
         mean = self._begin_average(self._deltas(names), self._settings.delta_dtype)
@@ -208,16 +212,18 @@ class OuterOptimizer:
             torch.sub(anchor, local_tensor(self._parameters[name]), out=delta.view(anchor.shape))
         return deltas
 
-    def _fragment(self, fragment: int) -> list[str]:
-        """Return the parameters of a fragment: consecutive ones, so that fragments have about equal sizes."""
+    def _divide(self, added: Mapping[str, Any]) -> None:
+        """Give parameters to fragments: consecutive ones, so that fragments have about equal sizes.
+
+        Parameters keep their fragment when others come: one that changed it could be sent twice in a round, while its
+        first change is in flight, or not at all.
+        """
         # Full sizes, as shards of a rank may be smaller than those of another.
-        sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
-        total, begin, names = sum(sizes.values()), 0, []
+        sizes = {name: one.numel() for name, one in added.items() if name not in self._fragments}
+        total, begin = sum(sizes.values()), 0
         for name, size in sizes.items():
-            if (2 * begin + size) * self._settings.fragments // (2 * total or 1) == fragment:
-                names.append(name)
+            self._fragments[name] = (2 * begin + size) * self._settings.fragments // (2 * total or 1)
             begin += size
-        return names
 
     @torch.no_grad()
     def _apply(self, sent: _Sent) -> None:
@@ -250,6 +256,8 @@ class OuterOptimizer:
         momentum = {} if self._sgd is None else {name: self._sgd.state.get(a) for name, a in self._anchors.items()}
         return {
             "steps": self.steps,
+            "num_fragments": self._settings.fragments,
+            "fragments": {name: self._fragments[name] for name in self._parameters},
             "weights": {name: self._as_shard(name, anchor) for name, anchor in self._anchors.items()},
             "momentum": {
                 name: self._as_shard(name, state["momentum_buffer"])
@@ -279,6 +287,8 @@ class OuterOptimizer:
         if unknown := [name for name in state["weights"] if name not in parameters]:
             raise CheckpointError(f"the outer optimizer's state has {unknown[0]!r}, which no optimizer has here")
         self.steps = state["steps"]
+        if state.get("num_fragments") == self._settings.fragments:  # absent in older checkpoints
+            self._fragments |= state["fragments"]
         self.add_parameters(parameters, trained=state["weights"])
         for name, full in state["weights"].items():
             self._copy(name, self._anchors[name], full)

@@ -9,6 +9,7 @@ _DILOCO = Component(
     alias="diloco",
     target="dstrat_diloco.strategy:DiLoCoStrategy",
     summary="groups of ranks that train apart by another strategy, and average every 100 steps",
+    approximation="groups of ranks train apart between their averages, so that its losses are not those of one device",
     options={"start_method": "popen"},
     uses_torch_distributed=True,
     drives_several_devices=False,

@@ -176,9 +176,7 @@ class DiLoCoStrategy(GroupedStrategy):
         broadcast_tensors([local_tensor(one) for one in _distinct(self.local_weights()).values()], self.groups.peers)
 
     def _check_callbacks(self, trainer: TrainerLike) -> None:
-        from dstrat.training.callbacks.weight_averaging import WeightAveraging
-
-        averages = [one for one in getattr(trainer, "callbacks", ()) if isinstance(one, WeightAveraging)]
+        averages = [one for one in getattr(trainer, "callbacks", ()) if getattr(one, "averages_weights", False)]
         if averages and self.groups.division.num_groups > 1:
             raise ConflictError(
                 f"{type(averages[0]).__name__} averages the weights of each group by itself, which differ between "

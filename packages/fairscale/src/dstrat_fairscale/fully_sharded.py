@@ -16,6 +16,7 @@ from dstrat.errors import ConflictError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
+from dstrat.parallel.collectives import running_statistics
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
@@ -223,6 +224,10 @@ class DDPFullyShardedStrategy(ParallelStrategy):
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return super().run_step(name, partial(self.model, step), *args, **kwargs)
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        self.broadcast_tensors(running_statistics(self.module))
+        return super().evaluation_context()
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate without being reduced."""

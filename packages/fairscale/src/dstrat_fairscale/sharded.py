@@ -16,6 +16,7 @@ from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import named_weights
+from dstrat.parallel.collectives import running_statistics
 from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
@@ -169,6 +170,10 @@ class DDPShardedStrategy(ParallelStrategy):
         # Otherwise only the first backward pass after a forward is reduced, of those that a step may run by itself.
         expect_backward(self.model)
         super().backward(loss, *args, **kwargs)
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        self.broadcast_tensors(running_statistics(self.module))
+        return super().evaluation_context()
 
     def no_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate without being reduced."""

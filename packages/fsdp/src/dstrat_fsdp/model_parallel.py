@@ -22,7 +22,7 @@ from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     import torch
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.cluster import ClusterEnvironment
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
+    from dstrat.interfaces.strategy import StepName
 
 
 class ModelParallelStrategy(SharedBatchStrategy):
@@ -184,3 +185,13 @@ class ModelParallelStrategy(SharedBatchStrategy):
         return [self.device_mesh[DATA_PARALLEL].get_group()]
 
     _value_groups = _data_groups
+
+    def _batch_groups(self) -> list[dist.ProcessGroup]:
+        return [self._tensor_mesh.get_group()]
+
+    # Steps
+
+    def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            self.check_same_batch(name, (args, kwargs))
+        return super().run_step(name, step, *args, **kwargs)

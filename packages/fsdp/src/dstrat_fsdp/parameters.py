@@ -222,35 +222,54 @@ def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
     return parked
 
 
-def discard_shards(module: Module) -> bool:
-    """Move a module with parked shards to the meta device, for a mesh of another size; return whether it has some."""
+def discard_shards(module: Module) -> None:
+    """Move a module with parked shards to the meta device, for a mesh of another size."""
     parked = _parked.pop(module, None)
     if parked is not None:
         _unpark(module, parked)
-    return parked is not None
+
+
+def discard_parameters(module: Module) -> None:
+    """Move the parameters of a module that are to be sharded, and are not yet, to the meta device."""
+    # Scalars are not sharded.
+    _replace(module, lambda parameter: not isinstance(parameter, DTensor) and parameter.dim() > 0, _empty_on_meta)
 
 
 def _unpark(module: Module, parked: ParkedShards) -> None:
     for hook in parked.hooks:
         hook.remove()
-    _replace_sharded(module, lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    _replace_sharded(module, _empty_on_meta)
+
+
+def _empty_on_meta(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _replace_sharded(module: Module, convert: Callable[[DTensor], Tensor]) -> None:
     """Replace the sharded parameters of a module; layers that share one share its replacement."""
+    _replace(module, lambda parameter: isinstance(parameter, DTensor), convert)
+
+
+def _replace(module: Module, is_replaced: Callable[[Any], bool], convert: Callable[[Any], Tensor]) -> None:
     replaced: dict[int, nn.Parameter] = {}
-    for layer, name, parameter in list(_sharded_parameters(module)):  # alive, so that no id is used again
+    for layer, name, parameter in list(_direct_parameters(module)):  # alive, so that no id is used again
+        if not is_replaced(parameter):
+            continue
         if id(parameter) not in replaced:
             replaced[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
         setattr(layer, name, replaced[id(parameter)])
 
 
 def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
+    return (each for each in _direct_parameters(module) if isinstance(each[2], DTensor))
+
+
+def _direct_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
+    """Yield the parameters of a module with the layers that have them, also those that several layers share."""
     for layer in module.modules():
         parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False, remove_duplicate=False))
         for name, parameter in parameters:
-            if isinstance(parameter, DTensor):
-                yield layer, name, parameter
+            yield layer, name, parameter
 
 
 def _is_complete(parameter: DTensor) -> bool:

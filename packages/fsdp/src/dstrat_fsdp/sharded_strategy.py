@@ -19,7 +19,7 @@ from typing_extensions import override
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
 from dstrat.interfaces.state_dict import named_weights
-from dstrat.parallel.collectives import broadcast_tensors
+from dstrat.parallel.collectives import broadcast_tensors, running_statistics
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.shards import local_tensor
@@ -27,9 +27,16 @@ from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
-from dstrat_fsdp.parameters import discard_shards, gather_parameters, materialize, park_shards, unpark_shards
+from dstrat_fsdp.parameters import (
+    discard_parameters,
+    discard_shards,
+    gather_parameters,
+    materialize,
+    park_shards,
+    unpark_shards,
+)
 from dstrat_fsdp.sharded_module import ShardedModule
-from dstrat_fsdp.wrap_policy import outermost_layers, running_statistics
+from dstrat_fsdp.wrap_policy import outermost_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,8 +92,8 @@ class ShardedStrategy(ParallelStrategy):
         return self.module, set()
 
     @property
-    def _gradient_layout(self) -> dict[str, Any]:
-        """What determines which gradients this rank has, by name."""
+    def _rank_layout(self) -> dict[str, Any]:
+        """What determines which part of the state this rank has, by name."""
         return {"mesh": list(self.device_mesh.shape)}
 
     @property
@@ -134,6 +141,8 @@ class ShardedStrategy(ParallelStrategy):
         gathers_root = getattr(module, "automatic_optimization", True)
         if not gathers_root:
             blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
+        if self._has_no_values:
+            discard_parameters(module)  # of a new process: the others have none to send
         self._take_first_values(module)
         computed, foreign = self._divide_layers()
         self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
@@ -144,8 +153,8 @@ class ShardedStrategy(ParallelStrategy):
         self.model = self._sharded.root
 
     def discard_values(self) -> None:
-        if discard_shards(self.module):
-            self._has_no_values = True
+        discard_shards(self.module)
+        self._has_no_values = True
 
     def _take_first_values(self, module: Module) -> None:
         """Overwrite the values of all ranks by those of rank 0, before each keeps its shards only."""
@@ -212,9 +221,8 @@ class ShardedStrategy(ParallelStrategy):
             self._mesh = None
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        # In training each process computes the statistics of batch norm from its data; checkpoints have those of
-        # rank 0, and evaluation uses the same. A training step reads none, so validation does not change training.
-        self.broadcast_tensors(running_statistics(self.module))
+        statistics = running_statistics(self.module)
+        self.broadcast_tensors([buffer for buffer in statistics if not isinstance(buffer, DTensor)])
         return super().evaluation_context()
 
     # Steps: each of them gathers parameters, so that every rank takes part in every one
@@ -295,14 +303,14 @@ class ShardedStrategy(ParallelStrategy):
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients of this rank that are pending for an optimizer step."""
-        return {"gradients": self._sharded_module.pending_gradients(), **self._gradient_layout}
+        return {"gradients": self._sharded_module.pending_gradients(), **self._rank_layout}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restore the saved gradients, for the next backward pass; collective."""
         # If any rank has gradients, all take part, as to restore them is collective.
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
-        layout = self._gradient_layout
+        layout = self._rank_layout
         saved = {name: state.get(name) for name in layout}
         if saved == layout:
             self._sharded_module.restore_gradients(state["gradients"])

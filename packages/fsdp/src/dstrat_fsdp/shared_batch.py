@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from dstrat.data.random_state import RandomState
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.collectives import broadcast_tensors, name_of_operation
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    import torch.distributed as dist
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dstrat.interfaces.strategy import StepName, TrainerLike
+
+
+_STEPS_BETWEEN_CHECKS = 128
+
+
+class Comparison(NamedTuple):
+    """A comparison of a batch of this rank with those of others, under way.
+
+    Attributes:
+        works: The messages.
+        digest: The checksum of this rank's batch.
+        digests: Those of the others, by rank, which arrive in the first rank only.
+        subject: The batch, for a message.
+    """
+
+    works: Sequence[Any]
+    digest: Tensor
+    digests: Mapping[int, Tensor]
+    subject: str
 
 
 class SharedBatchStrategy(ShardedStrategy):
     """A sharded strategy whose ranks form groups that read the same batch, such as those of tensor parallelism.
 
     Neighbouring ranks are the group of tensor parallelism; next come the groups that read different batches.
+
+    Each of them loads the batch by itself.  Their random states are made equal at the start of each epoch, and the
+    batches of some steps are compared.
     """
+
+    def setup(self, trainer: TrainerLike) -> None:
+        self._num_steps: Counter[str] = Counter()
+        self._comparisons: list[Comparison] = []
+        super().setup(trainer)
 
     # Hooks of subclasses
 
@@ -50,6 +85,10 @@ class SharedBatchStrategy(ShardedStrategy):
     def _data_groups(self) -> Sequence[dist.ProcessGroup]:
         """Return the groups of ranks that read different batches, one for each dimension of the mesh."""
 
+    @abstractmethod
+    def _batch_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Return the groups of ranks that read the same batches, one for each axis."""
+
     @property
     def _num_data_groups(self) -> int:
         """Number of groups of ranks that compute with different data: other batches, or other parts of a batch."""
@@ -71,6 +110,82 @@ class SharedBatchStrategy(ShardedStrategy):
     def is_first_reader(self) -> bool:
         """Whether this rank is the first of its group, all of which compute with the same data."""
         return self.global_rank == self._data_group * self.tensor_parallel_size
+
+    def share_random_state(self) -> None:
+        if self.data_parallel_size == self.world_size:
+            return
+        of_ranks: list[Any] = [None] * self.world_size
+        dist.all_gather_object(of_ranks, (self._reader, RandomState.capture()))
+        first = next(state for reader, state in of_ranks if reader == self._reader)
+        first.restore()
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Return the context of an evaluation, before and after which ranks of a batch draw the same numbers."""
+        self.share_random_state()
+        self._raise_for_other_batches()
+        with super().evaluation_context():
+            yield
+        self.share_random_state()  # layers may have drawn some
+
+    def check_same_batch(self, name: StepName, batch: Any) -> None:
+        """Compare the batch of a step on the ranks that share it, now and then; collective.
+
+        That is in steps 1, 2, 4, 8 ... and in each 128th: ranks that have loaded different samples once go on to.  The
+        answer is read before the next step, so that no rank waits for another one here.
+
+        Args:
+            name: The step; those of each name are counted.
+            batch: The batch, whose tensors are compared.
+
+        Raises:
+            MisuseError: The ranks had different batches before.
+        """
+        if self.data_parallel_size == self.world_size:
+            return
+        self._raise_for_other_batches()
+        self._num_steps[name] += 1
+        number = self._num_steps[name]
+        if number % _STEPS_BETWEEN_CHECKS and number & (number - 1):
+            return
+        digest = torch.tensor([_digest(batch)], device=self.root_device)
+        for group in self._batch_groups():
+            first, *senders = dist.get_process_group_ranks(group)
+            # Messages, as a collective that another rank never comes to would keep this one at the end of the group.
+            digests = {rank: torch.empty_like(digest) for rank in senders if self.global_rank == first}
+            messages = [dist.P2POp(dist.irecv, buffer, rank, group) for rank, buffer in digests.items()]
+            if self.global_rank != first:
+                messages = [dist.P2POp(dist.isend, digest, first, group)]
+            works = dist.batch_isend_irecv(messages)
+            self._comparisons.append(Comparison(works, digest, digests, f"batch {number} of {name}"))
+
+    def _raise_for_other_batches(self) -> None:
+        """Read the answers to the latest comparison of batches, in the first rank of those that share one.
+
+        Raises:
+            MisuseError: The ranks had different batches.
+        """
+        comparisons, self._comparisons = self._comparisons, []
+        for comparison in comparisons:
+            for work in comparison.works:
+                work.wait()
+            for rank, digest in comparison.digests.items():
+                if not torch.equal(digest, comparison.digest):
+                    raise MisuseError(
+                        f"rank {rank} has loaded another {comparison.subject} than rank {self.global_rank}, with which "
+                        "it shares batches: a dataset, sampler or collate function depends on the rank, or draws "
+                        "random numbers of python or numpy that only some ranks have drawn before, in a layer or a "
+                        "hook. Let it draw from a generator of its own, with the same seed in all ranks, and divide "
+                        "data by strategy.distributed_sampler_kwargs instead of the rank"
+                    )
+
+    def finish_training(self) -> None:
+        self._raise_for_other_batches()
+        super().finish_training()
+
+    @property
+    def _reader(self) -> int:
+        return self.distributed_sampler_kwargs["rank"]
 
     # Layers that are split
 
@@ -115,3 +230,13 @@ class SharedBatchStrategy(ShardedStrategy):
         # The base class compares a sum of votes with the world size, and reduce counts ranks that share a batch once.
         vote = torch.tensor(float(decision), device=self.root_device)
         return bool(super().reduce(vote, reduce_op="min" if all else "max"))
+
+
+def _digest(batch: Any) -> int:
+    """Return a checksum of the tensors of a batch."""
+    checksum = 0
+    for tensor in tensors_in(batch):
+        if tensor.layout is torch.strided and not isinstance(tensor, DTensor):
+            values = tensor.detach().cpu().flatten()
+            checksum = zlib.crc32(values.view(torch.uint8).numpy().data, checksum)
+    return checksum

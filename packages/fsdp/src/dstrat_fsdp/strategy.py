@@ -154,7 +154,7 @@ class FSDPStrategy(ShardedStrategy):
         is_fixed = self._requested_mesh is not None or self._sharding_strategy == "HYBRID_SHARD"
         if is_fixed or not isinstance(self._reshard_after_forward, bool):
             raise ConflictError(
-                f"elastic=True shards over the ranks that remain, and {type(self).__name__} has a number of ranks, by "
+                f"elastic shards over the ranks that remain, and {type(self).__name__} has a number of ranks, by "
                 "device_mesh, HYBRID_SHARD or reshard_after_forward: leave one of them out"
             )
 

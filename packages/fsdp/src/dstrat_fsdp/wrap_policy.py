@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from dstrat.errors import RequestError
 from dstrat.parallel.layers import checked_policy, has_forward, num_parameters, repeated_layers
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
 
 WrapPolicy = type | Iterable[type] | Callable[..., bool] | int
@@ -168,10 +166,3 @@ def layers_with_statistics(module: Module) -> list[Module]:
 def keeps_statistics(layer: Module) -> bool:
     """Return whether a layer has parameters beside running statistics, as batch norm has."""
     return getattr(layer, "running_mean", None) is not None and any(True for _ in layer.parameters(recurse=False))
-
-
-def running_statistics(module: Module) -> list[Tensor]:
-    """Return the buffers of the layers with running statistics, without sharded ones."""
-    layers = [layer for layer in module.modules() if getattr(layer, "running_mean", None) is not None]
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    return [buffer for buffer in buffers if not isinstance(buffer, DTensor)]

@@ -8,9 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from dstrat import Logger
 from dstrat.errors import MisuseError
-from dstrat.training.arguments import adapt, adapt_all
 from dstrat_lightning.callbacks import lightning_callback
 from dstrat_lightning.loggers import lightning_logger
 
@@ -128,7 +126,7 @@ class TrainerView:
 
     @loggers.setter
     def loggers(self, loggers: Any) -> None:
-        self._trainer.loggers = adapt_all(loggers or [], Logger)
+        self._trainer.logger = loggers or None
 
     @property
     def logger(self) -> Any:
@@ -137,7 +135,7 @@ class TrainerView:
 
     @logger.setter
     def logger(self, logger: Any) -> None:
-        self._trainer.loggers = [] if logger is None else [adapt(logger, Logger)]
+        self._trainer.logger = logger
 
     @property
     def callbacks(self) -> list[Any]:
@@ -211,8 +209,16 @@ class StrategyView:
     def __class__(self, cls: type) -> None:
         raise AttributeError("the class of a strategy cannot be changed")
 
+    @property
+    def lightning_module(self) -> Any:
+        """The user's module."""
+        return self._strategy.module
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._strategy, name)
+        strategy = self._strategy
+        if hasattr(type(strategy), name) or name in vars(strategy):  # as of the Trainer
+            return getattr(strategy, name)
+        raise _missing("strategy", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._strategy, name, value)

@@ -45,13 +45,13 @@ class Sequences:
     """
 
     def __init__(self, module: Module, group: ProcessGroup, method: str) -> None:
-        self._module, self._group, self._method = module, group, method
+        self._module, self.group, self._method = module, group, method
         self.attention = DividedAttention(method, group)
         self._checked: set[StepName] = set()
 
     @property
     def _num_chunks(self) -> int:
-        return self._group.size() * (2 if self._method == "ring" else 1)
+        return self.group.size() * (2 if self._method == "ring" else 1)
 
     def cut(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
         """Return this rank's part of a tensor.
@@ -63,17 +63,17 @@ class Sequences:
         if length % count:
             balanced = ", with two parts for each" if self._method == "ring" else ""
             raise MisuseError(
-                f"sequences of {length} tokens cannot be divided over the {self._group.size()} ranks of cp{balanced}: "
+                f"sequences of {length} tokens cannot be divided over the {self.group.size()} ranks of cp{balanced}: "
                 f"pad them to a multiple of {count}, such as {length + -length % count} tokens"
             )
-        rank, chunks = self._group.rank(), tensor.chunk(count, dim)
+        rank, chunks = self.group.rank(), tensor.chunk(count, dim)
         if self._method == "ring":
             return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
         return chunks[rank].contiguous()
 
     def join(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
         """Return the whole of a tensor that was cut; collective, and again in a backward pass."""
-        pieces = gather_tensors(tensor.contiguous(), group=self._group, sync_grads=True).unbind()
+        pieces = gather_tensors(tensor.contiguous(), group=self.group, sync_grads=True).unbind()
         if self._method == "ring":
             halves = [piece.chunk(2, dim) for piece in pieces]
             pieces = (*(half[0] for half in halves), *(half[1] for half in reversed(halves)))

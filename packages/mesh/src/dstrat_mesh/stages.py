@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ from torch import nn
 from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from torch.nn import Module
+    from typing_extensions import Self
 
     from dstrat.interfaces.pipeline import Pipeline
 
@@ -186,3 +189,39 @@ def _bounds(sizes: Sequence[int], count: int) -> list[int]:
     if set(stages) != set(range(count)):  # a very large layer leaves a stage without one
         stages = [position * count // len(sizes) for position in range(len(sizes))]
     return [*(stages.index(stage) for stage in range(count)), len(sizes)]
+
+
+# Random numbers of layers, beside those that all ranks of a batch draw
+
+
+class LayerRandomNumbers:
+    """A random state of torch on the CPU, from which the layers of a rank draw.
+
+    Ranks of different stages or experts draw different amounts, such as for dropout.  From the process's state they
+    would leave different ones, from which the loaders of all ranks of a batch draw next.
+
+    Attributes:
+        state: The state of torch's generator, a uint8 tensor.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Self:
+        """Return those of a stage; they follow from the process's state, which does not change."""
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        seeds = torch.empty(stage + 1, dtype=torch.int64).random_(generator=generator)
+        return cls(generator.manual_seed(int(seeds[-1])).get_state())
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """In this context random numbers are those of the layers."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(outside)

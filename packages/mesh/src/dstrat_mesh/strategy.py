@@ -37,6 +37,7 @@ from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, exp
 from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, estimated_stages, number_of_layers
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
+from dstrat_mesh.stages import LayerRandomNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -189,6 +190,7 @@ class MeshStrategy(SharedBatchStrategy):
                 f"context_parallel={context_parallel!r} is for divided sequences: give cp=2 or more, or leave it out"
             )
         self._pipeline: PipelineRun | None = None
+        self._random_numbers: LayerRandomNumbers | None = None
         self._sequences: Sequences | None = None
         self._experts: ExpertParallelism | None = None
         self._accumulates = self._begins_step = False
@@ -273,6 +275,11 @@ class MeshStrategy(SharedBatchStrategy):
     def _value_groups(self) -> list[dist.ProcessGroup]:
         return [*self._data_groups(), self.device_mesh.get_group(PIPELINE)]
 
+    def _batch_groups(self) -> list[dist.ProcessGroup]:
+        axes = {TENSOR: self._tp, PIPELINE: self._pp}
+        groups = [self.device_mesh.get_group(name) for name, size in axes.items() if size > 1]
+        return groups if self._sequences is None else [*groups, self._sequences.group]
+
     # Sharding
 
     def _sharding(self) -> Sharding:
@@ -313,8 +320,8 @@ class MeshStrategy(SharedBatchStrategy):
         return layers, foreign
 
     @property
-    def _gradient_layout(self) -> dict[str, Any]:
-        return {**super()._gradient_layout, "ep": self._ep, "stages": self._schedule.num_stages}
+    def _rank_layout(self) -> dict[str, Any]:
+        return {**super()._rank_layout, "ep": self._ep, "stages": self._schedule.num_stages}
 
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
@@ -455,6 +462,20 @@ class MeshStrategy(SharedBatchStrategy):
     def compiled_steps(self) -> CompiledSteps | None:
         return CompiledSteps(optimizer_steps=0) if self._pp > 1 else None
 
+    def setup(self, trainer: TrainerLike) -> None:
+        self._random_numbers = None
+        super().setup(trainer)
+
+    def rank_state(self) -> dict[str, Any]:
+        numbers = self._random_numbers
+        return {**super().rank_state(), "random": None if numbers is None else numbers.state}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        super().load_rank_state(state)
+        saved, layout = state.get("random"), self._rank_layout  # in another one, other ranks draw the same numbers
+        if saved is not None and {name: state.get(name) for name in layout} == layout:
+            self._random_numbers = LayerRandomNumbers(saved)
+
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
             check_pipeline(self.module, self.precision_plugin, trainer)
@@ -467,7 +488,7 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts = ExpertParallelism(self.module, self.axes, group, self.root_device.type, self.timeout)
         super().wrap_model(trainer)
         if self._pipeline is not None:
-            self._pipeline.start(self._train_stage, self._sharded_module.evaluate, log=self.is_global_zero)
+            self._pipeline.start(self._train_stage, self._evaluate_stage, log=self.is_global_zero)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``, or the forward and backward passes of a pipeline."""
@@ -477,6 +498,7 @@ class MeshStrategy(SharedBatchStrategy):
         self._begins_step = True
         values = args[:1] if self.step_methods is None else _batch_of_function(*args, **kwargs)
         batch = values[0] if len(values) == 1 else values
+        self.check_same_batch("training_step", batch)
         if self._sequences is not None:
             batch = self._sequences.cut_batch(batch)
 
@@ -502,8 +524,21 @@ class MeshStrategy(SharedBatchStrategy):
         sharded = self._sharded_module
         run = sharded.train if self._begins_step else sharded.train_further
         self._begins_step = False
-        with self.precision_plugin.forward_context():
+        with self.precision_plugin.forward_context(), self._drawing_in_layers():
             return run(compute, *args)
+
+    def _evaluate_stage(self, compute: Callable[..., Any], *args: Any) -> Any:
+        with self._drawing_in_layers():
+            return self._sharded_module.evaluate(compute, *args)
+
+    def _drawing_in_layers(self) -> AbstractContextManager[None]:
+        """Return a context for the layers of this rank, if it has others than the ranks of its batch."""
+        if self._pp == self._ep == 1:
+            return nullcontext()
+        if self._random_numbers is None:
+            stage = int(self.device_mesh[PIPELINE].get_local_rank())
+            self._random_numbers = LayerRandomNumbers.of_stage(stage)
+        return self._random_numbers.drawing()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; the training step of a pipeline has done so."""
@@ -529,6 +564,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         sequences = self._sequences
+        if args or kwargs:
+            self.check_same_batch(name, (args, kwargs))
         if sequences is None or not args:  # without a batch, as where each rank generates the same text
             return self._run_stages(name, step, *args, **kwargs)
         if self.step_methods is None:
@@ -539,8 +576,21 @@ class MeshStrategy(SharedBatchStrategy):
             outputs = self._run_stages(name, step, *args, **kwargs)
         return sequences.join_outputs(name, outputs)
 
+    def join_sequences(self, tensor: Tensor) -> Tensor:
+        """Return the whole sequences of a tensor of which ranks of ``cp`` have parts; collective over them.
+
+        It is collective again in a backward pass, where the gradients of a part are the sum of those of all ranks.
+
+        Args:
+            tensor: This rank's part, whose second dimension is the sequence.
+        """
+        return tensor if self._sequences is None else self._sequences.join(tensor)
+
     def _run_stages(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline is None or name == "training_step":
+        if name == "training_step":
+            with self._drawing_in_layers():
+                return super().run_step(name, step, *args, **kwargs)
+        if self._pipeline is None:
             return super().run_step(name, step, *args, **kwargs)
         # The step calls the pipeline's model, in which each stage gathers its own layers.
         with self.precision_plugin.forward_context(), self._pipeline.evaluating():

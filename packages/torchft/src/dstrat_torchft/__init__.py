@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 from dstrat.plugins.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from dstrat_torchft.diloco import TorchFTDiLoCoStrategy
     from dstrat_torchft.strategy import TorchFTStrategy
 
-__all__ = ["TorchFTStrategy"]
+__all__ = ["TorchFTDiLoCoStrategy", "TorchFTStrategy"]
 
-_HOMES = {"TorchFTStrategy": "dstrat_torchft.strategy"}
+_HOMES = {
+    "TorchFTDiLoCoStrategy": "dstrat_torchft.diloco",
+    "TorchFTStrategy": "dstrat_torchft.strategy",
+}
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -136,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dstrat_torchft",
-        description="Start a lighthouse and the replica groups of a script, each a job with strategy='torchft_ddp'. "
-        "A group that fails is started again by itself; it joins the others with their state.",
+        description="Start a lighthouse and the replica groups of a script, each a job with "
+        "strategy='torchft_ddp' or 'torchft_diloco'. A group that fails is started again by itself; it joins the "
+        "others with their state.",
     )
     positive, count = partial(_read_number, least=1), partial(_read_number, least=0)
     parser.add_argument("--groups", type=positive, default=2, metavar="N", help="number of groups (default: 2)")

@@ -1,4 +1,4 @@
-"""Record of the strategy of this distribution."""
+"""Records of the strategies of this distribution."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ _TORCHFT = Component(
     drives_several_devices=False,
     starts_processes=True,
 )
+_DILOCO = Component(
+    kind="strategy",
+    alias="torchft_diloco",
+    target="dstrat_torchft.diloco:TorchFTDiLoCoStrategy",
+    summary="torchft: replica groups that train apart and rarely average, of which any may die and join again",
+    requires=("torchft>=0.2,<0.3",),
+    uses_torch_distributed=True,
+    drives_several_devices=False,
+    starts_processes=True,
+)
 
 
 @hookimpl
 def dstrat_components() -> list[Component]:
-    """Return the alias of the family."""
-    return [_TORCHFT]
+    """Return the aliases of the family."""
+    return [_TORCHFT, _DILOCO]

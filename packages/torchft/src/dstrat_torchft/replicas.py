@@ -8,8 +8,8 @@ import math
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -38,6 +38,8 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """Environment variable with the address of the lighthouse; torchft's name."""
 GROUP, NUM_GROUPS = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
 """Environment variables with the number of this group, from 0, and how many there are; torchft's names."""
+
+UnitName = Literal["step", "exchange"]
 
 _PROBE = 2.0  # seconds in which a lighthouse accepts a connection
 _PAUSE = 0.5  # seconds before the lighthouse is asked again for groups that are not there yet
@@ -82,9 +84,9 @@ class ReplicaOptions:
 class Replicas:
     """The replica groups, seen from one rank of a group.
 
-    A step is :meth:`start`, which asks the lighthouse in the background, :meth:`wait`, :meth:`average` and
-    :meth:`commit`, or :meth:`receive` if the group is behind.  Ranks of a group call these together, and get the same
-    answers.
+    A step, or an exchange of groups that train apart between two of them, is :meth:`start`, which asks the lighthouse
+    in the background, :meth:`wait`, :meth:`average` and :meth:`commit`, or :meth:`receive` if the group is behind.
+    Ranks of a group call these together, and get the same answers.
 
     Args:
         options: The settings.
@@ -94,6 +96,7 @@ class Replicas:
         share: Returns the object of rank 0 of the group on all of its ranks; collective.
         agree: Returns whether the argument is true on all ranks of the group; collective.
         capture: Returns the state of the training, for a group that joins; called in another thread.
+        unit: What the groups take together, for messages.
 
     Attributes:
         history: Identity of the state that this group has.
@@ -112,10 +115,11 @@ class Replicas:
         share: Callable[[Any], Any],
         agree: Callable[[bool], bool],
         capture: Callable[[], dict[str, Any]],
+        unit: UnitName = "step",
     ) -> None:
         self.options = options
         self.history = History.of_first_values(options.group)
-        self._share, self._agree = share, agree
+        self._share, self._agree, self._unit = share, agree, unit
         self._received: Mapping[str, Any] | None = None
         self._refused_since = math.inf
         self._quorum: Future[None] | None = None
@@ -166,7 +170,7 @@ class Replicas:
 
     @property
     def current_step(self) -> int:
-        """Number of steps that the groups have taken."""
+        """Number of steps, or of exchanges, that the groups have taken."""
         return self.history.step
 
     @property
@@ -178,6 +182,11 @@ class Replicas:
     def has_quorum(self) -> bool:
         """Whether a quorum was asked for that no vote has ended yet."""
         return self._quorum is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error has occurred since the latest quorum, after which no vote of this rank passes."""
+        return self._manager.errored() is not None
 
     # A step
 
@@ -224,6 +233,11 @@ class Replicas:
         """Average a tensor over the groups, in place; after an error its values mean nothing, and no vote passes."""
         self._manager.allreduce(tensor).wait()
 
+    def refuse(self, reason: str) -> None:
+        """Let this rank vote against the step, unless an error does."""
+        if not self.has_failed:
+            self._manager.report_error(RuntimeError(reason))
+
     def commit(self) -> bool:
         """Return whether the step is taken, as all ranks of this group agree.
 
@@ -258,7 +272,7 @@ class Replicas:
             raise PeerError(
                 f"the ranks of replica group {self.options.group} did not vote on a step: {error}"
             ) from error
-        self._after_refusal(attempt or f"step {self.current_step + 1}")
+        self._after_refusal(attempt or f"{self._unit} {self.current_step + 1}")
         return False
 
     def _after_refusal(self, attempt: str) -> None:
@@ -316,6 +330,7 @@ class Replicas:
             # A state that has not begun is that of a group which waits, too.
             if self.history.has_begun or self.num_groups >= self.options.num_groups:
                 self.history = self.history.begin()
+                self._refused_since = math.inf
                 return state
             if self._share(time.monotonic() > deadline):
                 self._check_that_training_goes_on()
@@ -331,6 +346,18 @@ class Replicas:
             else:
                 time.sleep(_PAUSE)
 
+    def confirm_start(self) -> bool:
+        """End the quorum of :meth:`join`, and return whether all of its groups have their states, or else join again.
+
+        Raises:
+            PeerError: The start was refused for too long.
+        """
+        if self._vote(f"the start of replica group {self.options.group}"):
+            return True
+        # Others of the same version may have begun, and be ahead within their round: this group takes their state.
+        self.history = replace(self.history, has_begun=False)
+        return False
+
     def _check_that_training_goes_on(self) -> None:
         """Raise a PeerError if a few groups would repeat what others have completed without them; collective."""
         options = self.options
@@ -341,10 +368,10 @@ class Replicas:
             return
         # Also if this group has completed it: it may have been killed after that, and started again.
         raise PeerError(
-            f"the training has ended: replica group {end.group} has completed it after step {end.step}, and "
-            f"replica group {options.group}, at step {self.current_step}, would train the rest without it. Use the "
-            f"weights or the checkpoint of that group; for another training start all {options.num_groups} groups, or "
-            f"start the lighthouse {options.lighthouse} again"
+            f"the training has ended: replica group {end.group} has completed it after {self._unit} {end.step}, and "
+            f"replica group {options.group}, at {self._unit} {self.current_step}, would train the rest without it. Use "
+            f"the weights or the checkpoint of that group; for another training start all {options.num_groups} groups, "
+            f"or start the lighthouse {options.lighthouse} again"
         )
 
     def mark_end(self) -> None:
@@ -364,7 +391,7 @@ class Replicas:
         return (
             f"replica group {options.group} got no quorum from the lighthouse {options.lighthouse} within "
             f"quorum_timeout={options.quorum_timeout.total_seconds():g} s ({_first_line(error)}): it waits for as many "
-            "groups as its --min_replicas says; start the others, or raise quorum_timeout"
+            "groups as its --min_replicas says, and for those that are alive; start the others, or raise quorum_timeout"
         )
 
     def close(self, *, waits: bool) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import LBFGS
 
-from dstrat.errors import MisuseError, PeerError, RequestError
+from dstrat.errors import ConflictError, MisuseError, PeerError, RequestError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT, select_interface
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_torchft.history import History
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import RunningTraining, StepName, TrainerLike
+    from dstrat_torchft.replicas import UnitName
 
 _DEFAULT_WAIT = timedelta(seconds=60)
 
-_START_AGAIN = "start it again, and it joins them with their state; Trainer(max_restarts=...) does so"
+START_AGAIN = "start it again, and it joins them with their state; Trainer(max_restarts=...) does so"
 
 _logger = logging.getLogger(__name__)
 
@@ -116,6 +118,10 @@ class TorchFTStrategy(ParallelStrategy):
         self._replicas: Replicas | None = None
         self._training: RunningTraining | None = None
         self._is_accumulating = False
+        self._buffers: dict[str, Tensor] = {}  # those of the latest step of the groups, while a batch changes them
+
+    _unit: UnitName = "step"
+    _why_no_averages = "has an average of weights that a joining group lacks: leave it out, or train by 'ddp'"
 
     # Groups
 
@@ -141,9 +147,57 @@ class TorchFTStrategy(ParallelStrategy):
         return bool(self.options.lighthouse) and self.options.bind_address is None
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        return dataclasses.replace(training.replicated, buffers=training.trainable_parameters)  # gradients, joined
+        # Gradients, joined, and buffers of the module, copied and joined.
+        buffers = training.module_buffers + self._joined_buffers(training) if self.steps_with_other_jobs else 0
+        return dataclasses.replace(training.replicated, buffers=training.trainable_parameters + buffers)
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        gradients = training.trainable_parameters
+        collectives = [*self._group_collectives(training), self._exchange_between_groups(training, gradients)]
+        if self.steps_with_other_jobs and (buffers := self._joined_buffers(training)):
+            collectives.append(self._exchange_between_groups(training, buffers))
+        divisions = (training.world_size > 1) + (self.options.num_groups > 1)
+        return CommunicationLayout(
+            collectives=tuple(collectives),
+            copied=(4 + 2 * divisions) * gradients,  # joined, and written back
+            allocated=gradients,
+        )
+
+    @property
+    def steps_with_other_jobs(self) -> bool:  # type: ignore[override]  # it depends on the number of groups
+        """Whether there are several groups."""
+        return self.options.num_groups > 1
+
+    def _group_collectives(self, training: TrainingSize) -> list[Collective]:
+        """Return the collectives of the ranks of a group: gradients, and buffers of the first one."""
+        if training.world_size == 1:
+            return []
+        gradients = Collective(
+            kind="all_reduce", bytes=training.trainable_parameters, messages=1, ranks=training.world_size
+        )
+        buffers = Collective(kind="broadcast", bytes=training.module_buffers, messages=1, ranks=training.world_size)
+        return [gradients, buffers] if buffers.bytes else [gradients]
+
+    def _joined_buffers(self, training: TrainingSize) -> int:
+        return 2 * training.module_buffers  # in float64, and most are in float32
+
+    def _exchange_between_groups(self, training: TrainingSize, num_bytes: int, steps: int = 1) -> Collective:
+        """Return an average over the groups, of which there is one in so many steps."""
+        return Collective(
+            kind="all_reduce",
+            bytes=num_bytes // steps,
+            messages=1 / steps,
+            ranks=self.options.num_groups,
+            stride=training.world_size,
+        )
 
     # The life cycle
+
+    def setup(self, trainer: TrainerLike) -> None:
+        averages = [one for one in getattr(trainer, "callbacks", ()) if getattr(one, "averages_weights", False)]
+        if averages and self.options.num_groups > 1:
+            raise ConflictError(f"{type(averages[0]).__name__} {self._why_no_averages}")
+        super().setup(trainer)
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
@@ -153,12 +207,8 @@ class TorchFTStrategy(ParallelStrategy):
                 f"1`, and set {LIGHTHOUSE}=http://HOST:29510 or pass lighthouse=...; `python -m dstrat_torchft "
                 "--groups 2 train.py` starts lighthouse and groups"
             )
-        if self.options.num_groups > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise MisuseError(
-                "LBFGS decides by the loss how often it computes gradients in a step, and losses differ between "
-                "replica groups: use another optimizer"
-            )
-        self._training = None
+        self._check_optimizers()
+        self._training, self._buffers = None, {}
         if self.reaches_other_jobs:  # the group's own address is the loopback, and chooses no interface
             lighthouse = urlsplit(self.options.lighthouse)
             select_interface(lighthouse.hostname or "", lighthouse.port or 80)
@@ -170,7 +220,15 @@ class TorchFTStrategy(ParallelStrategy):
             share=self.broadcast,
             agree=self.reduce_boolean_decision,
             capture=self._capture,
+            unit=self._unit,
         )
+
+    def _check_optimizers(self) -> None:
+        if self.options.num_groups > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise MisuseError(
+                "LBFGS decides by the loss how often it computes gradients in a step, and losses differ between "
+                "replica groups: use another optimizer"
+            )
 
     def join_training(self, training: RunningTraining) -> None:
         assert self._replicas is not None  # noqa: S101 - setup_optimizers has made it
@@ -178,14 +236,17 @@ class TorchFTStrategy(ParallelStrategy):
         # The quorum is that of the first step, in which groups that train already wait for this one.
         state = self._replicas.join()
         if state is not None:
-            self._warn_of_seed(state["seed"])
-            training.restore(state["training"])
-            if self.is_global_zero and self._replicas.current_step:
-                _logger.warning(
-                    "replica group %d has joined after step %d, with the state of another group",
-                    self.options.group,
-                    self._replicas.current_step,
-                )
+            self._restore_training(state, training)
+
+    def _restore_training(self, state: Mapping[str, Any], training: RunningTraining) -> None:
+        self._warn_of_seed(state["seed"])
+        training.restore(state["training"])
+        if self.is_global_zero and self.current_step:
+            _logger.warning(
+                "replica group %d has joined after step %d, with the state of another group",
+                self.options.group,
+                self.current_step,
+            )
 
     def _warn_of_seed(self, seed: int) -> None:
         if seed != torch.initial_seed() and self.options.num_groups > 1 and self.is_global_zero:
@@ -205,6 +266,7 @@ class TorchFTStrategy(ParallelStrategy):
         if self._replicas is not None:
             self._replicas.close(waits=not aborts)  # in an abort a quorum may never come
             self._replicas = self._training = None
+            self._buffers = {}
         super().close_communication(aborts=aborts)
 
     # Steps
@@ -219,59 +281,82 @@ class TorchFTStrategy(ParallelStrategy):
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         replicas = self._replicas
-        if name == "training_step" and replicas is not None and not (self._is_accumulating or replicas.has_quorum):
-            replicas.start()  # the lighthouse answers during the forward pass
+        if name == "training_step" and replicas is not None:
+            self._before_training_step(replicas)
         return super().run_step(name, step, *args, **kwargs)
+
+    def _before_training_step(self, replicas: Replicas) -> None:
+        if self.steps_with_other_jobs and not self._buffers:
+            self._buffers = self._copied_buffers()
+        if not (self._is_accumulating or replicas.has_quorum):
+            replicas.start()  # the lighthouse answers during the forward pass
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
         if self._replicas is not None and not self._is_accumulating:
-            self._synchronize(self._replicas)
             if self.world_size > 1:
                 self.broadcast_tensors(self.module.buffers())
+            self._synchronize(self._replicas)
 
     @property
     def weighs_losses(self) -> bool:
         return self.options.num_groups == 1  # groups average alike, whichever of them are alive
 
     def _synchronize(self, replicas: Replicas) -> None:
-        """Average the gradients over ranks and groups, as often as it takes until the groups agree on the step."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        """Average gradients and buffers over ranks and groups, as often as it takes until these agree on the step."""
         while True:
             if not replicas.has_quorum:
                 replicas.start()
             has_received = replicas.wait()
             # Copies, made again for each attempt: after an error in the average their values mean nothing.
-            buckets = GradientBuckets(parameters, self.from_host)
-            for tensor in buckets.tensors:
-                # In the group first, as each rank averages with those of its number; also if it has received a state,
-                # as another rank may have not.
-                if self.world_size > 1:
-                    dist.all_reduce(tensor)
-                    tensor.div_(self.world_size)
-                if not has_received:
+            # In the group first, as each rank averages with those of its number; also if it has received a state, as
+            # another rank may have not.
+            buckets = self._average_in_group()
+            statistics = JoinedBuffers(self.module if self.steps_with_other_jobs else None)
+            if not has_received:
+                for tensor in (*buckets.tensors, *statistics.tensors):
                     replicas.average(tensor)
             if has_received:
                 state = replicas.receive()
                 if state is not None:
                     self._catch_up(state, replicas)
-                    for parameter in parameters:
-                        parameter.grad = None  # with which the optimizer's step does nothing
+                    for parameter in self.module.parameters():
+                        if parameter.requires_grad:
+                            parameter.grad = None  # with which the optimizer's step does nothing
+                    self._buffers = {}
                     return
             elif replicas.commit():
                 break
         buckets.write()
+        statistics.write()
+        self._buffers = {}
+
+    def _average_in_group(self) -> GradientBuckets:
+        """Return the gradients, averaged over the ranks of this group; collective."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        buckets = GradientBuckets(parameters, self.from_host)
+        if self.world_size > 1:
+            for tensor in buckets.tensors:
+                dist.all_reduce(tensor)
+                tensor.div_(self.world_size)
+        return buckets
 
     # State of another group
 
     def _capture(self) -> dict[str, Any]:
         """Return the state for a group that joins, or was left behind."""
-        return {
+        state = {
             "seed": torch.initial_seed(),
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "precision": self.precision_plugin.state_dict(),
             "training": None if self._training is None else self._training.capture(),
         }
+        # Not those that the forward pass changes, beside which the state is sent.
+        buffers = self._buffers or self._copied_buffers()
+        for module in (state["module"], (state["training"] or {}).get("state_dict", {})):
+            module.update({name: buffers[name] for name in buffers.keys() & module.keys()})
+        return state
 
     def _catch_up(self, state: Mapping[str, Any], replicas: Replicas) -> None:
         """Load module and optimizers of another group, which has taken the current step already.
@@ -283,13 +368,34 @@ class TorchFTStrategy(ParallelStrategy):
         # After one step, schedulers, counters and data follow with this batch; several they cannot skip, and callbacks
         # have seen the state that is replaced.
         if self._training is not None and not received.follows(current):
-            raise PeerError(f"{_describe_difference(self.options.group, current, received)}: {_START_AGAIN}")
+            raise PeerError(f"{describe_difference(self.options.group, current, received)}: {START_AGAIN}")
         replicas.history = received
         self.load_module_state_dict(state["module"])
+        self.precision_plugin.load_state_dict(state["precision"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # Learning rates are this group's, as its own schedulers step after this batch.
             groups = saved["param_groups"] if self._training is None else optimizer.state_dict()["param_groups"]
             self.load_optimizer_state(optimizer, {**saved, "param_groups": groups})
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Return the context of an evaluation, in which the module has the buffers that all groups have."""
+        with super().evaluation_context():
+            current = self._copied_buffers() if self._buffers else {}
+            self._write_buffers(self._buffers)  # within an accumulation those of this group are its own
+            try:
+                yield
+            finally:
+                self._write_buffers(current)
+
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+
+    @torch.no_grad()
+    def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        buffers = dict(self.module.named_buffers())
+        for name in buffers.keys() & values.keys():
+            buffers[name].copy_(values[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identity of the state, for which all groups have the same values."""
@@ -303,7 +409,8 @@ class TorchFTStrategy(ParallelStrategy):
             self._replicas.history = dataclasses.replace(history, has_begun=self._replicas.history.has_begun)
 
 
-def _describe_difference(group: int, current: History, received: History) -> str:
+def describe_difference(group: int, current: History, received: History, unit: UnitName = "step") -> str:
+    """Return why a group cannot go on with its state, where the others have another one."""
     behind = received.step - current.step
     if behind > 1:
         return (
@@ -312,7 +419,7 @@ def _describe_difference(group: int, current: History, received: History) -> str
         )
     num_peers = received.num_participants if behind == 0 else "others"
     return (
-        f"replica group {group} has other weights than the others: its step {current.step} was completed by "
+        f"replica group {group} has other weights than the others: its {unit} {current.step} was completed by "
         f"{current.num_participants} of the groups, and theirs by {num_peers}, "
         "as a connection was lost at its end"
     )
@@ -359,6 +466,33 @@ class GradientBuckets:
                     parameter.grad.copy_(mean.view_as(parameter))
                 elif used:
                     parameter.grad = mean.view_as(parameter).clone()
+
+
+class JoinedBuffers:
+    """Copies of a module's floating-point buffers, such as statistics of batch norm, joined for an average.
+
+    In float64 the mean of equal values is that value, also of a constant at the end of its range.
+
+    Args:
+        module: The module; None for no buffers.
+
+    Attributes:
+        tensors: The joined buffers, to be averaged in place; empty if there are none.
+    """
+
+    def __init__(self, module: Module | None) -> None:
+        buffers = [] if module is None else [*module.buffers()]
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        pieces = [buffer.detach().reshape(-1).to(torch.float64) for buffer in self._buffers]
+        self.tensors = [torch.cat(pieces)] if pieces else []
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Overwrite the buffers."""
+        for tensor in self.tensors:
+            pieces = tensor.split([buffer.numel() for buffer in self._buffers])
+            for buffer, piece in zip(self._buffers, pieces, strict=True):
+                buffer.copy_(piece.view_as(buffer))
 
 
 def read_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -210,11 +211,13 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 f"with {type(self._strategy).__name__}: leave them out"
             )
         _let_readers_count(data_loader, self._strategy.distributed_sampler_kwargs.get("rank", 0))
-        sampler = data_loader.sampler
+        sampler, inner = data_loader.sampler, getattr(data_loader.batch_sampler, "sampler", None)
         if isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None:
             # Accelerate gives it one too, where it divides the data: then the order depends on nothing else.
             seed = int(torch.empty((), dtype=torch.int64).random_())
             sampler.generator = torch.Generator().manual_seed(self._strategy.broadcast(seed))
+        elif _draws_globally(inner):
+            data_loader = _with_sampler(data_loader, _SharedOrder(inner, self._strategy.broadcast))
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -229,6 +232,13 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        begin_epoch = prepared.set_epoch
+
+        def set_epoch(epoch: int) -> None:
+            self._strategy.share_random_state()  # from which workers are seeded, and samples may be drawn
+            begin_epoch(epoch)
+
+        prepared.set_epoch = set_epoch  # which it calls before it asks its sampler and its workers for anything
         self._dataloaders.append(prepared)
         return prepared
 
@@ -389,6 +399,50 @@ def _read_weights(folder: Path, index: int) -> dict[str, Any]:
     path = numbered(SAFE_WEIGHTS_NAME)
     state: dict[str, Any] = load_file(path) if path.exists() else torch.load(numbered(WEIGHTS_NAME), weights_only=True)
     return state
+
+
+def _draws_globally(sampler: Any) -> bool:
+    """Return whether a sampler may draw its order from the global random state.
+
+    One without a length is that of an iterable dataset, or has no end.
+    """
+    is_fixed = isinstance(sampler, torch.utils.data.SequentialSampler) or not hasattr(sampler, "__len__")
+    return not is_fixed and getattr(sampler, "generator", None) is None
+
+
+def _with_sampler(data_loader: Any, sampler: torch.utils.data.Sampler[int]) -> Any:
+    """Return a copy of a loader with another sampler; the program may go on to use its own."""
+    batches, copied = copy.copy(data_loader.batch_sampler), copy.copy(data_loader)
+    batches.sampler = sampler
+    copied.__dict__["batch_sampler"] = batches  # which a loader does not let be set
+    return copied
+
+
+class _SharedOrder(torch.utils.data.Sampler[int]):
+    """The order that the first process has drawn from the global random state; iterating over it is collective.
+
+    Processes that read the same batch may have drawn different numbers before, as stages do that have different
+    numbers of layers with dropout.
+
+    Args:
+        sampler: The sampler, which has a length.
+        broadcast: Returns the value of the first process.
+    """
+
+    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any]) -> None:
+        self.sampler = sampler
+        self._broadcast = broadcast
+
+    def __iter__(self) -> Iterator[int]:
+        order: list[int] = self._broadcast(list(self.sampler))
+        return iter(order)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
 
 class StrategyOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not imported by mypy

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments of a model that only its loss reads."""
+_FUSED_HEAD = "fused_lm_head"
+"""Argument of a model that trl has changed, with which it returns values of each token's label instead of logits."""
+_DIMENSIONS_OF_TOKENS = 2  # samples and tokens
 
 
 class CalledModule(HFModule):
@@ -45,6 +48,23 @@ class CalledModule(HFModule):
             return (self.microbatch_loss or pipeline.loss)(logits, batch)
 
         return dataclasses.replace(pipeline, loss=loss)
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model, and of trl's fused head, which reads the labels that tokens predict."""
+        if not batch.get(_FUSED_HEAD):
+            return super().predict_step(batch, *args, **kwargs)
+        with self._arguments_of(batch) as arguments:
+            return self.model(**{**self._fixed_arguments, **arguments, "shift_labels": batch.get("shift_labels")})
+
+    def join_sequences(self, outputs: Any, join: Callable[[Tensor], Tensor]) -> Any:
+        """Return a prediction with the logits, or what trl's fused head returns of each token, of whole sequences."""
+        if getattr(outputs, "log_probs", None) is None:
+            return super().join_sequences(outputs, join)
+        for name, value in outputs.items():
+            if value.dim() == _DIMENSIONS_OF_TOKENS:
+                joined = join(value) if value.is_floating_point() else join(value.int()).to(value.dtype)
+                outputs[name] = joined
+        return outputs
 
     def join_training_sequences(self, outputs: Any, join: Callable[[Tensor], Tensor]) -> Any:
         """Return the output of a training step, with the logits of whole sequences if the loop reads them."""
@@ -76,7 +96,7 @@ class DividedBatches:
         """Return the model's output for a batch; of a training step gradients flow back to the parameters.
 
         Raises:
-            ConflictError: It is a training step of stages.
+            ConflictError: It is a training step of stages, or they have no output that is asked for.
         """
         strategy, module = self._strategy, self._module
         if is_training and self.has_stages:
@@ -85,6 +105,8 @@ class DividedBatches:
                 "and backward passes of its stages together: leave pp out where a program computes a loss of its own"
             )
         batch = {**self._named(args), **kwargs}
+        if batch.get(_FUSED_HEAD):
+            return self._call_fused_head(batch, is_training=is_training)
         inputs = {name: value for name, value in batch.items() if name not in _OF_LOSS}
         has_labels = batch.get("labels") is not None
         if is_training and has_labels and not module.joins_logits:
@@ -98,6 +120,25 @@ class DividedBatches:
         output = run_step(module.predict_step, inputs)
         if has_labels:
             output["loss"] = causal_loss(self._model, output.logits, batch)
+        return output
+
+    def _call_fused_head(self, batch: dict[str, Any], *, is_training: bool) -> Any:
+        """Return what the fused head of trl does for whole sequences."""
+        strategy = self._strategy
+        if self.has_stages:
+            raise ConflictError(
+                f"{type(self._model).__name__} was called with {_FUSED_HEAD}=True, as trl's Trainers do, and "
+                f"{type(strategy).__name__} returns logits from its stages: leave pp out"
+            )
+        divisor = batch.pop("num_items_in_batch", None)
+        run_step = strategy.training_step if is_training else strategy.predict_step
+        output = run_step(self._module.predict_step, batch)
+        if batch.get("labels") is not None:  # the last token predicts none of them, and has no value in one process
+            for name, value in output.items():
+                if value.dim() == _DIMENSIONS_OF_TOKENS:
+                    output[name] = value[:, :-1]
+        number = output.label_mask.sum().clamp(min=1) if divisor is None else divisor
+        output["loss"] = -output.log_probs.sum() / number
         return output
 
     def train(

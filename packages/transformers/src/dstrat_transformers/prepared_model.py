@@ -18,7 +18,7 @@ from dstrat.errors import MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
 from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
-from dstrat_transformers.models import generate_alone, generate_together, is_peft, is_pretrained_model
+from dstrat_transformers.models import base_model, generate_alone, generate_together, is_peft, is_pretrained_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,6 +81,7 @@ class PreparedModel:
     ) -> None:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
         self.names, self.convert_output, self._is_running = names, convert_output, False
+        self._counting: tuple[Any, Any] | None = None  # the model whose num_parameters is replaced, and the earlier one
         self._has_stepped = self._has_full_weights = self._has_unfinished_step = self.is_released = False
         self.module: Any = model
         if earlier is not None:
@@ -92,6 +93,10 @@ class PreparedModel:
                 layer.training = mode
         if isinstance(self.module, CalledModule):
             self.module.joins_logits = True  # until the new loop says that it reads none
+        # Of a model that was sharded before, a process may have no elements of a parameter.
+        sizes = {name: parameter.numel() for name, parameter in base_model(model).named_parameters()}
+        known = {} if earlier is None else earlier._num_elements  # noqa: SLF001
+        self._num_elements: dict[str, int] = {name: size or known.get(name, 0) for name, size in sizes.items()}
         self.replaced_names = WeakIdKeyDictionary({p: name for name, p in model.named_parameters()})
         strategy.connect(self.module)
         if isinstance(self.module, CalledModule):
@@ -113,7 +118,7 @@ class PreparedModel:
         model.forward = forward
         forward.prepared_model = self  # type: ignore[attr-defined]  # which lives as long as the model
         if not strategy.replicates_state:
-            self._make_methods_collective(model)
+            self._replace_methods(model)
 
     def _divided_batches(self) -> DividedBatches | None:
         num_optimizers = len(self.strategy.optimizers)
@@ -141,13 +146,34 @@ class PreparedModel:
         """Return the preparation of a model; None if no strategy has set it up."""
         return getattr(model.__dict__.get("forward"), "prepared_model", None)
 
-    def _make_methods_collective(self, model: Any) -> None:
+    def _replace_methods(self, model: Any) -> None:
+        self._count_all_parameters(base_model(model))
         generate_together(model)
         if hasattr(model, "generate"):
             self._generate_in_a_step(model)
         for name in _SAVING_METHODS:
             if inspect.ismethod(getattr(model, name, None)):  # and not a layer of that name
                 self._save_full_weights(model, name)
+
+    def _count_all_parameters(self, base: Any) -> None:
+        """Let ``num_parameters`` of a model of transformers count those, too, of which this process has no elements."""
+        if not is_pretrained_model(base):
+            return
+        count, self._counting = base.num_parameters, (base, base.__dict__.get("num_parameters"))
+
+        @functools.wraps(count)
+        def count_all(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+            layers = base.named_modules() if exclude_embeddings else ()
+            embeddings = {f"{name}.weight" for name, layer in layers if isinstance(layer, nn.Embedding)}
+            missing = sum(
+                self._num_elements.get(name, 0)
+                for name, parameter in base.named_parameters()
+                if not parameter.numel() and (parameter.requires_grad or not only_trainable) and name not in embeddings
+            )
+            number: int = count(only_trainable, exclude_embeddings) + missing
+            return number
+
+        base.num_parameters = count_all
 
     def _generate_in_a_step(self, model: Any) -> None:
         """Let ``generate`` run as one step, as it also calls layers alone: an encoder, or the model inside peft's."""
@@ -344,6 +370,11 @@ class PreparedModel:
             self.model.__dict__.pop(name, None)
             if method is not None:
                 self.model.__dict__[name] = method
+        if self._counting is not None:
+            base, count = self._counting
+            del base.num_parameters
+            if count is not None:
+                base.num_parameters = count
         generate_alone(self.model)
         self.is_released = True
         if isinstance(self.module, CalledModule):

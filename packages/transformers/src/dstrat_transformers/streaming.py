@@ -30,7 +30,7 @@ def stream_pretrained(
     module, such as those of each expert.  A process holds at most those of one block beside its own shards.
 
     Args:
-        module: The model of transformers, or the HFModule with it.
+        module: The model of transformers, or the HFModule with it; also a model in another module of the strategy.
         strategy: The strategy in whose run the model is.
         everywhere: Whether each process gets the tensors; otherwise global rank 0 does, and the others, which take
             part too, get none.
@@ -41,21 +41,37 @@ def stream_pretrained(
         The name of a tensor, and the tensor on the device, which is valid until the next one.
 
     Raises:
-        MisuseError: The model is not a plain model of transformers.
+        MisuseError: The model is not a plain model of transformers, or not the strategy's.
         RequestError: It cannot be divided over the ranks of the engine; or there is no such rank.
     """
-    is_model = is_pretrained_model(module)
-    model: Any = module if is_model else getattr(module, "model", module)
+    model: Any = module if is_pretrained_model(module) else getattr(module, "model", module)
     _check(model)
-    prefix = "" if is_model else "model."
+    prefix = _prefix(model, strategy)
     divide = _division(model, tensor_parallel, getattr(module, "tensor_parallel_plan", None))
     unsaved = unsaved_names(model)
-    weights = ((name.removeprefix(prefix), tensor) for name, tensor in strategy.stream_weights(everywhere=everywhere))
-    saved = ((name, tensor) for name, tensor in weights if name not in unsaved)
+    weights = strategy.stream_weights(everywhere=everywhere)
+    of_model = ((name.removeprefix(prefix), tensor) for name, tensor in weights if name.startswith(prefix))
+    saved = ((name, tensor) for name, tensor in of_model if name not in unsaved)
     # By block: several tensors of the module may become one of the files.
     for _, tensors in itertools.groupby(saved, key=lambda item: _block_of(item[0])):
         # The slices are those of the module's tensors: of those in the files, a plan has other names.
         yield from stored_tensors(model, {name: divide(name, tensor) for name, tensor in tensors}).items()
+
+
+def _prefix(model: Module, strategy: Strategy) -> str:
+    """Return what the names of a model's tensors begin with in the module of a strategy, which may be the model.
+
+    Raises:
+        MisuseError: The model is no part of that module.
+    """
+    # In transformers' Trainer and in loops with Accelerate, it is a module of ours around the program's model.
+    path = next((name for name, layer in strategy.module.named_modules() if layer is model), None)
+    if path is None:
+        raise MisuseError(
+            f"{type(strategy).__name__} has no {type(model).__name__} that is this one: pass the model that it trains, "
+            "in its run"
+        )
+    return f"{path}." if path else ""
 
 
 def _division(model: Module, tensor_parallel: tuple[int, int] | None, plan: Any) -> Callable[[str, Tensor], Tensor]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import transformers
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from packaging.version import Version
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
-from dstrat.errors import CheckpointError, ConflictError
+from dstrat.errors import CheckpointError, ConflictError, MissingRequirementError
 from dstrat.own_loop import checkpoint
 from dstrat.parallel.process_group import wait_for_all_ranks
+from dstrat.plugins.known import pip_command
 from dstrat_transformers.accelerate import DstratAccelerator, StrategyOptimizer
 from dstrat_transformers.divided_batches import sequence_ranks
 from dstrat_transformers.models import is_peft, is_pretrained_model
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
 
+OLDEST_TRANSFORMERS = "5.19.0"
+"""The first version whose Trainer counts the labels of processes that share a batch as this module does."""
 SHARDS = "dstrat"
 """Name of the folder in a checkpoint of the Trainer with the state of a strategy that shards it."""
 
@@ -39,6 +45,11 @@ _OF_DDP = {  # the Trainer's options, and the values that leave it to the strate
     "ddp_broadcast_buffers": (None, False),  # False is the default of sentence-transformers
     "ddp_static_graph": (None, False),
 }
+_OF_COMMUNICATION = {  # the Trainer's options, their defaults, and the strategy's arguments for the same
+    "ddp_backend": (None, "process_group_backend"),
+    "ddp_timeout": (1800, "timeout"),
+}
+_RATE = "_steps_per_second"  # the end of a name in the Trainer's metrics
 _ARGUMENTS, _OPTIMIZER, _SCHEDULER = "training_args.bin", "optimizer.pt", "scheduler.pt"  # the Trainer's files
 
 
@@ -54,6 +65,7 @@ class StrategyTrainer:
     args: Any
     compute_loss_func: Any
     current_gradient_accumulation_steps: int
+    is_in_train: bool
     label_smoother: Any
     model: Any
     model_accepts_loss_kwargs: bool
@@ -61,7 +73,9 @@ class StrategyTrainer:
     state: Any
     _train_batch_size: int
     _loss_is_checked = False
+    _counts_local_batch = False
     _num_retries = 0
+    _num_steps_evaluated: int | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -75,36 +89,77 @@ class StrategyTrainer:
         return PreparedModel.of(self.model) is not None and not self.strategy.replicates_state
 
     def create_accelerator_and_postprocess(self) -> None:
+        check_version()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
         DstratAccelerator.convert(self.accelerator, runs_steps=True)
         # The Trainer has that of the Accelerator until its first evaluation ends.
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
-        if self.strategy.world_size > self._num_readers and self.args.train_sampling_strategy == "batch_rebalance":
-            raise ConflictError(
-                "train_sampling_strategy='batch_rebalance' divides batches among all processes, and some read the same "
-                f"batch with {type(self.strategy).__name__}: choose another"
+        self._check_options()
+        self._log_options_without_effect()
+        if self.args.n_gpu > 1:  # on one device of several: the Trainer would run torch's DataParallel on all of them
+            self.args._n_gpu = 1  # noqa: SLF001 - as the Trainer itself does where it leaves the devices to a model
+
+    def _check_options(self) -> None:
+        """Refuse options that the strategy cannot have.
+
+        Raises:
+            ConflictError: There is one.
+        """
+        args, strategy = self.args, type(self.strategy).__name__
+        shares_batches, is_sharded = self.get_tp_size() > 1, not self.strategy.replicates_state
+        divides_sequences = sequence_ranks(self.strategy) > 1
+        of_ddp = next((name for name, neutral in _OF_DDP.items() if getattr(args, name, None) not in neutral), None)
+        conflicts = {
+            "train_sampling_strategy='batch_rebalance' divides batches among all processes, and some read the same "
+            f"batch with {strategy}: choose another": shares_batches
+            and args.train_sampling_strategy == "batch_rebalance",
+            "eval_use_gather_object=True gathers the objects of all processes, of which some have those of the same "
+            f"batch with {strategy}: leave it out": shares_batches and args.eval_use_gather_object,
+            f"{of_ddp} is an option of the Trainer's own DDP, and dstrat_transformers.use has selected a strategy "
+            "instead: leave it out, and select one that has it, such as 'ddp_find_unused_parameters_true'": of_ddp,
+            f"neftune_noise_alpha scales noise by the length of a sequence, and processes of {strategy} have parts of "
+            "it: leave it or cp out": divides_sequences and args.neftune_noise_alpha is not None,
+            "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True loads a "
+            "model: leave one of the two out": is_sharded and args.save_only_model and args.load_best_model_at_end,
+        }
+        for message, is_conflict in conflicts.items():
+            if is_conflict:
+                raise ConflictError(message)
+
+    def _log_options_without_effect(self) -> None:
+        args, strategy = self.args, type(self.strategy).__name__
+        if args.ddp_broadcast_buffers is False:
+            _logger.info("ddp_broadcast_buffers=False has no effect: %s decides it", strategy)
+        for name, (default, argument) in _OF_COMMUNICATION.items():
+            if getattr(args, name) != default:
+                _logger.warning(
+                    "%s=%r has no effect, as dstrat_transformers.use has opened the communication: construct the "
+                    "strategy with %s=, such as dstrat_ddp.DDPStrategy(%s=...)",
+                    name,
+                    getattr(args, name),
+                    argument,
+                    argument,
+                )
+        if self._full_eval and not self.strategy.replicates_state:
+            _logger.warning(
+                "%s=True has no effect on evaluations in a training, and is an error in others, as %s has shards of "
+                "the model: take bf16=True, which evaluates in bfloat16 too",
+                self._full_eval,
+                strategy,
             )
-        used = [name for name, neutral in _OF_DDP.items() if getattr(self.args, name, None) not in neutral]
-        if used:
-            raise ConflictError(
-                f"{used[0]} is an option of the Trainer's own DDP, and dstrat_transformers.use has selected a strategy "
-                "instead: leave it out, and select one that has it, such as 'ddp_find_unused_parameters_true'"
-            )
-        if self.args.ddp_broadcast_buffers is False:
-            _logger.info("ddp_broadcast_buffers=False has no effect: %s decides it", type(self.strategy).__name__)
-        if self.args.save_on_each_node and not self.strategy.replicates_state:
+        if args.save_on_each_node and not self.strategy.replicates_state:
             _logger.warning(
                 "save_on_each_node=True has no effect on weights and shards: %s writes these once, to a path that all "
                 "nodes share",
-                type(self.strategy).__name__,
+                strategy,
             )
-        if self.args.save_only_model and self.args.load_best_model_at_end and not self.strategy.replicates_state:
-            raise ConflictError(
-                "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True "
-                "loads a model: leave one of the two out"
-            )
+
+    @property
+    def _full_eval(self) -> str | None:
+        """The option, if there is one, by which evaluations convert the whole model, unless they are in a training."""
+        return next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(self.args, name)), None)
 
     def _move_model_to_device(self, model: Module, device: torch.device) -> None:
         """Do nothing: the strategy moves the model, or its shards only."""
@@ -116,13 +171,41 @@ class StrategyTrainer:
         return readers
 
     def get_tp_size(self) -> int:
-        """Return the number of processes that read the same batch."""
-        return self.strategy.world_size // self._num_readers
+        """Return the number of processes that read the same batch; 1 while the Trainer counts what one of them has."""
+        return 1 if self._counts_local_batch else self.strategy.world_size // self._num_readers
+
+    # What the Trainer sums up over all processes, where some of them read the same batch
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # It divides the labels of its own batch, too, which it has not added up.
+        self._counts_local_batch = not self.args.average_tokens_across_devices
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        finally:
+            self._counts_local_batch = False
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
+    def store_flos(self) -> None:
+        before = self.state.total_flos
+        super().store_flos()  # type: ignore[misc]
+        self.state.total_flos = before + (self.state.total_flos - before) / self.get_tp_size()
 
     def _has_mixed_mesh_grads(self, model: Module) -> bool:  # noqa: ARG002 - the Trainer's signature
         return False  # the accelerator computes the norm over all meshes
 
     def _inner_training_loop(self, batch_size: int | None = None, **options: Any) -> Any:
+        fuses_loss = (self.args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
+        is_divided = sequence_ranks(self.strategy) > 1 or self.strategy.compiled_steps() is not None
+        if self.args.use_liger_kernel and fuses_loss and is_divided:  # trl switches it off after it was made
+            raise ConflictError(
+                "use_liger_kernel=True computes a loss without logits, of which "
+                f"{type(self.strategy).__name__} computes its loss: pass "
+                "liger_kernel_config={'fused_linear_cross_entropy': False}, or leave pp and cp out"
+            )
         try:
             return super()._inner_training_loop(batch_size, **options)  # type: ignore[misc]
         except Exception as error:
@@ -201,22 +284,21 @@ class StrategyTrainer:
                 "auto_find_batch_size=True starts again where a step ran out of memory, and the other stages of "
                 f"{strategy} wait for the rest of that step: leave it out, and choose per_device_train_batch_size"
             )
-        if self.compute_loss_func is not None and sequence_ranks(self.strategy) > 1:
-            raise ConflictError(
-                f"compute_loss_func gets whole sequences, of which the last stages of {strategy} have parts: leave it, "
-                "pp or cp out"
-            )
 
     def _loss_of_stages(self) -> Any:
         """Return the function of logits and a microbatch that returns its mean loss; None for the model's own."""
         compute, smooth = self.compute_loss_func, self.label_smoother
         if compute is None and smooth is None:
             return None
-        prepared = self.accelerator.prepared_model
+        prepared, strategy = self.accelerator.prepared_model, cast("Any", self.strategy)
+        divides_sequences = sequence_ranks(strategy) > 1
 
         def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-            output = prepared.convert_output(CausalLMOutputWithPast(logits=logits))
             labels = batch.get("shift_labels")
+            # Its loss is of whole sequences, on each of the ranks that have parts of these.
+            if compute is not None and divides_sequences:
+                logits, batch = strategy.join_sequences(logits), {"labels": strategy.join_sequences(batch["labels"])}
+            output = prepared.convert_output(CausalLMOutputWithPast(logits=logits))
             value: torch.Tensor
             if compute is not None:
                 number = prepared.divided.count_labels(batch)
@@ -256,10 +338,39 @@ class StrategyTrainer:
         return (num_items_in_batch if is_divided else None), factor
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._full_eval and not self.is_in_train and not self.strategy.replicates_state:
+            raise ConflictError(
+                f"{self._full_eval}=True converts the whole model for this evaluation, and "
+                f"{type(self.strategy).__name__} has shards of it: leave it out, or take bf16=True, which evaluates in "
+                "bfloat16 too"
+            )
         if PreparedModel.of(self.model) is None:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         with self.strategy.evaluation_context():
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        self._num_steps_evaluated = math.ceil(output.num_samples / (self.args.eval_batch_size * self._num_readers))
+        return output
+
+    # The Trainer counts a batch of an evaluation for each of its processes, in the rate that it logs or returns.
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self._correct_rate(logs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict(*args, **kwargs)  # type: ignore[misc]
+        self._correct_rate(output.metrics)
+        return output
+
+    def _correct_rate(self, metrics: dict[str, float]) -> None:
+        """Put in the steps per second of the evaluation that has ended, where processes read the same batch."""
+        name = next((name for name in metrics if name.endswith(_RATE) and not name.startswith("train")), None)
+        if name is None:
+            return
+        steps, self._num_steps_evaluated = self._num_steps_evaluated, None
+        if steps is not None and self._num_readers < self.strategy.world_size:
+            runtime = metrics[name.removesuffix(_RATE) + "_runtime"]
+            metrics[name] = round(steps / max(runtime, 1e-4), 3)
 
     # Files
 
@@ -317,6 +428,10 @@ class StrategyTrainer:
         scheduler = torch.load(path.with_name(_SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)  # type: ignore[attr-defined]
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.strategy.finish_training()  # before the best model is loaded; groups exchange their weights
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
     def _load_best_model(self) -> None:
         if not self._is_sharded:
             super()._load_best_model()  # type: ignore[misc]
@@ -332,8 +447,30 @@ class StrategyTrainer:
             restore_optimization(self.strategy, saved, path)
 
 
+def check_version() -> None:
+    """Refuse versions of transformers whose Trainer divides losses by other numbers of labels.
+
+    Raises:
+        MissingRequirementError: An older one than ``OLDEST_TRANSFORMERS`` is installed.
+    """
+    installed = transformers.__version__
+    if Version(installed) < Version(OLDEST_TRANSFORMERS):
+        raise MissingRequirementError(
+            f"strategies in transformers' Trainer need transformers {OLDEST_TRANSFORMERS} or newer, and {installed} is "
+            f"installed, whose Trainer counts labels otherwise: {pip_command(f'transformers>={OLDEST_TRANSFORMERS}')}"
+        )
+
+
 def with_strategy(trainer_class: type[Any]) -> type[Any]:
-    """Return a class of Trainers, such as ``trl.SFTTrainer``, with the strategy that :func:`use` has selected."""
+    """Return a class of Trainers, such as ``trl.SFTTrainer``, with the strategy that :func:`use` has selected.
+
+    Args:
+        trainer_class: The class, which derives from transformers' Trainer.
+
+    Raises:
+        MissingRequirementError: The installed transformers is too old.
+    """
+    check_version()
     return type(trainer_class.__name__, (StrategyTrainer, trainer_class), {"__module__": trainer_class.__module__})
 
 

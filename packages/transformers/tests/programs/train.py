@@ -24,6 +24,7 @@ if STRATEGY != "own":
 import numpy as np  # noqa: E402 - the process that starts others needs none of these
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 Trainer = transformers.Trainer if STRATEGY == "own" else dstrat_transformers.DstratTrainer
 
@@ -53,6 +54,21 @@ def rows(number):
         labels[3 + index % 9 :] = -100
         made.append({"input_ids": tokens, "labels": labels})
     return made
+
+
+def shortened(row, length):
+    return {name: value[:length] for name, value in row.items()}
+
+
+def pad(samples):
+    """Return a batch of sequences of different lengths."""
+
+    def stacked(name, value):
+        tensors = (torch.as_tensor(sample[name]) for sample in samples)
+        return torch.stack([torch.nn.functional.pad(one, (0, 12 - len(one)), value=value) for one in tensors])
+
+    batch = {"input_ids": stacked("input_ids", 0), "labels": stacked("labels", -100)}
+    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
 
 
 def llama(**changes):
@@ -135,6 +151,24 @@ def accuracy(prediction):
     return {"accuracy": float((predicted == labels)[labels != -100].mean()), "number": int((labels != -100).sum())}
 
 
+def counted(metrics):
+    """Return the numbers of steps and samples of which these metrics have the rates."""
+    kinds = [name.removesuffix("steps_per_second") for name in metrics if name.endswith("_steps_per_second")]
+    names = [(f"{kind}runtime", f"{kind}{unit}_per_second") for kind in kinds for unit in ("steps", "samples")]
+    return [round(metrics[runtime] * metrics[rate]) for runtime, rate in names]
+
+
+def stream(trainer):
+    return {
+        name: tensor.clone() for name, tensor in dstrat_transformers.stream_pretrained(trainer.model, trainer.strategy)
+    }
+
+
+def is_saved(weights, path):
+    saved = load_file(path)
+    return weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
 def train(
     folder,
     *,
@@ -145,6 +179,7 @@ def train(
     config=None,
     failing=None,
     has_loss=False,
+    is_ragged=False,
     **options,
 ):
     model = llama(**(config or {}))
@@ -154,7 +189,10 @@ def train(
     trainer = Trainer(
         model=with_adapters(model) if adapters else model,
         args=transformers.TrainingArguments(output_dir=str(folder), **{**DEFAULTS, **options}),
-        train_dataset=rows(48),
+        train_dataset=[shortened(row, 12 - index * 7 % 8) for index, row in enumerate(rows(48))]
+        if is_ragged
+        else rows(48),
+        data_collator=pad if is_ragged else None,
         eval_dataset=rows(16),
         compute_loss_func=loss_of if has_loss else None,
         compute_metrics=accuracy,
@@ -163,7 +201,9 @@ def train(
     first = trainer.evaluate()["eval_loss"] if evaluates_first else None
     for _ in range(trainings):
         result = trainer.train(resume_from_checkpoint=resume)
-    evaluation, predictions = trainer.evaluate(), trainer.predict(rows(7)).predictions
+    evaluation, prediction = trainer.evaluate(), trainer.predict(rows(7))
+    predictions = prediction.predictions
+    streamed = {} if STRATEGY == "own" or adapters else stream(trainer)
     trainer.save_model(str(folder / "model"))
     history = trainer.state.log_history
     return {
@@ -179,6 +219,10 @@ def train(
         "events": events.names,
         "training_loss": result.training_loss,
         "world_size": trainer.args.world_size,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "operations": trainer.state.total_flos,
+        "speeds": [counted(metrics) for metrics in (*history, prediction.metrics)],
+        "is_streamed": bool(streamed) and is_saved(streamed, folder / "model" / "model.safetensors"),
     }
 
 

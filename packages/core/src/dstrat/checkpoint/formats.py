@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dstrat.checkpoint.paths import as_path
+from dstrat.checkpoint.paths import RemotePath, as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.local_files import remove_stale
 from dstrat.checkpoint.portable.newest import is_complete, is_portable, step_of
@@ -14,6 +14,8 @@ from dstrat.checkpoint.torch_file import TorchCheckpointIO, read_content
 from dstrat.errors import CheckpointError, DstratError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.checkpoint_io import CheckpointIO
 
@@ -62,16 +64,13 @@ def portable_io(io: CheckpointIO) -> PortableCheckpointIO | None:
 def unused_beside(path: str | Path, io: CheckpointIO) -> str | None:
     """Return another path for a checkpoint where a folder is to be written, and something is there; otherwise None."""
     target = as_path(path)
-    if type(io.file_io) is not PortableCheckpointIO or not _exists(target):
+    exists: Callable[[Any], bool] = os.path.lexists if isinstance(target, Path) else RemotePath.exists
+    if type(io.file_io) is not PortableCheckpointIO or not exists(target):
         return None
     name, version = target.name.removesuffix(target.suffix), 1
-    while _exists(other := target.parent / f"{name}-v{version}{target.suffix}"):
+    while exists(other := target.parent / f"{name}-v{version}{target.suffix}"):
         version += 1
     return str(other)
-
-
-def _exists(path: CheckpointPath) -> bool:
-    return os.path.lexists(path) if isinstance(path, Path) else path.exists()
 
 
 def recover_checkpoint(path: str, step: int, *, io: CheckpointIO) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from dstrat.interfaces.state_dict import check_names, is_extra_state
 from dstrat.parallel.shards import local_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -42,25 +43,25 @@ _MISMATCH_ADVICE = (
 _log = logging.getLogger(__name__)
 
 
-def unused_path(strategy: Strategy, path: str | Path) -> str | Path:
-    """Return the path for a checkpoint: another one beside it if nothing may be written there; collective.
+@contextlib.contextmanager
+def unused_path(strategy: Strategy, path: str | Path) -> Iterator[str | Path]:
+    """Yield the path for a checkpoint: another one beside it if nothing may be written there; collective.
 
-    The training may have ended, and its state be lost if the save was refused: :func:`refuse_used` follows it.
+    Raises:
+        CheckpointError: The block has written the checkpoint beside the requested path.
     """
+    # Only after the block: the training may have ended, and its state be lost if the save was refused.
     other = None
     if strategy.is_global_zero:
         with contextlib.suppress(OSError):  # raised by the save, on all ranks
             other = unused_beside(path, strategy.checkpoint_io)
-    return strategy.broadcast(other) or path
-
-
-def refuse_used(requested: str | Path, written: str | Path) -> None:
-    """Raise a :class:`CheckpointError` if a checkpoint was written beside the requested path."""
-    if written != requested:
+    other = strategy.broadcast(other)
+    yield other or path
+    if other is not None:
         raise CheckpointError(
-            f"checkpoint {str(requested)!r} exists already, and none is ever written over, so this one is "
-            f"{str(written)!r}: rename it, and choose another path for the next one, or pass Trainer(plugins='torch'), "
-            "whose single files are replaced"
+            f"checkpoint {str(path)!r} exists already, and none is ever written over, so this one is {other!r}: rename "
+            "it, and choose another path for the next one, or pass Trainer(plugins='torch'), whose single files are "
+            "replaced"
         )
 
 
@@ -108,10 +109,85 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     return {
         "optimizers" if is_named else "optimizer_states": list(map(state_of, strategy.optimizers)),
         "world_size": strategy.world_size,
+        "readers": _num_readers(strategy),
         "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_schedulers],
         "precision": strategy.precision_plugin.state_dict(),
         "strategy": {"name": type(strategy).__name__, "state": strategy.state_dict()},
     }
+
+
+# Whose state a rank goes on with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSize:
+    """The number of ranks of a job, and of the shards of its training data.
+
+    Attributes:
+        world_size: Number of ranks.
+        readers: Number of shards: ranks that share each batch read one.
+    """
+
+    world_size: int
+    readers: int
+
+
+def job_sizes(strategy: Strategy, checkpoint: Mapping[str, Any]) -> tuple[JobSize, JobSize]:
+    """Return the sizes of the job that saved a checkpoint and of this one; a resumption is exact if they are equal.
+
+    Older checkpoints lack the number of readers: then each rank counts as one, in both.
+    """
+    saved, now = checkpoint["world_size"], strategy.world_size
+    if "readers" not in checkpoint:
+        return JobSize(world_size=saved, readers=saved), JobSize(world_size=now, readers=now)
+    readers = checkpoint["readers"]
+    return JobSize(world_size=saved, readers=readers), JobSize(world_size=now, readers=_num_readers(strategy))
+
+
+def describe_move(saved: JobSize, now: JobSize) -> str:
+    """Return what a log message says of a checkpoint that a job of another size continues."""
+    if saved.world_size != now.world_size:
+        return f"{saved.world_size} processes and is continued by {now.world_size}"
+    data = "shard" if saved.readers == 1 else "shards"
+    return (
+        f"{saved.world_size} processes with {saved.readers} {data} of the data and is continued by {now.world_size} "
+        f"with {now.readers}"
+    )
+
+
+def _num_readers(strategy: Strategy) -> int:
+    return strategy.training_sampler_kwargs.get("num_replicas", 1)
+
+
+def reader_of(strategy: Strategy) -> int:
+    """Return the index of the shard of the training data that this rank reads."""
+    return strategy.training_sampler_kwargs.get("rank", 0)
+
+
+def state_to_follow(
+    strategy: Strategy, io: CheckpointIO, path: str | Path, states: Sequence[dict[str, Any]], same: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the saved state whose data and random numbers this rank goes on with; collective.
+
+    The job has the size of the one that saved.  It is the state of the same rank, unless other ranks share a batch now:
+    then it is that of the first rank that has read this rank's shard, so that all that share a batch load the same
+    samples.
+
+    Args:
+        strategy: Of the run.
+        io: Reads the checkpoint.
+        path: Of the checkpoint.
+        states: Those of all saved ranks; empty if the checkpoint io reads each by itself.
+        same: That of the same rank.
+    """
+    reader, saved_reader = reader_of(strategy), same.get("reader")  # absent in older checkpoints
+    if not strategy.reduce_boolean_decision(saved_reader not in (None, reader), all=False):
+        return same
+    readers = [strategy.broadcast(saved_reader, src=source) for source in range(strategy.world_size)]
+    rank = readers.index(reader) if reader in readers else strategy.global_rank
+    if states:
+        return states[rank]
+    return io.load_rank(path, rank) or same  # in every rank, as it may be collective
 
 
 def rank_buffers(strategy: Strategy, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

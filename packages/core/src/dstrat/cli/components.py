@@ -246,6 +246,7 @@ def _lines(offer: Offer, catalog: Catalog) -> Iterable[tuple[str, str]]:
     yield "also called", ", ".join([*component.synonyms, *component.groups])
     yield "what it is", component.summary
     yield "legacy", component.legacy
+    yield "approximation", component.approximation
     yield "from", offer.owner_label
     yield "class", component.target_name.replace(":", ".")
     yield "docstring", first_line(component.target_name)

@@ -30,10 +30,10 @@ from dstrat.data.samplers import (
     ShuffledOrder,
 )
 from dstrat.data.sharded_dataset import ShardedIterableDataset
-from dstrat.errors import RequestError
+from dstrat.errors import MisuseError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from fractions import Fraction
 
     from dstrat.data.samplers import Order
@@ -64,6 +64,29 @@ def is_divisible(loader: Any, purpose: str, strategy: Strategy) -> bool:
     return False
 
 
+def check_division(loader: Any, purpose: str, strategy: Strategy, share: Mapping[str, int]) -> None:
+    """Check that ranks that share a batch read the same, where the user has divided the loader by torch's sampler.
+
+    Raises:
+        MisuseError: It is divided among all ranks, or another rank's share is read.
+    """
+    if not isinstance(loader, DataLoader) or share.get("num_replicas", strategy.world_size) >= strategy.world_size:
+        return
+    batch_sampler: Any = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if not isinstance(sampler, DistributedSampler):
+            continue
+        divided, readers = {"num_replicas": sampler.num_replicas, "rank": sampler.rank}, share["num_replicas"]
+        # Another number is that of a part of the ranks, such as those of a machine that has data of its own.
+        if divided != share and sampler.num_replicas in (readers, strategy.world_size):
+            raise MisuseError(
+                f"the {purpose} loader has a {type(sampler).__name__} with num_replicas={divided['num_replicas']} and "
+                f"rank={divided['rank']}, and several of the {strategy.world_size} ranks of {type(strategy).__name__} "
+                f"share each batch: pass it num_replicas={readers} and rank={share['rank']}, which "
+                "strategy.distributed_sampler_kwargs has, or leave it out, as dstrat divides the loader"
+            )
+
+
 def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
     """Return the loader with this process's shard of the samples; all shards are of the same length."""
     share = strategy.training_sampler_kwargs or {"num_replicas": 1, "rank": 0}
@@ -71,11 +94,12 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
         return with_attributes(loader, dataset=loader.dataset.divided(**share, batch_size=loader.batch_size, pads=True))
     if loader.batch_sampler is not None and not groups_samples(loader):
         if share["num_replicas"] == 1:
-            return loader
+            return _with_shared_batches(loader, strategy)
         raise RequestError(
             f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), which dstrat "
-            "cannot divide evenly between processes: divide it by global_rank and world_size, and say so with "
-            "Trainer(use_distributed_sampler=False), or with training_loader(loader, distribute=False) of an OwnLoop"
+            "cannot divide evenly between processes: divide it by num_replicas and rank of "
+            "strategy.distributed_sampler_kwargs, and say so with Trainer(use_distributed_sampler=False), or with "
+            "training_loader(loader, distribute=False) of an OwnLoop"
         )
     sampler = sampler_of(loader)
     return with_sampler(loader, RankSampler(_order(sampler, strategy, loader), length=len(sampler), **share))
@@ -100,7 +124,7 @@ def divide_evaluation(
     batch_sampler = loader.batch_sampler
     sampler: Any = sampler_of(loader) if batch_sampler is None or groups_samples(loader) else batch_sampler
     order = _order(sampler, strategy, loader)
-    batches: Any = AgreedSampler(order, length=len(sampler))
+    batches: Any = AgreedSampler(order, sampler)
     if groups_samples(loader):
         batches = _regrouped(batch_sampler, batches)
         if cuts and len(batches) < share["num_replicas"]:
@@ -110,6 +134,23 @@ def divide_evaluation(
         batches = RepeatedBatches(batches, repeat_to)
     rank_batches = RankBatchSampler(batches, order, **share)
     return with_attributes(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": rank_batches})
+
+
+def _with_shared_batches(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
+    """Return the loader with the batches of the user's own batch sampler that rank 0 draws, in every process."""
+    batch_sampler: Any = loader.batch_sampler
+    if strategy.world_size == 1:
+        return loader
+    if not hasattr(batch_sampler, "__len__"):  # it may have no end
+        if strategy.is_global_zero:
+            _log.warning(
+                "the training loader has a batch sampler without a length (%s): each of the %d processes that share "
+                "a batch draws from it, so it has to give all of them the same batches",
+                type(batch_sampler).__name__,
+                strategy.world_size,
+            )
+        return loader
+    return with_attributes(loader, batch_sampler=AgreedSampler(_order(batch_sampler, strategy, loader), batch_sampler))
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:

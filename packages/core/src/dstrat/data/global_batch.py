@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from torch import Generator
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from dstrat.data.combined_loader import CombinedLoader, leaves
@@ -54,9 +55,9 @@ def divide_global_batch(
 
 
 def batch_sizes_of(loader: Any) -> list[int] | None:
-    """Return the number of samples in a batch of each loader; None unless the batches can be divided anew."""
+    """Return the number of samples in a batch of each of the user's loaders; None unless they can be divided anew."""
     loaders = loader.flattened if isinstance(loader, CombinedLoader) else list(leaves(loader))
-    sizes = [_batch_size_of(leaf) for leaf in loaders]
+    sizes = [_batch_size_of(leaf) if _can_repeat_order(leaf) else None for leaf in loaders]
     return None if None in sizes else [size for size in sizes if size is not None]
 
 
@@ -65,6 +66,19 @@ def _batch_size_of(loader: Any) -> int | None:
     if not is_known or not groups_samples(loader) or isinstance(sampler_of(loader), DistributedSampler):
         return None
     return int(loader.batch_sampler.batch_size)
+
+
+def _can_repeat_order(loader: Any) -> bool:
+    """Return whether the sampler of a loader gives the order of an epoch again, in the middle of which ranks are lost.
+
+    torch's own draw from generators whose states are restored, and others may count epochs.  One with a generator of
+    numpy or python would give the order of the next epoch.
+    """
+    if not isinstance(loader, DataLoader):
+        return False
+    sampler = sampler_of(loader)
+    is_of_library = type(sampler).__module__.partition(".")[0] in {"torch", "torchdata"}
+    return is_of_library or hasattr(sampler, "set_epoch") or isinstance(getattr(sampler, "generator", None), Generator)
 
 
 def samples_per_batch(loader: Any, *, is_alone: bool) -> list[int] | None:

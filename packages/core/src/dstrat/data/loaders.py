@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from dstrat.data.combined_loader import CombinedLoader, describe, is_structure, leaves, map_leaves, named_leaves
 from dstrat.data.division import (
+    check_division,
     divide_evaluation,
     divide_training,
     is_divisible,
@@ -45,7 +46,8 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
             begun.
 
     Raises:
-        MisuseError: A loader has no batch, or the processes have different loaders.
+        MisuseError: A loader has no batch, the processes have different loaders, or processes that share a batch would
+            read different ones.
     """
     if is_structure(loader):
         loader = CombinedLoader(loader, "max_size_cycle")
@@ -56,6 +58,7 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
     agrees = distribute and (keeps_order or is_shared)
 
     def divided(leaf: Any) -> Any:
+        check_division(leaf, "training", strategy, strategy.training_sampler_kwargs)
         is_divided = agrees and is_divisible(leaf, "training", strategy)
         leaf = divide_training(leaf, strategy) if is_divided else _for_all_workers(leaf)
         return _with_worker_seeds(leaf, strategy.training_sampler_kwargs)
@@ -85,11 +88,13 @@ def prepare_evaluation_loader(
         keeps_batches: Whether batches are never cut, as the results for each of them are returned.
 
     Raises:
-        MisuseError: The loader has no batch.
+        MisuseError: The loader has no batch, or processes that share a batch would read different ones.
     """
     _check_not_empty(loader, "a loader for evaluation")
     agrees = distribute and _shares_data(strategy)
     loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    for leaf in loaders:
+        check_division(leaf, "evaluation", strategy, strategy.distributed_sampler_kwargs)
     # All or none: batches that are read together must be those of one position.
     agrees = agrees and all([is_divisible(leaf, "evaluation", strategy) for leaf in loaders])  # noqa: C419 - a warning for each
     if agrees:

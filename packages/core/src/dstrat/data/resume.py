@@ -32,20 +32,22 @@ def convert_position(
     batches_done: int,
     *,
     saved_length: int,
-    saved_world_size: int,
+    saved_readers: int,
     length: int,
-    world_size: int,
+    readers: int,
     saved_samples: Sequence[int] | None = None,
     samples: Sequence[int] | None = None,
 ) -> tuple[int, Fraction]:
-    """Convert the number of batches that each rank has done in an epoch to that of another number of ranks.
+    """Convert the number of batches that each rank has done in an epoch to that of another number of readers.
+
+    Ranks that share each batch are one reader.
 
     Args:
         batches_done: The number.
         saved_length: Number of batches of each of those ranks in an epoch.
-        saved_world_size: Number of those ranks.
+        saved_readers: Number of readers that these ranks were; of the ranks, if it is unknown.
         length: Number of batches of each rank now.
-        world_size: Number of ranks now.
+        readers: Number of readers now; of ranks, if the saved one is unknown.
         saved_samples: Number of samples in a batch of each of the loaders of such a rank; None if it is unknown.
         samples: The same now.
 
@@ -53,13 +55,13 @@ def convert_position(
         The number of batches with the same samples, rounded down, so that no sample is left out, and the number of
         batches of a rank that have as many samples as one of those.
     """
-    ratio = Fraction(saved_world_size, world_size)
+    ratio = Fraction(saved_readers, readers)
     if saved_samples and samples:
         ratios = {Fraction(before, now) for before, now in zip(saved_samples, samples, strict=False)}
         if len(ratios) == 1 and len(saved_samples) == len(samples):
             ratio *= ratios.pop()
     # Lengths are rounded up, or down with drop_last, so that their ratio is not exact.  It counts where the numbers of
-    # ranks and samples do not explain it, as several ranks read the same batches, or no rank has a share.
+    # readers and samples do not explain it: that of readers is unknown in older checkpoints, or no rank has a share.
     is_rounded_up = (saved_length - 1) * ratio < length < saved_length * ratio + 1
     is_rounded_down = saved_length * ratio - 1 < length < (saved_length + 1) * ratio
     if not (is_rounded_up or is_rounded_down):

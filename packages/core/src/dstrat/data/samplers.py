@@ -15,7 +15,7 @@ from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.sharded_dataset import ShardedIterableDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sized
 
 
 _log = logging.getLogger(__name__)
@@ -165,18 +165,29 @@ class AgreedSampler(Sampler[Any]):
 
     Args:
         order: The same in every process.
-        length: Number of indices, or batches, in it.
+        sampler: The sampler, or batch sampler, whose order it is.
+
+    Attributes:
+        epoch: The epoch whose order comes next.
     """
 
-    def __init__(self, order: Order, *, length: int) -> None:
-        self._order = order
-        self._length = length
+    def __init__(self, order: Order, sampler: Sized) -> None:
+        self._order, self._sampler = order, sampler
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next reading, also of the sampler, whose length may depend on it."""
+        self.epoch = epoch
+        samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._order(0, 0))
+        return iter(self._order(self.epoch, 0))
 
 
 _SEEDS_BETWEEN_READINGS = 1_000_003  # more than there are epochs, and torch takes seeds modulo 2**32

@@ -227,18 +227,14 @@ def _rebuild_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any
     if type(original) is dict:
         return values
     if not isinstance(original, MutableMapping):
-        return _construct(original, values)
+        try:
+            return type(original)(values)  # type: ignore[call-arg]  # by convention
+        except TypeError as error:
+            raise _cannot_be_moved(original, f"cannot be made from a dict ({error})") from error
     copied = copy.copy(original)  # keeps attributes, and does not call the constructor, whose arguments are unknown
     for key, value in values.items():
         copied[key] = value
     return copied
-
-
-def _construct(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    try:
-        return type(original)(values)  # type: ignore[call-arg]  # by convention
-    except TypeError as error:
-        raise _cannot_be_moved(original, f"cannot be made from a dict ({error})") from error
 
 
 def _rebuild_dataclass(original: Any, values: dict[str, Any]) -> Any:
@@ -263,14 +259,14 @@ def _move_object(batch: Any, device: torch.device, non_blocking: bool) -> Any:
             raise _cannot_be_moved(batch, reason) from error
         return batch if moved is None else moved  # many move in place and return None
     held = {} if isinstance(batch, type) else getattr(batch, "__dict__", {})
-    elsewhere = [name for name, value in held.items() if _is_tensor(value) and value.device != device]
+    elsewhere = [
+        name
+        for name, value in held.items()
+        if _classify(type(value)) is _TENSOR and value.device != device  # type: ignore[arg-type]  # a class is hashable
+    ]
     if elsewhere:
         raise _cannot_be_moved(batch, f"holds tensors ({', '.join(elsewhere)}) and has no method to(device)")
     return batch
-
-
-def _is_tensor(value: Any) -> bool:
-    return _classify(type(value)) is _NodeKind.TENSOR  # type: ignore[arg-type]  # a class is hashable
 
 
 def _cannot_be_moved(batch: Any, reason: str) -> MisuseError:

@@ -52,6 +52,13 @@ class CheckpointIO(ABC):
         """Return whether a path has a checkpoint of another program, which :meth:`load_checkpoint` converts."""
         return False
 
+    def check_values(self, values: Mapping[str, Any]) -> None:
+        """Check that a checkpoint can hold nested values, before a training that saves them later; by default any.
+
+        Raises:
+            CheckpointError: It cannot hold one of them.
+        """
+
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write the checkpoint; when this returns, it is complete.

@@ -60,6 +60,26 @@ def _parameters(cls: type[Any], *, follow_wrapped: bool = True) -> list[inspect.
     return list(inspect.signature(cls.__init__, follow_wrapped=follow_wrapped).parameters.values())[1:]
 
 
+def refuse_keywords(method: Callable[..., Any], unknown: Mapping[str, Any], retired: Mapping[str, str]) -> None:
+    """Explain the keyword arguments that a method has collected because it has no such parameters.
+
+    A decorator would check them too, and add a frame to every traceback of the method.
+
+    Args:
+        method: The method, which collects them as ``**_unknown: Never``, so that type checkers refuse them.
+        unknown: The arguments.
+        retired: The successor of each argument that the method had, as a text.
+
+    Raises:
+        MisuseError: There is one; the message has the nearest names.
+    """
+    if unknown:
+        parameters = [
+            each for each in inspect.signature(method).parameters.values() if each.kind is not each.VAR_KEYWORD
+        ]
+        check_keywords(parameters, unknown, method.__name__, retired)
+
+
 def explain_keyword(error: BaseException, owners: Iterable[type]) -> None:
     """Add the nearest names to Python's error about a keyword argument of a method.
 

@@ -92,7 +92,7 @@ class Components:
     def without_names(self) -> Components:
         """Return the components that are objects, without those that the user passed as an alias or a class."""
         names = [field.name for field in fields(self) if isinstance(getattr(self, field.name), str | type)]
-        return replace(self, **dict.fromkeys(names))
+        return replace(self, **dict.fromkeys(names)) if names else self
 
 
 Parts = Components  # its first name
@@ -227,6 +227,8 @@ class Strategy(ABC):
         hang_timeout: How long a process may be idle in a run before the job ends; None for any time.
         reaches_other_jobs: Whether its processes communicate with those of other jobs, also on other machines.
             Otherwise a job of one machine communicates on the loopback only.
+        steps_with_other_jobs: Whether other jobs train the same module, and wait for this one in their steps: each has
+            to take every step, with a gradient of its own.
         saved_activations: How layers of the module save activations in a training; None for all of them, as they are.
         components: The components; None for those that it lacks yet.
         constructor_components: Those that were passed to the constructor, some as an alias or a class.
@@ -252,6 +254,7 @@ class Strategy(ABC):
     timeout: timedelta | None = None
     hang_timeout: timedelta | None = None
     reaches_other_jobs: bool = False
+    steps_with_other_jobs: bool = False
     saved_activations: SavedActivations | None = None
     _restore_layers: Callable[[], None] | None = None
 
@@ -453,6 +456,12 @@ class Strategy(ABC):
         for device, of_device in zip(self.driven_devices, states, strict=False):
             self.accelerator.set_random_state(device, of_device)
 
+    def share_random_state(self) -> None:
+        """Let processes that read the same data draw the same random numbers from now on; collective.
+
+        Loops call it before the first batch of an epoch.
+        """
+
     @property
     @abstractmethod
     def is_global_zero(self) -> bool:
@@ -633,14 +642,15 @@ class Strategy(ABC):
             ConflictError: It cannot; the message says why.
         """
         raise ConflictError(
-            f"elastic=True goes on in the same processes when a rank was killed, and {type(self).__name__} cannot be "
+            f"elastic goes on in the same processes when a rank was killed, and {type(self).__name__} cannot be "
             "set up again in them for fewer ranks: leave elastic out, and max_restarts restarts all ranks"
         )
 
     def discard_values(self) -> None:
-        """Let the module have parameters without values, until a checkpoint is loaded; after :meth:`teardown`.
+        """Let the module have parameters without values, until a checkpoint is loaded.
 
-        It is called where the process goes on as a rank of a smaller group, for which shards have another size.
+        It is called, after :meth:`teardown`, where the process goes on as a rank of another group, for which shards
+        have another size, and before :meth:`setup` in a new process that joins such a group.
         """
 
     def finish_training(self) -> None:
@@ -797,7 +807,8 @@ class Strategy(ABC):
         """Multiply the accumulated gradients of an optimizer's parameters, before hooks and clipping read them.
 
         It follows the last backward pass of an optimizer step, if the gradients are of fewer batches than expected, or
-        of several batches whose losses have weights.  The factor is the same in every process.
+        of several batches whose losses have weights.  The factor is the same in every process.  With
+        :attr:`steps_with_other_jobs` it may precede that pass, for the gradients of the earlier batches of this job.
 
         Args:
             optimizer: The optimizer.
@@ -1077,7 +1088,7 @@ class Strategy(ABC):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that :meth:`rank_state` returned, after :meth:`load_state_dict`.
 
-        It is not called if the number of processes has changed.
+        It is not called if the number of processes has changed, or that of the shards of the training data.
         """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:

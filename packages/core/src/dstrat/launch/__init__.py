@@ -9,7 +9,7 @@ In the process of the user, which supervises the ranks of its machine and runs n
     supervisor     waits, stops, ends; finds the failure that was first
     failures       classes of failures, and the error that names the primary one
     recovery       attempts of a job that is started again
-    elastic        ranks that go on as fewer ranks when one was killed; files of both sides
+    elastic        ranks that go on as fewer or more when one was killed or joins; files of both sides
     run_record     events of a run in its log folder, to which the supervisor adds a failure
     signals        signals that stop a job; the watchdog, a shell that ends the ranks of a killed supervisor
 

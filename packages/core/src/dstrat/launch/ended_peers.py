@@ -59,7 +59,9 @@ def name_ended_ranks(error: BaseException) -> None:
         return
     machines = {machine for _, machine in processes.values()}
     if len(machines) > 1:  # peers of this machine look up its process instead
-        _write_report(job, error)
+        # Nothing if it has only lost its peers, so that these are named.
+        text = f"{type(error).__name__}: {text_of(error)}".partition("\n")[0] if kind == "error" else ""
+        _call_for(_ENDING_SECONDS, partial(job.write_failure_report, text))
     if kind == "error":
         return
     nearby = {rank: pid for rank, (pid, machine) in processes.items() if machine == this_machine()}
@@ -93,12 +95,6 @@ def _note(error: BaseException, note: str) -> None:
 
 
 _REPORT_SECONDS = 2.0  # that ranks may take to report, after the first of them has lost a connection
-
-
-def _write_report(job: Job, error: Exception) -> None:
-    """Write the failure of this rank into the store; nothing if it has only lost its peers, so that these are named."""
-    text = "" if kind_of(error) != "error" else f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
-    _call_for(_ENDING_SECONDS, partial(job.write_failure_report, text))
 
 
 def _describe_remote_failures(job: Job, processes: Mapping[int, tuple[int, str]]) -> list[str]:

@@ -157,6 +157,12 @@ def forget_failure(folder: Path) -> None:
     _path(folder, os.getpid(), cleans_up=True).unlink(missing_ok=True)
 
 
+def forget_failures(folder: Path, pid: int) -> None:
+    """Remove what a process has written that was no rank yet when it ended."""
+    for cleans_up in (False, True):
+        _path(folder, pid, cleans_up=cleans_up).unlink(missing_ok=True)
+
+
 def read_failure(folder: Path, pid: int, *, cleans_up: bool = False) -> Failure | None:
     """Return the failure that a process wrote to the job's folder; None where there is none."""
     try:

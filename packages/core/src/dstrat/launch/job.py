@@ -33,10 +33,14 @@ RESTART_VARIABLE = "DSTRAT_RESTART_COUNT"
 """Number of restarts before this attempt of the job, in the environment of its ranks."""
 STARTED_VARIABLE = "DSTRAT_NUM_STARTED"
 """Number of ranks that were started, in the environment of a rank of an elastic job whose peers have died."""
+GROUP_VARIABLE = "DSTRAT_GROUP"
+"""Number of groups before that of this rank, in the environment of a rank of an elastic job whose peers have died."""
+NEWCOMER_VARIABLE = "DSTRAT_NEWCOMER"
+"""Set in the environment of a process that waits to take the place of a rank that has died."""
 STORE_FILE = "store"
 """Name of the rendezvous file in the job's folder, if all ranks are on this machine; numbered after regroupings."""
 REGROUP_FILE = "regroup"
-"""Name, before the number of an attempt, of the file in the job's folder that makes its ranks regroup."""
+"""Name, before the number of a group, of the file in the job's folder that makes its ranks regroup."""
 STOP_FILE = "stop"
 """Name of the file in the job's folder with the number of the signal that stops the job."""
 
@@ -66,7 +70,8 @@ class JobSettings:
             None takes ``preemption_deadline``, and without one ``DSTRAT_STOP_SECONDS`` of the environment, 30 by
             default.
         max_restarts: How often all ranks are started again after one of them has failed.
-        elastic: Whether ranks go on in their processes, as fewer ranks, when one of them was killed.
+        elastic: Whether ranks go on in their processes, as fewer ranks, when one of them was killed; with ``"replace"``
+            a new process joins them.
         recovers_checkpoint: Returns whether a checkpoint is complete, by its path and number of optimizer steps, so
             that an attempt can continue from it; called after an attempt has failed.  None looks for its path.
         hang_timeout: How long a rank may be idle before it has come to its launch, where ranks run the script; None
@@ -86,7 +91,7 @@ class JobSettings:
     grace: float = 1.5
     stop_grace: float | None = None
     max_restarts: int = 0
-    elastic: bool = False
+    elastic: bool | Literal["replace"] = False
     recovers_checkpoint: Callable[[str, int], bool] | None = None
     hang_timeout: timedelta | None = None
     preemption_deadline: float | None = None
@@ -136,6 +141,7 @@ class LocalJob:
         environ: The user's environment.
         restart_count: Number of attempts before this one.
         reaches_other_jobs: Whether its ranks communicate with other jobs, which may be on other machines.
+        starts_newcomers: Whether processes that are started now wait to take the places of ranks that have died.
     """
 
     folder: Path
@@ -147,6 +153,7 @@ class LocalJob:
     environ: Mapping[str, str]
     restart_count: int = 0
     reaches_other_jobs: bool = False
+    starts_newcomers: bool = False
 
     @property
     def world_size(self) -> int:
@@ -160,8 +167,11 @@ class LocalJob:
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Return the environment of a rank: the user's, and the variables of the job."""
         environ = {**os.environ, **self.environ}  # that of the job may be a part, such as a dictionary in a test
-        for name in (PID_VARIABLE, STARTED_VARIABLE):  # of the rank that started this job, in a nested job
+        # Of the rank that started this job, in a nested job.
+        for name in (PID_VARIABLE, STARTED_VARIABLE, GROUP_VARIABLE, NEWCOMER_VARIABLE):
             environ.pop(name, None)
+        if self.starts_newcomers:
+            environ[NEWCOMER_VARIABLE] = "1"
         defaults = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_processes))}
         if (
             self.num_nodes == 1 and not self.reaches_other_jobs

@@ -23,6 +23,7 @@ from dstrat.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from types import TracebackType
 
     from dstrat.launch.processes import RankProcess
@@ -95,10 +96,14 @@ class LocalLauncher(Launcher):
                 )
                 with job_context as job, Watchdog(job.folder) as watchdog:
                     recovery.begin_attempt(job.folder)
-                    start = self._prepare(job, call, interrupts, watchdog)
+                    start = self._prepare(job.folder, call, interrupts, watchdog)
                     try:
-                        regrouping = Regrouping(job.folder, recovery, watchdog) if settings.elastic else None
-                        self._supervise(job, start, interrupts, watchdog, regrouping)
+                        regrouping = None
+                        if settings.elastic:
+                            newcomers = replace(job, starts_newcomers=True)
+                            start_newcomer = partial(start, newcomers) if settings.elastic == "replace" else None
+                            regrouping = Regrouping(job.folder, recovery, watchdog, start_newcomer)
+                        self._supervise(job, partial(start, job), interrupts, watchdog, regrouping)
                     except RankFailedError as error:
                         record_failure(job.folder, error)
                         seconds = recovery.end_attempt(job.folder, error)
@@ -111,27 +116,27 @@ class LocalLauncher(Launcher):
                 wait_for_restart(seconds, interrupts)  # when nothing of the attempt is left
 
     def _prepare(
-        self, job: LocalJob, call: partial[T], interrupts: Interrupts, watchdog: Watchdog
-    ) -> Callable[[int], RankProcess]:
-        """Do everything that can fail before a process is started, and return the function that starts a rank."""
+        self, folder: Path, call: partial[T], interrupts: Interrupts, watchdog: Watchdog
+    ) -> Callable[[LocalJob, int], RankProcess]:
+        """Do everything that can fail before a process is started, and return the function that starts a local rank."""
         method = self.settings.start_method
         if method == "popen":
             script = command.rerun_command(sys.orig_argv, sys.argv, sys.modules["__main__"])
-            external.history.save(job.folder)
-            return partial(processes.start_script, job, script=script)
+            external.history.save(folder)
+            return partial(processes.start_script, script=script)
         if method in ("fork", "forkserver"):
             _refuse_daemon(method)
         if method == "fork":
             _refuse_initialized_device()
             # Nothing is written: the fork inherits the function.
-            return partial(processes.start_forked, job, call=call, interrupts=interrupts, watchdog=watchdog)
+            return partial(processes.start_forked, call=call, interrupts=interrupts, watchdog=watchdog)
         try:
-            rank.write_function(job.folder, call)
+            rank.write_function(folder, call)
         except Exception as error:  # noqa: BLE001 - __reduce__ of any class may raise anything
             raise _pickle_error(call, method, error) from None
         if method == "spawn":
-            return partial(processes.start_spawned, job)
-        return partial(processes.start_served, job, interrupts=interrupts)
+            return processes.start_spawned
+        return partial(processes.start_served, interrupts=interrupts)
 
     def _supervise(
         self,

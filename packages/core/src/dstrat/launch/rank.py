@@ -65,7 +65,10 @@ def enter_rank(folder: Path, *, runs_script: bool, parent: int | None) -> None:
         parent: The process that has started it; None if that is not the supervisor.
     """
     global _this_rank  # noqa: PLW0603 - the user's script runs in between, and cannot pass it on
-    _die_with(parent)  # first, as the parent may die at any time
+    # First, as the parent may die at any time.  Its thread that has started this rank waits in ``launch``.
+    die_with_parent()
+    if parent is not None and os.getppid() != parent:  # it died before that
+        os._exit(1)
     _this_rank = ThisRank(folder=folder, runs_script=runs_script)
     os.environ[JOB_VARIABLE] = str(folder)
     os.environ[PID_VARIABLE] = str(os.getpid())
@@ -204,9 +207,3 @@ def die_with_parent() -> None:
     # More exactly, when the thread ends that has started it, see prctl(2).
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _die_with(parent: int | None) -> None:
-    die_with_parent()  # the thread that has started a rank waits in ``launch``
-    if parent is not None and os.getppid() != parent:  # it died before prctl
-        os._exit(1)

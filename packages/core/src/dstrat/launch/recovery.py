@@ -13,13 +13,13 @@ import mmap
 import os
 import re
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import RankFailedError
 from dstrat.launch.rank import this_rank
+from dstrat.launch.signals import show_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -229,7 +229,7 @@ class Recovery:
         before, self._resumed = self._resumed, self._newest_save_points()
         self._wait = _FIRST_WAIT if self._resumed != before else min(2 * self._wait, _LONGEST_WAIT)
         start = _describe_start(self._resumed)
-        _show(f"{failed}; attempt {failed.number + 1} of {self.total} begins in {self._wait:g} s {start}")
+        show_line(f"{failed}; attempt {failed.number + 1} of {self.total} begins in {self._wait:g} s {start}")
         return self._wait
 
     @property
@@ -256,20 +256,36 @@ class Recovery:
         """
         _, failed = self._judge(folder, error)
         self.failed.append(failed)
+        self._take_newest(folder)
+        ranks = f"the other rank goes on as attempt {failed.number + 1} of {self.total}"
+        if num_ranks > 1:
+            ranks = f"the other {num_ranks} ranks go on as attempt {failed.number + 1} of {self.total}"
+        show_line(f"{failed}; {ranks} {_describe_start(self._resumed)}")
+
+    def grow(self, folder: Path, num_new: int, num_ranks: int) -> None:
+        """Print a line about processes that take the places of ranks that have died; called while no rank writes.
+
+        Args:
+            folder: The job's folder.
+            num_new: Number of these processes.
+            num_ranks: Number of ranks with them.
+        """
+        self._take_newest(folder)
+        new = {0: "no new process", 1: "a new process"}.get(num_new, f"{num_new} new processes")
+        show_line(f"{new} joined: {num_ranks} ranks go on {_describe_start(self._resumed)}")
+
+    def _take_newest(self, folder: Path) -> None:
+        """Let the ranks of the next group continue from the newest checkpoints."""
         self._read(folder)
         self._resumed = self._newest_save_points()
         for path in folder.glob(f"{_STEP_FILE}*"):
             path.unlink()  # of ranks that have other numbers now; who has mapped one keeps it
-        ranks = f"the other rank goes on as attempt {failed.number + 1} of {self.total}"
-        if num_ranks > 1:
-            ranks = f"the other {num_ranks} ranks go on as attempt {failed.number + 1} of {self.total}"
-        _show(f"{failed}; {ranks} {_describe_start(self._resumed)}")
 
     def end(self) -> None:
         """Print which attempts have failed before the one that has succeeded."""
         if self.failed:
             lines = "; ".join(f"attempt {each.number}: {each}" for each in self.failed)
-            _show(f"attempt {len(self.failed) + 1} of {self.total} has ended without a failure ({lines})")
+            show_line(f"attempt {len(self.failed) + 1} of {self.total} has ended without a failure ({lines})")
 
     def _judge(self, folder: Path, error: RankFailedError) -> tuple[str | None, FailedAttempt]:
         """Return why a failure is not retried, None where it is, and the record of its attempt."""
@@ -378,8 +394,3 @@ def _describe_start(points: Sequence[SavePoint]) -> str:
     if point is None or point.checkpoint is None:
         return "from the beginning, as no complete checkpoint was saved"
     return f"from {point.checkpoint!r} (step {point.step})"
-
-
-def _show(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be closed
-        print(line, file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,12 @@ def leave_lost_terminal() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
+
+
+def show_line(line: str) -> None:
+    """Print a line to the standard error, if there is one."""
+    with contextlib.suppress(OSError):  # the terminal may be closed, for which SIGHUP is sent
+        print(line, file=sys.stderr, flush=True)
 
 
 # Watchdog that ends the ranks when their supervisor has died

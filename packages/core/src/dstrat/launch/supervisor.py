@@ -18,7 +18,7 @@ from dstrat.launch.job import JOB_VARIABLE, STOP_FILE
 from dstrat.launch.nccl_status import read_note, wait_of
 from dstrat.launch.progress import RankWatch, descendants_of, launched_file
 from dstrat.launch.rank import STACK_SIGNAL, signal_file, stack_file
-from dstrat.launch.signals import stop_signals
+from dstrat.launch.signals import show_line, stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -87,6 +87,7 @@ class Supervisor:
         try:
             # Polled: exit codes, files, signals and idleness have nothing in common to wait for.
             while not self._is_over() or self._regroup():
+                self._grow()
                 time.sleep(_POLL)
                 if self.interrupts.pauses:
                     self._pause()
@@ -115,11 +116,11 @@ class Supervisor:
                 return True
             # Failures that follow from the stop are normal, such as a connection to a rank that stopped first.
             # No signal ends native code that waits for such a rank, as when a process group opens.
-            has_ended = len(self._running()) < len(self.processes)
+            running = self._running()  # all may have ended since the last look
             return (
                 len(self.interrupts.received) >= self._max_signals
                 or self._has_cause()
-                or (has_ended and self._all_wait(self._running()))
+                or (0 < len(running) < len(self.processes) and self._all_wait(running))
             )
         if not self._failures():
             return self._has_hung()
@@ -243,6 +244,15 @@ class Supervisor:
         self._watch.restart()
         return True
 
+    def _grow(self) -> None:
+        """Let new processes take the places of ranks that were killed, once all of them are ready."""
+        if self._regrouping is None or self.ends or self.interrupts.received or self.stop_signal is not None:
+            return
+        group = self._regrouping.grow(self.processes)
+        if group is not None:
+            self.processes, self.world_size = group, len(group)
+            self._watch.restart()
+
     def _only_deaths(self) -> bool:
         """Return whether signals have ended ranks, and nothing else has happened."""
         self._look()
@@ -265,7 +275,7 @@ class Supervisor:
                 # Not to ranks that systemd or scancel --full has signalled: a second signal would end them at once.
                 elif not signal_file(self.folder, process.pid).exists():
                     _send(self.stop_signal, [process.pid])
-            _show(f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once")
+            show_line(f"{self.stop_signal.name}: all ranks stop at the next step; a second one ends them at once")
         else:
             self.stop_signal = next(filter(None, map(_stopped_by, self.ends.values())), None)
             if self.stop_signal is not None:
@@ -278,7 +288,7 @@ class Supervisor:
 
     def _report_late_ranks(self, number: signal.Signals) -> None:
         late = [process.rank for process in self._running()]
-        _show(
+        show_line(
             f"{number.name}: {list_ranks(late)} of {self.world_size} did not stop within {self.stop_grace:g} s, and "
             f"{'are' if len(late) > 1 else 'is'} ended: a checkpoint that was to be saved is not complete"
         )
@@ -288,7 +298,7 @@ class Supervisor:
         files = {process.rank: signal_file(self.folder, process.pid) for process in self.processes}
         signals = {rank: signal.Signals(int(file.read_text())) for rank, file in files.items() if file.exists()}
         if signals:
-            _show(
+            show_line(
                 f"{next(iter(signals.values())).name}: {list_ranks([*signals])} of {self.world_size} received it from "
                 "outside of this job, and all ranks have stopped after the same step"
             )
@@ -297,7 +307,7 @@ class Supervisor:
         """Print which ranks exited with a signal's code, unless they have recorded that they received it."""
         if not any(signal_file(self.folder, process.pid).exists() for process in self.processes):
             ranks = list_ranks([end.rank for end in self.ends.values() if _stopped_by(end) == number])
-            _show(
+            show_line(
                 f"{ranks} of {self.world_size} exited with code {128 + number}, as after {number.name}: all ranks have "
                 "to stop"
             )
@@ -336,6 +346,8 @@ class Supervisor:
 
     def end_all(self) -> None:
         """End every rank and its descendants: SIGTERM, a grace period, SIGKILL."""
+        if self._regrouping is not None:
+            self._regrouping.dismiss()
         failed = bool(self._running()) or any(end.is_failure for end in self.ends.values())
         # Looked for now and after the ranks: a child whose parent has ended is no longer found by its parent.
         strays = self._strays() if failed else set()
@@ -364,8 +376,9 @@ class Supervisor:
         return {pid for pid in strays - groups if _group_of(pid) not in groups}
 
     def _send_to_groups(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks and their process groups."""
-        for process in self.processes:
+        """Send a signal to the process groups of ranks and newcomers."""
+        newcomers = [] if self._regrouping is None else self._regrouping.newcomers
+        for process in (*self.processes, *newcomers):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
@@ -421,11 +434,6 @@ def _group_of(pid: int) -> int | None:
         return os.getpgid(pid)
     except (ProcessLookupError, PermissionError):
         return None
-
-
-def _show(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be closed, for which SIGHUP is sent
-        print(line, file=sys.stderr, flush=True)
 
 
 def _stopped_by(end: RankEnd) -> signal.Signals | None:

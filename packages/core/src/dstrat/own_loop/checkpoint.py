@@ -10,15 +10,18 @@ from dstrat.checkpoint.paths import shown_path
 from dstrat.checkpoint.portable.format import SAVED_WITH
 from dstrat.checkpoint.strategy_state import (
     check_same_number,
+    describe_move,
     gather_on_host,
     is_of_same_strategy,
+    job_sizes,
     load_rank_buffers,
     module_entries,
     optimization_entries,
     rank_buffers,
     read_checkpoint,
-    refuse_used,
+    reader_of,
     restore_optimization,
+    state_to_follow,
     unused_path,
 )
 from dstrat.data.random_state import RandomState
@@ -69,9 +72,8 @@ def save(
         checkpoint["per_rank"] = rank_state
     else:
         checkpoint["ranks"] = gather_on_host(strategy, rank_state)
-    target = unused_path(strategy, path)
-    strategy.save_checkpoint(checkpoint, target)
-    refuse_used(path, target)
+    with unused_path(strategy, path) as target:
+        strategy.save_checkpoint(checkpoint, target)
 
 
 def load(
@@ -102,8 +104,10 @@ def load(
     if strategy.optimizers:  # a loop that only evaluates has no position in training data
         restore_optimization(strategy, checkpoint, path)
         check_same_number("training loaders", list(loaders), entry["loaders"], path)
+        saved, now = job_sizes(strategy, checkpoint)
+        readers = None if saved == now else (saved.readers, now.readers)
         for loader, position in zip(loaders, entry["loaders"], strict=True):
-            loader.load_state_dict(position, saved_world_size=checkpoint["world_size"])
+            loader.load_state_dict(position, readers=readers)
         _restore_ranks(strategy, checkpoint, io, path, loaders)
     return dict(entry["state"])
 
@@ -112,6 +116,7 @@ def _rank_state(strategy: Strategy, loaders: Sequence[TrainingLoader]) -> dict[s
     """Return the state of this rank; collective."""
     return {
         "loaders": [loader.rank_state() for loader in loaders],
+        "reader": reader_of(strategy),
         "strategy": strategy.rank_state(),
         "buffers": rank_buffers(strategy),
         "device_random": strategy.get_random_state(),
@@ -126,37 +131,38 @@ def _restore_ranks(
     path: str | Path,
     loaders: Sequence[TrainingLoader],
 ) -> None:
-    """Restore the state of this rank; with another world size, only the order of the data."""
-    is_exact = checkpoint["world_size"] == strategy.world_size
-    saved = _saved_state_of(strategy.global_rank if is_exact else 0, checkpoint, io, path)
-    if saved is None:
+    """Restore the state of this rank; in a job of another size, only the order of the data."""
+    saved_size, size = job_sizes(strategy, checkpoint)
+    is_exact = saved_size == size
+    same = _saved_state_of(strategy.global_rank if is_exact else 0, checkpoint, io, path, is_of_this_rank=is_exact)
+    if same is None:
         return
+    saved = state_to_follow(strategy, io, path, checkpoint.get("ranks", ()), same) if is_exact else same
     for loader, state in zip(loaders, saved["loaders"], strict=True):
         loader.load_rank_state(state, is_exact=is_exact)
     if is_exact:
         load_rank_buffers(strategy, saved.get("buffers", {}))  # absent in older checkpoints
         if is_of_same_strategy(strategy, checkpoint):
-            strategy.load_rank_state(saved["strategy"])
+            strategy.load_rank_state(same["strategy"])
         if saved["device_random"] is not None:
             strategy.set_random_state(saved["device_random"])
         RandomState.from_state_dict(saved["random"]).restore()  # last, as the steps above may draw numbers
     elif strategy.is_global_zero:
         _log.warning(
-            "%s was saved by %d processes and is continued by %d: weights, optimizer and counters are the same; random "
-            "numbers start anew, and the data resumes at the same part of the epoch",
+            "%s was saved by %s: weights, optimizer and counters are the same; random numbers start anew, and the data "
+            "resumes at the same part of the epoch",
             shown_path(path),
-            checkpoint["world_size"],
-            strategy.world_size,
+            describe_move(saved_size, size),
         )
 
 
 def _saved_state_of(
-    rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path
+    rank: int, checkpoint: Mapping[str, Any], io: CheckpointIO, path: str | Path, *, is_of_this_rank: bool
 ) -> dict[str, Any] | None:
-    """Return the saved state of a rank; None if the checkpoint io reads only this rank's own."""
+    """Return the saved state of a rank, of this one or another; None if the checkpoint io reads only this rank's."""
     if "ranks" in checkpoint:
         rank_state: dict[str, Any] = checkpoint["ranks"][rank]
         return rank_state
-    if "per_rank" in checkpoint:
+    if is_of_this_rank and "per_rank" in checkpoint:
         return checkpoint["per_rank"]  # type: ignore[no-any-return]  # the result of _rank_state
     return io.load_rank(path, rank)

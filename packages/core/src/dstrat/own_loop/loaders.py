@@ -80,6 +80,7 @@ class TrainingLoader:
         """Return an iterable of the remaining batches of the epoch, or of a new one."""
         # The position is taken before the iterator of the last epoch, which knows it, is dropped.
         loader, position, self._stateful, self._position = self._loader, self._latest_position(), None, None
+        self._strategy.share_random_state()
         goes_on = self.batches_done > 0 and self._beginning is not None
         if not goes_on:  # captured before the loader draws the order of the epoch
             self._beginning, self.batches_done, position = Beginning.of(loader), 0, None
@@ -109,22 +110,23 @@ class TrainingLoader:
         """Return the position, which is the same on every rank."""
         return {"epoch": self.epoch, "batches_done": self.batches_done, "length": length_of(self)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, saved_world_size: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, readers: tuple[int, int] | None) -> None:
         """Continue at a saved position.
 
         Args:
             state: The result of :meth:`state_dict`.
-            saved_world_size: Number of ranks that shared the data.
+            readers: Numbers of ranks, or groups of them, that read different batches, of the job that saved and of this
+                one; None if the jobs have the same size.
         """
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
-        length, world_size = length_of(self), self._strategy.world_size
-        if saved_world_size != world_size and length and state["length"]:
+        length = length_of(self)
+        if readers is not None and length and state["length"]:
             self.batches_done, _ = convert_position(
                 self.batches_done,
                 saved_length=state["length"],
-                saved_world_size=saved_world_size,
+                saved_readers=readers[0],
                 length=length,
-                world_size=world_size,
+                readers=readers[1],
             )
 
     def rank_state(self) -> dict[str, Any]:
@@ -139,8 +141,8 @@ class TrainingLoader:
         """Restore the state that :meth:`rank_state` returned.
 
         Args:
-            state: The state of this rank, or of rank 0 after a change of the world size.
-            is_exact: Whether it is of this rank, so that the loader's position can be restored.
+            state: The state of a rank that has read this rank's data, or of rank 0 of a job of another size.
+            is_exact: Whether it is of the same data, so that the loader's position can be restored.
         """
         beginning = None if state["beginning"] is None else Beginning.from_state_dict(state["beginning"])
         self._keep_order(beginning is not None and any(seed is not None for seed in beginning.seeds))

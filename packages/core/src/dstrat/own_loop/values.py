@@ -32,13 +32,14 @@ def as_loggers(value: Any) -> list[Logger]:
     """
     if value is None:
         return []
-    from dstrat.training.arguments import adapt_all
+    from dstrat.training.arguments import adapt_all, install_hint
     from dstrat.training.loggers.logger import Logger
 
     loggers = adapt_all(value if isinstance(value, list | tuple) else [value], Logger)
     for logger in loggers:
-        if not callable(getattr(logger, "log_metrics", None)):
-            raise MisuseError(f"loggers has {logger!r}, not a Logger: pass one of dstrat.loggers")
+        if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
+            hint = install_hint(logger) or ": pass one of dstrat.loggers"
+            raise MisuseError(f"loggers has {logger!r}, not a Logger{hint}")
     return loggers
 
 

@@ -67,7 +67,14 @@ class ActivationMemory:
             ConflictError: Two options select layers.
             RequestError: An option has another value.
         """
-        recomputation, classes = _recomputation(activation_checkpointing)
+        recomputation: Recomputation | None = None
+        classes: LayerPolicy | None = None
+        if activation_checkpointing in _RECOMPUTATIONS:
+            recomputation = activation_checkpointing
+        elif activation_checkpointing is not None:
+            values = tuple(map(repr, _RECOMPUTATIONS))
+            classes = checked_policy("activation_checkpointing", activation_checkpointing, or_values=values)
+            recomputation = "full"
         if classes is not None and activation_checkpointing_policy is not None:
             raise ConflictError(
                 "activation_checkpointing and activation_checkpointing_policy both select layers: leave one out"
@@ -153,15 +160,6 @@ def _replace_forwards(wraps: Iterable[tuple[Module, Callable[[Module], Callable[
                 layer.forward = forward
 
     return undo
-
-
-def _recomputation(value: LayerClasses | str | None) -> tuple[Recomputation | None, LayerPolicy | None]:
-    """Return the recomputation and the classes of ``activation_checkpointing``."""
-    if value in _RECOMPUTATIONS:
-        return value, None
-    values = tuple(f"{value!r}" for value in _RECOMPUTATIONS)
-    classes = checked_policy("activation_checkpointing", value, or_values=values)
-    return (None if classes is None else "full"), classes
 
 
 # Computing again

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _SMALLEST = 1024
 """Smallest tensor in bytes that is offloaded; a copy of less takes longer than it is worth."""
+_ALIGNMENT = 512
+"""Bytes to which torch aligns storages; a copy of a part begins at a multiple, so that kernels compute as before."""
 _LAYERS_IN_FLIGHT = 2
 """Number of layers whose activations are still on the device, while they are copied."""
 
@@ -89,14 +91,14 @@ def _run_offloaded(layer: _OffloadedForward, args: tuple[Any, ...], kwargs: dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _View:
-    """A saved tensor, as a view of a copied storage.
+    """A saved tensor, as a view of a copied range of its storage.
 
     Attributes:
-        saved: Has the storage.
+        saved: Has the range.
         index: Which of them.
         size: Size of the view.
         stride: Its stride.
-        offset: Its first element in the storage.
+        offset: Its first element in the range.
         rebuild: Returns the DTensor whose local tensor it is; None for a plain tensor.
     """
 
@@ -108,8 +110,17 @@ class _View:
     rebuild: Callable[[Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Range:
+    """Elements of a storage that are copied together, from ``begin`` up to ``end``."""
+
+    begin: int
+    end: int
+    index: int
+
+
 class _SavedTensors:
-    """The tensors that one forward pass of a layer saves, each storage once.
+    """The tensors that one forward pass of a layer saves: of each storage what they are views of.
 
     Args:
         offload: Has the host and the stream.
@@ -122,7 +133,7 @@ class _SavedTensors:
         self._previous = None if previous is None else weakref.ref(previous)
         self._layer = layer
         self._resident: set[Any] = set()  # storages of parameters and buffers
-        self._indices: dict[Any, int] = {}
+        self._ranges: dict[Any, list[_Range]] = {}  # by storage, version and dtype
         self._on_device: list[Tensor] | None = []
         self._on_host: list[Tensor] = []
         self._sources: list[torch.device] = []
@@ -141,17 +152,13 @@ class _SavedTensors:
             or self._is_resident(tensor)
         ):
             return tensor
-        # The storage cannot be freed, nor its address reused, while the list has it.
-        key = storage_key(tensor), tensor._version, tensor.dtype  # noqa: SLF001 - torch documents it in its notes on autograd
-        if key not in self._indices:
-            self._indices[key] = len(self._on_host)
-            self._copy(tensor)
+        copied = self._copied_range(tensor)
         return _View(
             saved=self,
-            index=self._indices[key],
+            index=copied.index,
             size=tensor.size(),
             stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
+            offset=int(tensor.storage_offset()) - copied.begin,
         )
 
     def _is_resident(self, tensor: Tensor) -> bool:
@@ -164,21 +171,40 @@ class _SavedTensors:
             self._resident = set(map(storage_key, map(local_tensor, tensors)))
         return storage_key(tensor) in self._resident
 
+    def _copied_range(self, tensor: Tensor) -> _Range:
+        """Return the range of a tensor's storage that has it; begin to copy it to the host if none has."""
+        # The storage cannot be freed, nor its address reused, while the list has it.
+        key = storage_key(tensor), tensor._version, tensor.dtype  # noqa: SLF001 - torch documents it in its notes on autograd
+        ranges = self._ranges.setdefault(key, [])
+        begin = int(tensor.storage_offset())
+        end = begin + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for copied in ranges:
+            if copied.begin <= begin and end <= copied.end:
+                return copied
+        begin -= begin % (_ALIGNMENT // tensor.itemsize)
+        total = tensor.untyped_storage().nbytes() // tensor.itemsize
+        # The whole storage for a large view: others of it often follow, as of queries, keys and values in one tensor.
+        if sum(each.end - each.begin for each in ranges) + end - begin > total // 2:
+            begin, end = 0, total
+        ranges.append(_Range(begin=begin, end=end, index=len(self._on_host)))
+        self._copy(tensor, begin, end)
+        return ranges[-1]
+
     @torch.no_grad()
-    def _copy(self, tensor: Tensor) -> None:
-        """Begin to copy the storage of a tensor to the host."""
+    def _copy(self, tensor: Tensor, begin: int, end: int) -> None:
+        """Begin to copy elements of the storage of a tensor to the host."""
         assert self._on_device is not None  # noqa: S101 - until the end of the forward pass
-        storage = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        self._on_device.append(storage)
-        self._sources.append(storage.device)
+        elements = tensor.detach().as_strided((end - begin,), (1,), begin)
+        self._on_device.append(elements)
+        self._sources.append(elements.device)
         stream = self._offload.stream
         if stream is None:
-            self._on_host.append(storage.to(self._offload.host))
+            self._on_host.append(elements.to(self._offload.host))
             return
-        host = torch.empty(storage.shape, dtype=storage.dtype, device=self._offload.host, pin_memory=True)
+        host = torch.empty(elements.shape, dtype=elements.dtype, device=self._offload.host, pin_memory=True)
         stream.wait_stream(torch.accelerator.current_stream(self._offload.device))
         with stream:
-            host.copy_(storage, non_blocking=True)
+            host.copy_(elements, non_blocking=True)
         self._on_host.append(host)
 
     def end_forward(self) -> None:
@@ -196,14 +222,15 @@ class _SavedTensors:
     def unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        on_device = packed.saved.restore()
+        elements = packed.saved.restore()[packed.index]
         packed.saved.restore_previous()
-        view = on_device[packed.index].as_strided(packed.size, packed.stride, packed.offset)
+        # A range that was never freed is still a view of the first storage, in which it may not be at the beginning.
+        view = elements.as_strided(packed.size, packed.stride, int(elements.storage_offset()) + packed.offset)
         return view if packed.rebuild is None else packed.rebuild(view)
 
     @torch.no_grad()
     def restore(self, *, waits: bool = True) -> list[Tensor]:
-        """Return the storages on the device, to which they are copied in this backward pass once."""
+        """Return the copied ranges on the device, to which they are copied in this backward pass once."""
         if self._on_device is None:
             self._on_device = self._fetch()
         if waits:

@@ -17,6 +17,8 @@ from dstrat.parallel.internals import broadcast_coalesced
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch.nn import Module
+
 T = TypeVar("T")
 
 _OPERATIONS = {
@@ -171,3 +173,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
 
 take_from_first_rank = broadcast_tensors  # its first name
+
+
+def running_statistics(module: Module) -> list[Tensor]:
+    """Return the buffers of layers with running statistics, such as batch norm, that a rank computes from its data.
+
+    Checkpoints have those of rank 0, so that evaluation uses them too.  A training step reads none.
+    """
+    layers = [layer for layer in module.modules() if getattr(layer, "running_mean", None) is not None]
+    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]

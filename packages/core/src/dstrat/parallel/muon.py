@@ -58,7 +58,8 @@ class Muon(Optimizer):
             and so differences between one device and several: see the guide for how much, in bfloat16 and float32.
 
     Raises:
-        RequestError: A group with Muon has a parameter that is no matrix, or an option is unknown.
+        RequestError: A group with Muon has a parameter that is no matrix, no parameter is a matrix, or an option is
+            unknown.
     """
 
     steps_shards = True
@@ -247,6 +248,17 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _split(parameters: Sequence[Any], is_matrix: Callable[[Any], bool]) -> list[dict[str, Any]]:
+    """Return a group of the matrices for Muon, and one of all others.
+
+    Raises:
+        RequestError: There is no matrix.
+    """
+    if parameters and not any(map(is_matrix, parameters)):
+        raise RequestError(
+            f"Muon is for matrices, and none of {len(parameters)} parameters is one for it.  A strategy that joins "
+            "parameters in flat tensors has none: choose one that shards each parameter; for a module without "
+            "matrices take torch.optim.AdamW"
+        )
     groups = [
         {"params": [one for one in parameters if is_matrix(one) is uses_muon], "use_muon": uses_muon}
         for uses_muon in (True, False)

@@ -36,13 +36,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=10)
 """Default time for which a rank may be idle."""
 
-_NCCL_VARIABLES = {
-    # After a failure the watchdog waits four times as long (ms) for its record of collectives, 60 s by default.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
-    # Messages between stages have groups of their own, as this warning advises.
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-}
-
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 _log = logging.getLogger(__name__)
@@ -95,8 +88,10 @@ def open_process_group(
     else:
         job.wait_for_opening()
         if uses_nccl(backend):
-            for name, value in _NCCL_VARIABLES.items():
-                os.environ.setdefault(name, value)
+            # After a failure the watchdog waits four times as long (ms) for its record of collectives, 60 s by default.
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+            # Messages between stages have groups of their own, as this warning advises.
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", job),  # torch's keys apart from ours

@@ -247,7 +247,7 @@ class ParallelStrategy(Strategy):
         backend = self.process_group_backend or self.accelerator.process_group_backend
         if backend != "gloo":
             raise ConflictError(
-                f"elastic=True needs collectives that fail at once when a rank was killed, as those of gloo, and the "
+                f"elastic needs collectives that fail at once when a rank was killed, as those of gloo, and the "
                 f"backend is {backend!r}: leave elastic out, and max_restarts restarts all ranks"
             )
 

@@ -68,6 +68,7 @@ _FIELD_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "summary": (_is_text, "a string"),
     "requires_note": (_is_text, "a string"),
     "legacy": (_is_text, "a string"),
+    "approximation": (_is_text, "a string"),
     "options": (_is_options, "a dict of arguments by their names"),
     "strategies": (_is_redirections, "a dict of aliases by aliases"),
     "auto": _NUMBER,
@@ -120,6 +121,8 @@ class Component:
         requires_note: Note for users who lack a requirement, a sentence without a full stop; shown after the command.
         legacy: Why new programs should use something else, a clause without a full stop; empty where they need not.
             Nothing recommends such a component; whoever asks for it gets it.
+        approximation: For a strategy whose losses are not those of one device, why, a clause without a full stop.
+            ``dstrat choose`` compares it only if it is named.
         options: Constructor arguments that the alias presets.
         auto: Rank for the automatic choice, the highest available one wins; None is never chosen automatically.
         groups: Names that stand for several accelerators (``"gpu"``); the available one with the highest
@@ -155,6 +158,7 @@ class Component:
     pip_options: tuple[str, ...] = ()
     requires_note: str = ""
     legacy: str = ""
+    approximation: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     auto: int | None = None
     groups: tuple[str, ...] = ()

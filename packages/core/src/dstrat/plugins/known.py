@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dstrat_torchao import Float8Precision as Float8Precision
     from dstrat_torchao import QuantizedWeightsPrecision as QuantizedWeightsPrecision
     from dstrat_torchao import TransformerEnginePrecision as TransformerEnginePrecision
+    from dstrat_torchft import TorchFTDiLoCoStrategy as TorchFTDiLoCoStrategy
     from dstrat_torchft import TorchFTStrategy as TorchFTStrategy
     from dstrat_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from dstrat_xla import SingleTPUStrategy as SingleTPUStrategy
@@ -136,6 +137,7 @@ _STRATEGIES = {
     "single_tpu": "dstrat-xla",
     "single_xla": "dstrat-xla",
     "torchft_ddp": "dstrat-torchft",
+    "torchft_diloco": "dstrat-torchft",
     "tpu_spawn": "dstrat-xla",
     "tpu_spawn_debug": "dstrat-xla",
     "xla": "dstrat-xla",
@@ -186,6 +188,7 @@ _STRATEGY_CLASSES = {
     "SingleHPUStrategy": "dstrat-hpu",
     "SingleTPUStrategy": "dstrat-xla",
     "TPUSpawnStrategy": "dstrat-xla",
+    "TorchFTDiLoCoStrategy": "dstrat-torchft",
     "TorchFTStrategy": "dstrat-torchft",
     "XLAFSDPStrategy": "dstrat-xla",
     "XLASPMDStrategy": "dstrat-xla",

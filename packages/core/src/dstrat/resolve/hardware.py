@@ -48,9 +48,12 @@ def choose_accelerator(
     """
     if requested is None:
         return _best("auto", automatic_offers("accelerator", catalog), catalog, strategy)
-    members = _members(requested.value, catalog)
-    if members:
-        return _best(requested.value, members, catalog, strategy)
+    offers, name = catalog.offers("accelerator"), requested.value
+    if isinstance(name, str) and not any(name in offer.names for offer in offers):
+        members = [offer for offer in offers if name in offer.component.groups]
+        members.sort(key=lambda offer: float("inf") if offer.component.auto is None else -offer.component.auto)
+        if members:
+            return _best(name, members, catalog, strategy)
     selection = select("accelerator", requested, catalog)
     _check_record(selection)
     absence = _absence(selection.instance)
@@ -62,15 +65,6 @@ def choose_accelerator(
             "with which the strategy was constructed: leave one of the two out"
         )
     return selection
-
-
-def _members(name: object, catalog: Catalog) -> list[Offer]:
-    """Return the accelerators of a group, the highest rank first; none where the name is no group's."""
-    offers = catalog.offers("accelerator")
-    if not isinstance(name, str) or any(name in offer.names for offer in offers):
-        return []
-    members = [offer for offer in offers if name in offer.component.groups]
-    return sorted(members, key=lambda offer: float("inf") if offer.component.auto is None else -offer.component.auto)
 
 
 def _check_record(accelerator: Selection[Accelerator]) -> None:

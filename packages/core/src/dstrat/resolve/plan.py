@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from dstrat.launch.job import StartMethod
@@ -53,7 +53,7 @@ class Plan:
             is a plugin, or ``"cluster"``, which has started them already.
         start_method: How the processes of this machine will be started; None where none are.
         max_restarts: How often dstrat starts all processes again after one of them has failed.
-        elastic: Whether the others go on in their processes when one was killed.
+        elastic: Whether the others go on in their processes when one was killed; ``"replace"`` if a new one joins.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler ends the job; None where none does.
         catalog_names: For each kind of component that was selected by its alias, its full alias.
     """
@@ -74,7 +74,7 @@ class Plan:
     start_method: StartMethod | None
     catalog_names: tuple[tuple[Kind, str], ...]
     max_restarts: int = 0
-    elastic: bool = False
+    elastic: bool | Literal["replace"] = False
     preemption_deadline: float | None = None
 
     def __str__(self) -> str:

@@ -58,7 +58,7 @@ def choose_launch(
     *,
     launcher: Selection[Launcher] | None = None,
     max_restarts: int = 0,
-    elastic: bool = False,
+    elastic: bool | Literal["replace"] = False,
 ) -> LaunchSelection:
     """Choose who starts the processes.
 
@@ -67,22 +67,15 @@ def choose_launch(
         constraints: The other choices.
         launcher: The plugin that starts the processes; None without one.
         max_restarts: How often all ranks are to be started again after one of them has failed.
-        elastic: Whether the others are to go on in their processes when one was killed.
+        elastic: Whether the others are to go on in their processes when one was killed; ``"replace"`` if a new one is
+            to join.
 
     Raises:
         ClusterError: The environment contradicts the devices and machines, or itself.
         ConflictError: Processes are needed that the strategy cannot start, or that dstrat is to restart and cannot.
     """
-    if elastic and not max_restarts:
-        raise ConflictError(
-            "elastic=True goes on after at most max_restarts deaths of ranks, and max_restarts=0: pass it too, such as "
-            "max_restarts=3"
-        )
-    if elastic and launcher is not None:
-        raise ConflictError(
-            f"elastic=True needs the processes that dstrat starts, and {launcher.title} starts these: leave one of "
-            "them out"
-        )
+    if elastic:
+        _check_elastic(elastic, constraints, launcher, max_restarts)
     if launcher is not None:
         return _by_plugin(launcher, strategy, constraints)
     facts = strategy.facts
@@ -100,6 +93,43 @@ def choose_launch(
     if constraints.cluster.instance.creates_processes_externally:
         return _external(per_node, constraints, max_restarts)
     return _local(strategy, per_node, constraints, max_restarts, elastic=elastic)
+
+
+def _check_elastic(
+    elastic: bool | Literal["replace"],
+    constraints: Constraints,
+    launcher: Selection[Launcher] | None,
+    max_restarts: int,
+) -> None:
+    """Check that dstrat starts and supervises all processes of an elastic job.
+
+    Raises:
+        ConflictError: It does not.
+    """
+    if launcher is not None:
+        raise ConflictError(
+            f"elastic={elastic!r} needs the processes that dstrat starts, and {launcher.title} starts these: leave one "
+            "of them out"
+        )
+    cluster = constraints.cluster.instance
+    # Before max_restarts, which would be refused there too.
+    if cluster.creates_processes_externally and cluster.restart_option is not None:
+        raise ConflictError(
+            f"elastic={elastic!r} needs the processes that dstrat starts, and {constraints.cluster.name} has started "
+            f"these: leave elastic and max_restarts out, and use "
+            f"{cluster.restart_option} with fit(resume='auto')"
+        )
+    if constraints.num_nodes > 1:
+        raise ConflictError(
+            f"elastic={elastic!r} works on one machine, and num_nodes={constraints.num_nodes}: leave elastic and "
+            "max_restarts out, and start the script with torchrun --max-restarts=3, where fit(resume='auto') goes on "
+            "from the checkpoints of InMemoryCheckpoint"
+        )
+    if not max_restarts:
+        raise ConflictError(
+            f"elastic={elastic!r} goes on after at most max_restarts deaths of ranks, and max_restarts=0: pass it too, "
+            "such as max_restarts=3"
+        )
 
 
 def _by_plugin(
@@ -146,7 +176,12 @@ def _external(per_node: int, constraints: Constraints, max_restarts: int) -> Lau
 
 
 def _local(
-    strategy: Selection[Strategy], per_node: int, constraints: Constraints, max_restarts: int, *, elastic: bool
+    strategy: Selection[Strategy],
+    per_node: int,
+    constraints: Constraints,
+    max_restarts: int,
+    *,
+    elastic: bool | Literal["replace"],
 ) -> LaunchSelection:
     world_size = per_node * constraints.num_nodes
     if max_restarts and constraints.num_nodes > 1:
@@ -167,6 +202,8 @@ def _local(
         reason += f"; up to {max_restarts} restart{'s' if max_restarts > 1 else ''}"
     if elastic:
         reason += ", of the dead rank's peers in their processes"
+    if elastic == "replace":
+        reason += ", and with a new one"
     return LaunchSelection(
         started_by="dstrat",
         processes_per_node=per_node,

@@ -39,7 +39,7 @@ class Request:
         precision: The dtypes; None is ``"32-true"``.
         plugins: At most one each of Precision, ClusterEnvironment, CheckpointIO and Launcher.
         max_restarts: How often all ranks are started again after one of them has failed.
-        elastic: Whether the others go on in their processes when a rank was killed.
+        elastic: Whether the others go on in their processes when a rank was killed; ``"replace"`` if a new one joins.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler ends the job; None where none does.
     """
 
@@ -50,7 +50,7 @@ class Request:
     precision: str | int | Precision | type[Precision] | None = None
     plugins: tuple[Any, ...] = ()
     max_restarts: int = 0
-    elastic: bool = False
+    elastic: bool | Literal["replace"] = False
     preemption_deadline: float | None = None
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +86,16 @@ RETIRED_ARGUMENTS = {
     "gradient_clip": "it is gradient_clip_val",
     "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module instead",
     "model_registry": "it belongs to a service of Lightning AI: leave it out",
+    **dict.fromkeys(
+        ("model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "resume"),
+        "it is an argument of fit",
+    ),
+    "dataloaders": "it is an argument of validate, test and predict",
 }
-"""The successors of arguments of Lightning's Trainer."""
+"""The successors of arguments of Lightning's Trainer, and the places of arguments that belong elsewhere."""
+
+RETIRED_ARGUMENTS_OF_RUNS = {"resume_from_checkpoint": "it is ckpt_path"}
+"""The successors of arguments of Lightning's ``fit``, ``validate``, ``test`` and ``predict``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +207,8 @@ def check_arguments(settings: TrainerSettings) -> None:
         RequestError: An argument is out of range or of another type; the message names it.
         ConflictError: Two arguments contradict each other.
     """
-    values = settings.by_argument()
+    groups = (getattr(settings, field.name) for field in fields(settings))
+    values = {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
     for name in _LIMITS:
         check_limit(values[name], name)
     for name, least in _AT_LEAST.items():
@@ -232,18 +241,23 @@ def _check_statement(value: Any, name: str) -> None:
         raise RequestError(f"{name}={value!r} must be True or False")
 
 
-def check_elastic(elastic: Any, *, saves_checkpoints: bool) -> None:
+def check_elastic(elastic: Any, *, saves_checkpoints: bool, saves_in_memory: bool) -> None:
     """Check the Trainer's argument.
 
     Raises:
-        RequestError: It is not True or False.
+        RequestError: It is neither True nor False nor ``"replace"``.
         ConflictError: No callback saves the checkpoints that ranks go on from.
     """
-    if not isinstance(elastic, bool):
-        raise RequestError(f"elastic={elastic!r} must be True or False")
+    if not isinstance(elastic, bool) and elastic != "replace":
+        raise RequestError(f"elastic={elastic!r} must be True, False or 'replace'")
+    if elastic == "replace" and not saves_in_memory:
+        raise ConflictError(
+            "elastic='replace' passes the state to new processes in memory, and no callback saves there: add "
+            "InMemoryCheckpoint(every_n_train_steps=10), or choose elastic=True"
+        )
     if elastic and not saves_checkpoints:
         raise ConflictError(
-            "elastic=True goes on from the newest checkpoint, and no callback saves any: add "
+            f"elastic={elastic!r} goes on from the newest checkpoint, and no callback saves any: add "
             "InMemoryCheckpoint(every_n_train_steps=10) or a ModelCheckpoint, or leave elastic out"
         )
 

@@ -1,4 +1,4 @@
-"""Elastic fits: ranks that go on in their processes, as fewer ranks, when one of them was killed."""
+"""Elastic fits: ranks that go on in their processes, as fewer or more ranks, when one was killed or a new one joins."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from dstrat.data.division import with_share
 from dstrat.data.global_batch import batch_sizes_of, divide_global_batch
 from dstrat.data.random_state import RandomState
 from dstrat.errors import RequestError
+from dstrat.launch.external import history
+from dstrat.parallel.process_group import wait_for_all_ranks
+from dstrat.training.loops.stopping import Votes, stop_by
 from dstrat.training.metrics.metric_objects import is_metric
 from dstrat.training.run import Run
 
@@ -56,8 +59,14 @@ class RunBeginning:
         self._random_state.restore()
 
 
+class GroupGrows(Exception):  # noqa: N818 - no error
+    """The ranks have saved a checkpoint, from which they go on together with new ones."""
+
+
 def is_regrouped_after(run: Run, exception: Exception) -> bool:
-    """Return whether the ranks of a run go on as fewer ranks after an exception in this one."""
+    """Return whether the ranks of a run go on as another number of ranks after an exception in this one."""
+    if isinstance(exception, GroupGrows):
+        return True
     # A signal that waits for the end of the step ends the run.
     if not (run.is_fitting and run.settings.output.elastic) or run.interruption.requested:
         return False
@@ -79,12 +88,14 @@ def release_frames(exception: BaseException) -> None:
 
 
 def begin_again(run: Run, beginning: RunBeginning) -> Run | None:
-    """Wait for the supervisor, and return the run of this process as a rank of the smaller group.
+    """Wait for the supervisor, and return the run of this process as a rank of the next group.
 
     It returns None where there is none, and the supervisor ends this process.
     """
     from dstrat.launch.elastic import join_group
 
+    if run.interruption.requested:  # a signal that came after the last vote, and is forgotten otherwise
+        stop_by(run.interruption.requested)
     if not join_group():
         return None
     beginning.restore()
@@ -92,6 +103,34 @@ def begin_again(run: Run, beginning: RunBeginning) -> Run | None:
     run.trainer.run = again
     run.strategy.connect(run.module)
     return again
+
+
+# New ranks
+
+
+def newcomers_wait(run: Run) -> bool:
+    """Return whether new processes wait to take the places of ranks that were killed."""
+    if run.settings.output.elastic != "replace":
+        return False
+    from dstrat.launch.elastic import has_newcomers
+
+    return has_newcomers()
+
+
+def admit_newcomers(run: Run) -> None:
+    """Save a checkpoint in memory between two steps, and leave the group, for one with new ranks; collective.
+
+    Raises:
+        GroupGrows: The checkpoint is complete.
+    """
+    callback: Any = next(callback for callback in run.callbacks if callback.saves_in_memory)
+    callback.save_now(run.trainer)
+    # A signal that has arrived meanwhile comes first.
+    (signal,) = Votes(run.strategy, beat=run.beat).take(0, run.interruption.requested)
+    if signal:
+        stop_by(signal)
+    wait_for_all_ranks("save a checkpoint for new ranks")  # Gloo fails in a rank that communicates when another leaves
+    raise GroupGrows("the ranks have left their group for one with new processes, and none was formed in time")
 
 
 # The global batch
@@ -189,7 +228,6 @@ def offer_to_go_on(run: Run) -> None:
     if not (run.is_fitting and run.settings.output.elastic):
         return
     from dstrat.launch.elastic import offer_sizes
-    from dstrat.launch.external import history
 
     def offer() -> None:
         problem = _why_restarted(run)
@@ -218,7 +256,9 @@ def _why_restarted(run: Run) -> str:
 
 def _warn_of_restarts(run: Run, problem: str) -> None:
     if run.is_global_zero:
-        _log.warning("elastic=True: %s, so that all ranks are restarted if one dies", problem)
+        _log.warning(
+            "elastic=%r: %s, so that all ranks are restarted if one dies", run.settings.output.elastic, problem
+        )
 
 
 def withdraw_offer(run: Run) -> None:

@@ -12,6 +12,8 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.keywords import explain_keyword
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.interfaces.strategy import log_out_of_memory
+from dstrat.launch.elastic import wait_as_newcomer
+from dstrat.launch.external import history
 from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.callback import Callback
@@ -19,9 +21,10 @@ from dstrat.training.callbacks.defaults import with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
 from dstrat.training.checkpoint.recovery import continued_checkpoint, count_steps, join_attempt, rewind_loggers
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
-from dstrat.training.checkpoint.save import final_state_of
+from dstrat.training.checkpoint.save import check_state_of_optimizers, final_state_of
 from dstrat.training.contexts import numerics
 from dstrat.training.elastic import (
+    GroupGrows,
     RunBeginning,
     begin_again,
     is_regrouped_after,
@@ -99,6 +102,8 @@ def execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
         The result for the process that called the Trainer.
     """
     beginning = RunBeginning(run) if run.is_fitting and run.settings.output.elastic else None
+    if wait_as_newcomer(history.current_launch):  # in any run: ranks of the job may be in no other
+        run.strategy.discard_values()  # as the others have done, whose shards have another size
     while True:
         outcome = _execute(run, ckpt_path)
         if not isinstance(outcome, Exception):
@@ -194,6 +199,8 @@ def _begin(run: Run) -> None:
         if datamodule is not None:
             warn_of_misspelled_hooks(datamodule, DataModule)
         warn_of_misspelled_hooks(module, TrainModule)
+        if run.stage == "predict" and run.sources is not None:
+            run.sources.warn_of_default_predictions()
     run.is_running = True
 
 
@@ -248,7 +255,9 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
         call_loggers(run.loggers, "log_hyperparams", hyperparameters)
     if restoration is not None:
         restoration.finish()
-    if run.is_fitting:  # after the checkpoint, whose state that of a running job replaces
+    if run.is_fitting:
+        check_state_of_optimizers(run)
+        # After the checkpoint, whose state that of a running job replaces.
         strategy.join_training(LiveTraining(run))
 
 
@@ -358,23 +367,24 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
 
 
 def _leave_group(run: Run, exception: BaseException) -> None:
-    """Clean up after a rank has died, for a run that begins again in this process."""
+    """Clean up after a rank has died, or when new ones join, for a run that begins again in this process."""
     from dstrat.checkpoint.async_io import finish_write
     from dstrat.launch.failures import kind_of
 
+    status = "interrupted" if isinstance(exception, GroupGrows) else "failed"
     # Neither the program nor its callbacks see an exception: the fit goes on.
     steps: list[Callable[[], None]] = [
         # Before the wait for a write, which ranks that still wait for this one would hold up.
         partial(run.strategy.on_exception, exception),
         partial(finish_write, run.strategy, exception, logs=False),
-        *_cleanup_steps(run, "failed"),
-        *_record_end(run, "failed", exception),
+        *_cleanup_steps(run, status),
+        *_record_end(run, status, exception),
         run.strategy.discard_values,
     ]
     errors = _run_all(steps)
     for error in errors:
         if kind_of(error) == "error":
-            _log.error("cleaning up after a rank had died failed too", exc_info=error)
+            _log.error("cleaning up before the ranks form another group failed", exc_info=error)
     # Frames first: by the garbage collector alone, workers of loaders would end seconds later.
     for each in (exception, *errors):
         release_frames(each)

@@ -6,12 +6,14 @@ import math
 import signal
 from typing import TYPE_CHECKING, Any, Literal
 
+from dstrat.checkpoint.paths import local_folder
 from dstrat.errors import MisuseError
 from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from dstrat.training.evaluation_results import MetricValues
+from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.run import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from dstrat.training.settings import setting
 
@@ -89,7 +91,7 @@ class TrainerProperties(NamedArguments):
     log_every_n_steps: int = setting("output", "log_every_n_steps")
     barebones: bool = setting("output", "barebones")
     max_restarts: int = setting("output", "max_restarts")
-    elastic: bool = setting("output", "elastic")
+    elastic: bool | Literal["replace"] = setting("output", "elastic")
     preemption_deadline: float | None = setting("output", "preemption_deadline")
 
     # Ranks and devices
@@ -454,8 +456,17 @@ class TrainerProperties(NamedArguments):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger; None without one."""
+        """The first logger; None without one.  It can be set to one or several, or to False or None for none.
+
+        One that is set in a run has a folder on global rank 0 only, until the next run.
+        """
         return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, requested: Logger | Iterable[Logger] | bool | None) -> None:
+        requested = False if requested is None else requested  # as in Lightning; of the argument, None is the default
+        root, is_tried = local_folder(self.default_root_dir), self.fast_dev_run > 0
+        self.loggers = complete_loggers(requested, root, self.strategy, is_tried=is_tried)
 
     @property
     def writing_loggers(self) -> list[Logger]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -126,7 +126,7 @@ class OutputSettings:
         log_every_n_steps: Optimizer steps between two writes of step values; 0 writes none.
         barebones: Whether everything beside training is off.
         max_restarts: How often all ranks are restarted after one has failed.
-        elastic: Whether the others go on in their processes when a rank was killed.
+        elastic: Whether the others go on in their processes when a rank was killed; ``"replace"`` if a new one joins.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job; None where none does.
     """
 
@@ -134,7 +134,7 @@ class OutputSettings:
     log_every_n_steps: int
     barebones: bool
     max_restarts: int
-    elastic: bool
+    elastic: bool | Literal["replace"]
     preemption_deadline: float | None
 
 
@@ -155,11 +155,6 @@ class TrainerSettings:
     evaluation: EvaluationSettings
     steps: StepSettings
     output: OutputSettings
-
-    def by_argument(self) -> dict[str, Any]:
-        """Return all values by the names of the Trainer's arguments."""
-        groups = (self.limits, self.data, self.evaluation, self.steps, self.output)
-        return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
 
     def limited(self) -> TrainerSettings:
         """Return the settings with what ``fast_dev_run``, ``overfit_batches`` and ``gradient_clip_val=0`` imply."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrat.checkpoint.paths import as_path, local_folder
 from dstrat.data.limits import check_count
 from dstrat.errors import DstratError, MisuseError
+from dstrat.interfaces.keywords import refuse_keywords
 from dstrat.interfaces.optimizers import read_optimizers
 from dstrat.launch.tracebacks import fold_frames
 from dstrat.resolve import Request, resolve_request
 from dstrat.training.arguments import (
     RETIRED_ARGUMENTS,
+    RETIRED_ARGUMENTS_OF_RUNS,
     changed_arguments,
     check_arguments,
     check_elastic,
@@ -38,6 +40,8 @@ from dstrat.training.settings import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
+
+    from typing_extensions import Never
 
     from dstrat.interfaces.accelerator import Accelerator, Devices
     from dstrat.interfaces.checkpoint_io import CheckpointIO
@@ -128,7 +132,9 @@ class Trainer(TrainerProperties):
         max_restarts: How often all ranks of this machine are restarted after one has failed.  Training resumes from the
             newest complete checkpoint of this fit, at the same sample.
         elastic: Whether the other ranks go on in their processes when one was killed, as fewer ranks with the same
-            global batch, from the newest complete checkpoint.  It counts as one of ``max_restarts``.
+            global batch, from the newest complete checkpoint.  It counts as one of ``max_restarts``.  With
+            ``"replace"`` a new process takes the place of the killed one as soon as it has started; needs an
+            InMemoryCheckpoint.
         preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job.  On such a signal the
             ranks save a checkpoint in the folder of the first ModelCheckpoint, and stop within this time; after a
             complete run SIGUSR1 has no effect.  Without a deadline SIGUSR1 does not stop a run.
@@ -182,7 +188,7 @@ class Trainer(TrainerProperties):
         default_root_dir: str | Path | None = None,
         barebones: bool = False,
         max_restarts: int = 0,
-        elastic: bool = False,
+        elastic: bool | Literal["replace"] = False,
         preemption_deadline: float | None = None,
     ) -> None:
         self.arguments = changed_arguments(Trainer.__init__, locals())
@@ -283,7 +289,11 @@ class Trainer(TrainerProperties):
             self.strategy.components.cluster_environment,
             saves_checkpoints=saves_checkpoints,
         )
-        check_elastic(elastic, saves_checkpoints=saves_checkpoints)
+        check_elastic(
+            elastic,
+            saves_checkpoints=saves_checkpoints,
+            saves_in_memory=any(callback.saves_in_memory for callback in self.callbacks),
+        )
 
     # Methods for users
 
@@ -297,6 +307,7 @@ class Trainer(TrainerProperties):
         weights_only: bool | None = None,  # noqa: ARG002 - Lightning's argument: checkpoints never run code here
         *,
         resume: Literal["auto"] | None = None,
+        **_unknown: Never,
     ) -> None:
         """Train a module.
 
@@ -316,6 +327,7 @@ class Trainer(TrainerProperties):
             MisuseError: The module lacks a method, or this Trainer has finished its training.
             RankFailedError: A process of the job failed.
         """
+        refuse_keywords(self.fit, _unknown, RETIRED_ARGUMENTS_OF_RUNS)
         from dstrat.training.callbacks.callback import Callback
         from dstrat.training.checkpoint.path import requested_checkpoint
         from dstrat.training.loops.sources import DataSources
@@ -345,6 +357,7 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,  # noqa: ARG002 - as for fit
+        **_unknown: Never,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the validation data; return the logged values, a dict for each loader.
 
@@ -357,6 +370,7 @@ class Trainer(TrainerProperties):
             datamodule: Makes the loaders.
             weights_only: Without effect, as for :meth:`fit`.
         """
+        refuse_keywords(self.validate, _unknown, RETIRED_ARGUMENTS_OF_RUNS)
         results = self._evaluate("validate", model, datamodule, dataloaders, ckpt_path)
         return self._show("validate", results, verbose=verbose)
 
@@ -368,6 +382,7 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,  # noqa: ARG002 - as for fit
+        **_unknown: Never,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data; return the logged values, a dict for each loader.
 
@@ -380,6 +395,7 @@ class Trainer(TrainerProperties):
             datamodule: Makes the loaders.
             weights_only: Without effect, as for :meth:`fit`.
         """
+        refuse_keywords(self.test, _unknown, RETIRED_ARGUMENTS_OF_RUNS)
         results = self._evaluate("test", model, datamodule, dataloaders, ckpt_path)
         return self._show("test", results, verbose=verbose)
 
@@ -391,6 +407,7 @@ class Trainer(TrainerProperties):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,  # noqa: ARG002 - as for fit
+        **_unknown: Never,
     ) -> list[Any]:
         """Run ``predict_step`` over the data; return its results in the order of the batches.
 
@@ -398,6 +415,7 @@ class Trainer(TrainerProperties):
         ``return_predictions=False``, with which the list is empty, and a ``PredictionWriter``.  The weights are chosen
         as in :meth:`test`.
         """
+        refuse_keywords(self.predict, _unknown, RETIRED_ARGUMENTS_OF_RUNS)
         predictions: list[Any] = self._evaluate(
             "predict", model, datamodule, dataloaders, ckpt_path, return_predictions=return_predictions is not False
         )

@@ -62,7 +62,8 @@ def test_ranks_learn_that_the_job_was_asked_to_stop(tmp_path):
 
 def test_ranks_that_go_on_without_others_meet_through_another_file(tmp_path):
     ranks = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2", "NODE_RANK": "0"}
-    regrouped = {**RANK, **ranks, "DSTRAT_JOB": str(tmp_path), "DSTRAT_NUM_STARTED": "4", "DSTRAT_RESTART_COUNT": "1"}
+    ranks |= {"DSTRAT_NUM_STARTED": "4", "DSTRAT_GROUP": "1", "DSTRAT_RESTART_COUNT": "1"}
+    regrouped = {**RANK, **ranks, "DSTRAT_JOB": str(tmp_path)}
     cluster = LocalEnvironment(regrouped)
     assert cluster.store_file == f"{tmp_path}/store-1"
     assert (cluster.world_size, cluster.num_started, cluster.attempt) == (3, 4, 1)

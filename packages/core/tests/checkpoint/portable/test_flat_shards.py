@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.process_group import close_process_group, open_process_group
@@ -90,6 +91,14 @@ def test_they_come_back_whole(io, tmp_path, ranks):
     for name in SHAPES:
         assert torch.equal(loaded[name], whole(name))
     assert loaded["again"] is loaded["scalar"]
+
+
+@pytest.mark.parametrize("elements", [0, 4])
+def test_shards_that_leave_out_elements_are_not_saved(tmp_path, elements):
+    shard = FlatShard(local=torch.zeros(elements), start=0, shape=(2, 3))
+    with pytest.raises(CheckpointError, match="the pieces of tensor 'weight' do not cover it exactly once"):
+        PortableCheckpointIO().save_checkpoint({"weight": shard}, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_optional_may_be_missing_or_of_another_dtype(io, tmp_path, refusal):

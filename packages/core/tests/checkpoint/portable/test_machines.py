@@ -119,6 +119,27 @@ def search(folder):
     return [found.name for found in search_memories(io.machines(io.ranks()), [str(folder)], None)]
 
 
+def save_of_two_jobs(folder):
+    for job, step in (("slurm-7.aa", 3), ("other", 9)):
+        path = folder_in_memory(folder) / job / f"step={step}.ckpt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "owner").touch()
+        PortableCheckpointIO().save_checkpoint({**values(fill=True), "global_step": step}, path)
+
+
+def search_of_job(folder):
+    io = PortableCheckpointIO()
+    found = search_memories(io.machines(io.ranks()), [str(folder)], "slurm-7")
+    return [(each.path.parent.name, each.step) for each in found]
+
+
+def test_a_replaced_machine_brings_no_checkpoint_of_another_job(tmp_path):
+    on_machines(save_of_two_jobs, tmp_path, ranks=(0, 1))  # each has all files, its own and copies
+    (attempt,) = (tmp_path / "memory-1").glob("**/slurm-7.aa")
+    shutil.rmtree(attempt)
+    assert on_machines(search_of_job, tmp_path, ranks=(0, 1)) == [[("slurm-7.aa", 3)]] * 2
+
+
 def test_without_two_neighbors_there_is_no_checkpoint(tmp_path):
     on_machines(save, tmp_path)
     for machine in (0, 1):

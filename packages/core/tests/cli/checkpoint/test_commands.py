@@ -66,7 +66,7 @@ def path(tmp_path, model):
 def run(*arguments):
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "checkpoint", *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
 
 

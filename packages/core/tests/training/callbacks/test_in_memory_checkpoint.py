@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from dstrat import Callback, CSVLogger, InMemoryCheckpoint, ModelCheckpoint
-from dstrat.checkpoint.portable.memory_files import existing_in_memory, folder_in_memory
+from dstrat.checkpoint.portable.memory_files import JobFolder, existing_in_memory, folder_in_memory, recycle_folder
 from dstrat.checkpoint.portable.newest import is_complete
 from dstrat.errors import CheckpointError, RequestError
 
@@ -233,9 +234,44 @@ def test_a_restarted_job_takes_its_own_before_those_of_ended_jobs(tmp_path):
     for name in ("slurm-7.aa", "slurm-71.bb", "cc"):
         (job := folder_in_memory(folder) / name).mkdir(parents=True)
         (job / "owner").touch()
+        (job / "step=4.ckpt").mkdir()
     names = [[path.name for path in existing_in_memory([folder], job_id)] for job_id in ("slurm-7", "slurm-8", None)]
     shutil.rmtree(folder_in_memory(tmp_path))
     assert names == [["slurm-7.aa"], ["cc", "slurm-7.aa", "slurm-71.bb"], ["cc", "slurm-7.aa", "slurm-71.bb"]]
+
+
+def test_an_attempt_that_was_killed_in_its_first_save_hides_no_other_job(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("slurm-7.aa", "cc"):
+        (job := folder_in_memory(folder) / name).mkdir(parents=True)
+        (job / "owner").touch()
+    (job / "step=4.ckpt").mkdir()
+    names = [path.name for path in existing_in_memory([folder], "slurm-7")]
+    shutil.rmtree(folder_in_memory(tmp_path))
+    assert "cc" in names
+
+
+CLAIMS = """
+import sys, time
+from pathlib import Path
+from dstrat.checkpoint.portable.memory_files import JobFolder
+path, end, count = Path(sys.argv[1]), time.monotonic() + 2, 0
+while time.monotonic() < end:
+    job = JobFolder(path)
+    count += not (path / "owner").is_file()
+    job.release(removes=True)
+print(count)
+"""
+
+
+def test_no_job_removes_the_folder_that_another_one_is_about_to_claim(tmp_path):
+    paths = [folder_in_memory(tmp_path) / name for name in ("aa", "bb")]
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", CLAIMS, str(path)], stdout=subprocess.PIPE, text=True) for path in paths
+    ]
+    missing = [job.communicate()[0] for job in jobs]
+    shutil.rmtree(folder_in_memory(tmp_path), ignore_errors=True)
+    assert missing == ["0\n", "0\n"]
 
 
 RUNNING_STEP = """
@@ -246,6 +282,20 @@ job = JobFolder(Path(sys.argv[1]))
 print("claimed", flush=True)
 sys.stdin.read()
 """
+
+
+def test_ranks_that_free_the_memory_of_a_job_at_once_do_not_fail(tmp_path):
+    for number in range(300):
+        job = JobFolder(tmp_path / str(number))
+        checkpoints = [job.path / f"step={step}.ckpt" for step in range(8)]
+        for path in checkpoints:
+            path.mkdir()
+        other_rank = threading.Thread(target=shutil.rmtree, args=(job.path,), kwargs={"ignore_errors": True})
+        other_rank.start()
+        for path in checkpoints:
+            recycle_folder(path)
+        other_rank.join()
+        job.release(removes=True)
 
 
 def test_a_step_of_the_same_job_that_runs_beside_is_left_alone(tmp_path):

@@ -167,7 +167,7 @@ def test_after_a_signal_all_save_together(tmp_path, devices, number):
     try:
         assert process.next_lines(devices) == ["running\n"] * devices
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -527,7 +527,7 @@ print("survived")
 def test_a_process_that_is_forked_while_the_bar_is_drawn_can_write(tmp_path):
     pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
     child = pexpect.spawn(  # a small program, as a hundred copies of one that has torch cost more than its start
-        sys.executable, ["-W", "ignore", "-c", FORKING], env=os.environ | {"TERM": "xterm"}, timeout=60,
+        sys.executable, ["-W", "ignore", "-c", FORKING], env=os.environ | {"TERM": "xterm"}, timeout=400,
         dimensions=(24, 100), cwd=str(tmp_path),
     )  # fmt: skip
     child.expect("survived")

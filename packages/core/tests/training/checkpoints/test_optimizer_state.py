@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
 from dstrat import ModelCheckpoint
+from dstrat.errors import CheckpointError
 
 
 class Lookahead(SGD):
@@ -87,3 +90,28 @@ def test_everything_in_the_state_of_an_optimizer_is_resumed(
     uninterrupted = fit("a")
     resumed = fit("b", ckpt_path=tmp_path / "a" / "epoch=0.ckpt")
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+
+
+class Remembering(SGD):
+    """Has a value of a type that checkpoints do not hold."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "losses": deque([1.0])}
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_before_the_first_step(quiet_trainer, make_line, line_class, loader):
+    class Net(line_class):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("a step was trained")
+
+        def configure_optimizers(self):
+            return Remembering(self.parameters(), lr=0.05)
+
+    class Trained(line_class):
+        def configure_optimizers(self):
+            return Remembering(self.parameters(), lr=0.05)
+
+    weights_only = ModelCheckpoint(save_weights_only=True)
+    quiet_trainer(max_epochs=1, callbacks=weights_only, enable_checkpointing=True).fit(make_line(Trained), loader())
+    with pytest.raises(CheckpointError, match=r"'optimizers/0/losses' is a collections\.deque"):
+        quiet_trainer(callbacks=ModelCheckpoint(), enable_checkpointing=True).fit(make_line(Net), loader())

@@ -12,6 +12,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -259,7 +260,94 @@ def test_processes_that_share_batches_keep_a_batch_sampler_of_the_users_own(shar
         pass
 
     loader = numbers(4, batch_sampler=Buckets(SequentialSampler(range(4)), 2, drop_last=False))
-    assert training(loader, sharing) == [loader, loader]
+    assert [lists(prepared) for prepared in training(loader, sharing)] == [lists(loader)] * 2
+
+
+class Drawing:
+    """A batch sampler with a generator of its own, and other batches in each epoch."""
+
+    def __init__(self, generator):
+        self.sampler, self.generator, self.epoch = Reversed(range(6)), generator, 0
+
+    def __len__(self):
+        return 3 + self.epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from torch.randint(6, (len(self), 2), generator=self.generator).tolist()
+
+
+def test_processes_that_share_batches_read_those_that_the_first_draws_from_the_users_own_batch_sampler(sharing):
+    sent = []
+
+    class Sending(sharing):
+        def broadcast(self, value, src=0):
+            if self.global_rank == src:
+                sent.append(value)
+            return sent[-1]
+
+    samplers = [Drawing(torch.Generator().manual_seed(rank)) for rank in range(2)]
+    expected = Drawing(torch.Generator().manual_seed(0))
+    loaders = [
+        prepare_training_loader(numbers(6, batch_sampler=sampler), Sending(rank, 2), distribute=True)
+        for rank, sampler in enumerate(samplers)
+    ]
+    for epoch in range(2):
+        expected.set_epoch(epoch)
+        drawn = list(expected)
+        for loader in loaders:
+            set_epoch(loader, epoch)
+            assert len(loader) == 3 + epoch
+            assert lists(loader) == drawn
+    assert [sampler.sampler.epochs for sampler in samplers] == [(0, 1), (0, 1)]
+
+
+def test_an_endless_batch_sampler_is_left_to_the_processes_that_share_batches_and_told(sharing, caplog):
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield [0, 1]
+
+    loader = numbers(4, batch_sampler=Endless())
+    assert [prepared.loader for prepared in training(loader, sharing)] == [loader, loader]
+    [record] = caplog.records
+    assert record.message == (
+        "the training loader has a batch sampler without a length (Endless): each of the 2 processes that share a "
+        "batch draws from it, so it has to give all of them the same batches"
+    )
+
+
+@pytest.mark.parametrize("distribute", [True, False])
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("given", [{"num_replicas": 2, "rank": 1}, {"num_replicas": 1, "rank": 0}], ids=str)
+def test_a_loader_that_is_divided_among_processes_that_share_batches_is_an_error(
+    sharing, given, is_grouped, distribute
+):
+    class Buckets(BatchSampler):
+        pass
+
+    sampler, strategy = DistributedSampler(range(4), **given), sharing(1, 2)
+    options = {"batch_sampler": Buckets(sampler, 1, drop_last=False)} if is_grouped else {"sampler": sampler}
+    loader = numbers(4, **options)
+    for purpose, prepare in (("training", prepare_training_loader), ("evaluation", prepare_evaluation_loader)):
+        if given == strategy.distributed_sampler_kwargs:
+            prepare(loader, strategy, distribute=distribute)
+            continue
+        with pytest.raises(MisuseError) as error:
+            prepare(loader, strategy, distribute=distribute)
+        assert str(error.value) == (
+            f"the {purpose} loader has a DistributedSampler with num_replicas=2 and rank=1, and several of the 2 ranks "
+            "of Sharing share each batch: pass it num_replicas=1 and rank=0, which "
+            "strategy.distributed_sampler_kwargs has, or leave it out, as dstrat divides the loader"
+        )
+
+
+def test_a_loader_that_is_divided_in_another_way_is_left_to_the_user(process, sharing):
+    for strategy, given in ((process(1, 2), {"num_replicas": 2, "rank": 0}), (sharing(0, 2), {"num_replicas": 4})):
+        loader = numbers(4, sampler=DistributedSampler(range(4), **{"rank": 3, **given}))
+        assert prepare_training_loader(loader, strategy, distribute=True) is loader
 
 
 # Evaluation

@@ -58,7 +58,7 @@ def interrupted(tmp_path_factory):
             env={**os.environ, "PYTHONPATH": str(library)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
         return done.stdout, done.stderr[done.stderr.index("Traceback") :]

@@ -128,7 +128,7 @@ def test_a_signal_stops_all_ranks_at_the_same_step(training, devices, start_meth
     process = training(devices, start_method)
     wait_until_running(process, devices)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=400)
     stopped = re.findall(r"rank (\d) stopped after (\d+) by (\w+)", out)
     assert {rank for rank, _, _ in stopped} == {str(rank) for rank in range(devices)}, (out, err)
     assert len({step for _, step, _ in stopped}) == 1, stopped
@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_from_outside_is_named_and_all_stop_at_the_same_st
     process = training(2)
     wait_until_running(process, 2)
     os.kill(ranks_of(process)[1], signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=400)
     stopped = re.findall(r"rank (\d) stopped after (\d+) by Terminated", out)
     assert len(stopped) == 2
     assert len({step for _, step in stopped}) == 1, stopped
@@ -178,7 +178,7 @@ def test_a_signal_stops_all_ranks_at_the_same_batch_of_an_evaluation(training, d
     process = training(devices, "fork", what)
     wait_until_running(process, devices)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=400)
     stopped = re.findall(r"rank (\d) stopped after (\d+) by (\w+)", out)
     assert {rank for rank, _, _ in stopped} == {str(rank) for rank in range(devices)}, (out, err)
     assert len({batch for _, batch, _ in stopped}) == 1, stopped

@@ -134,7 +134,7 @@ print("ended")
 
 
 def test_sigusr1_after_a_complete_run_ends_no_process():
-    done = subprocess.run([sys.executable, "-c", LATE], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LATE], check=False, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
     assert done.stderr.count("SIGUSR1 came after the end of the run: there is nothing to save") == 3
 

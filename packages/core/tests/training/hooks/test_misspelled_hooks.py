@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from dstrat import Callback, DataModule
+from dstrat import Callback, DataModule, TrainModule
 from dstrat.errors import MisuseError
 
 
@@ -75,6 +75,14 @@ def test_a_missing_step_names_the_method_that_was_meant(quiet_trainer, line_clas
     module = without(line_class, "configure_optimizers", configure_optimizer=step)()
     with pytest.raises(MisuseError, match=r"configure_optimizers.*did you mean it by Net\.configure_optimizer\?"):
         quiet_trainer().fit(module, loader())
+
+
+def test_a_method_that_is_like_predict_step_is_logged(quiet_trainer, line_class, loader, caplog):
+    methods = {"predict_step": TrainModule.predict_step, "predict_steps": step, "forward": lambda self, batch: batch}
+    with caplog.at_level(logging.WARNING):
+        quiet_trainer().predict(type("Net", (line_class,), methods)(), loader())
+    problem = "Net has no predict_step (did you mean it by Net.predict_steps?)"
+    assert caplog.messages == [f"{problem}: predictions are the results of forward"]
 
 
 def test_other_misspelled_hooks_are_logged(quiet_trainer, line_class, loader, caplog):

@@ -40,5 +40,5 @@ def bare(tmp_path_factory):
 )
 def test_without_its_library_a_logger_says_what_to_install(bare, file, name, library, extra):
     command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(bare), file, name]
-    done = subprocess.run(command, timeout=60, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=400, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == (f'{name} needs {library}, which is not installed: pip install "dstrat[{extra}]"')

@@ -44,7 +44,7 @@ def test_runs_that_start_at_the_same_moment_get_different_folders(tmp_path):
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    claimed = [line for process in processes for line in process.communicate(timeout=60)[0].split()]
+    claimed = [line for process in processes for line in process.communicate(timeout=400)[0].split()]
     assert len(claimed) == 300
     assert len(set(claimed)) == 300
 

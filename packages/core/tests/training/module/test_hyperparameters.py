@@ -8,7 +8,8 @@ import pickle
 from argparse import Namespace
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from pathlib import Path
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
@@ -308,6 +309,8 @@ class Sides(NamedTuple):
         (Config(), "net (Config, which is not annotated)"),
         ([Sides(1, 2)], "net[0] (Sides, which is not annotated)"),
         ({"a": [Level.LOW]}, "net.a[0] (Level, which is not annotated)"),
+        (Fraction(1, 3), "net (Fraction)"),
+        ([PurePosixPath("a")], "net[0] (PurePosixPath, which is not annotated)"),
     ],
 )
 def test_a_setting_that_is_not_plain_is_left_out_of_checkpoints(saved, value, named):

@@ -31,7 +31,13 @@ def parse_devices(devices: Devices, *, everything: int, limit: int, name: str) -
     """
     if limit == 0:
         raise DeviceError(f"devices={devices!r} is not possible: this machine has no {name} device that torch can use")
-    requested = _read(devices)
+    requested = _read_text(devices) if isinstance(devices, str) else _integer(devices)
+    # Of a set the order, and so the device of each rank, would be arbitrary.
+    if requested is None and isinstance(devices, Iterable) and not isinstance(devices, bytes | dict | set):
+        indices = [_integer(index) for index in devices]
+        requested = None if None in indices else [index for index in indices if index is not None]
+    if requested is None:
+        raise DeviceError(f"devices={devices!r} is not understood: {_FORMS}")
     if isinstance(requested, list):
         _check_indices(requested, devices, limit, name)
         return requested
@@ -45,23 +51,8 @@ def parse_devices(devices: Devices, *, everything: int, limit: int, name: str) -
     return list(range(count))
 
 
-def _read(devices: object) -> int | list[int]:
-    """Return a number of devices (-1 for all) or a list of indices."""
-    if isinstance(devices, str):
-        return _read_text(devices)
-    number = _integer(devices)
-    if number is not None:
-        return number
-    # Of a set the order, and so the device of each rank, would be arbitrary.
-    if isinstance(devices, Iterable) and not isinstance(devices, bytes | dict | set):
-        indices = [_integer(index) for index in devices]
-        integers = [index for index in indices if index is not None]
-        if len(integers) == len(indices):
-            return integers
-    raise DeviceError(f"devices={devices!r} is not understood: {_FORMS}")
-
-
 def _read_text(text: str) -> int | list[int]:
+    """Return a number of devices (-1 for all) or a list of indices."""
     if text.strip() == "auto":
         return -1
     items = text.removesuffix(",").split(",")  # "1," is a list of one index

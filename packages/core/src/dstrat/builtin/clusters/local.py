@@ -11,6 +11,7 @@ from dstrat.builtin.clusters.environ import Variables
 from dstrat.errors import ClusterError
 from dstrat.interfaces.cluster import ClusterEnvironment
 from dstrat.launch.job import (
+    GROUP_VARIABLE,
     JOB_VARIABLE,
     LOOPBACK,
     PID_VARIABLE,
@@ -94,7 +95,7 @@ class LocalEnvironment(ClusterEnvironment):
         if not is_one_machine:
             return None
         # Of ranks that have regrouped another one: a killed rank may have left a half-written entry in the first.
-        name = f"{STORE_FILE}-{self.attempt}" if STARTED_VARIABLE in self.environ else STORE_FILE
+        name = f"{STORE_FILE}-{self._group}" if self._group else STORE_FILE
         return os.path.join(self.environ[JOB_VARIABLE], name)  # noqa: PTH118 - a text
 
     @property
@@ -113,7 +114,12 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def has_lost_rank(self) -> bool:
-        return self.is_rank and Path(self.environ[JOB_VARIABLE], f"{REGROUP_FILE}-{self.attempt}").exists()
+        return self.is_rank and Path(self.environ[JOB_VARIABLE], f"{REGROUP_FILE}-{self._group}").exists()
+
+    @property
+    def _group(self) -> int:
+        """Number of groups of ranks before that of this one, see ``launch.elastic``."""
+        return self._in_rank(GROUP_VARIABLE, 0) if GROUP_VARIABLE in self.environ else 0
 
     @property
     def num_started(self) -> int:

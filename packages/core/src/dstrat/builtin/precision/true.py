@@ -46,13 +46,7 @@ class TruePrecision(Precision):
     def param_dtype(self) -> torch.dtype:
         return _DTYPES[self.flag]
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return _DTYPES[self.flag]
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        return _DTYPES[self.flag]
+    compute_dtype = reduce_dtype = param_dtype
 
     def connect(self, module: Module) -> Module:
         if self._converts:

@@ -12,10 +12,9 @@ from typing_extensions import override
 from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import BUCKET
 from dstrat.checkpoint.portable.machines import Machines
-from dstrat.checkpoint.portable.memory_files import is_in_memory
 from dstrat.checkpoint.portable.payload import Payload, as_bytes, host_memory, wait_for_devices
 from dstrat.checkpoint.portable.ranks import ChannelRanks, GroupRanks, Ranks
-from dstrat.checkpoint.portable.storage import map_in_threads
+from dstrat.checkpoint.portable.storage import MemoryStorage, map_in_threads, storage_of
 from dstrat.errors import CheckpointError, StoreError
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 from dstrat.parallel.internals import empty_host_cache
@@ -56,6 +55,12 @@ class PortableCheckpointIO(CheckpointIO):
         self._memory = StagingMemory()
 
     @override
+    def check_values(self, values: Mapping[str, Any]) -> None:
+        from dstrat.checkpoint.portable.encode import encode
+
+        encode(values)
+
+    @override
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | Path) -> None:
         """Write a checkpoint; collective.
 
@@ -85,18 +90,19 @@ class PortableCheckpointIO(CheckpointIO):
         from dstrat.checkpoint.portable.save import write
 
         target = as_path(path)
-        if isinstance(target, Path) and is_in_memory(target):
+        storage = storage_of(target)
+        if isinstance(target, Path) and isinstance(storage, MemoryStorage):
             machines = self.machines(staged.ranks)
             if machines.count > 1:
                 from dstrat.checkpoint.portable.mirrored import write_mirrored
 
                 write_mirrored(staged, target, machines)
                 return
-        write(staged, target)
+        write(staged, target, storage)
         # Only now: the pointer must never name a checkpoint that is not complete.
         with staged.ranks.on_all_ranks("point to the newest checkpoint"):
             if staged.ranks.rank == 0:
-                point_to(target)
+                point_to(target, storage)
 
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
         from dstrat.checkpoint.portable.save import prepare
@@ -143,7 +149,6 @@ class PortableCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, if it exists; the pointer beside it then names another one."""
         from dstrat.checkpoint.portable.newest import forget
-        from dstrat.checkpoint.portable.storage import storage_of
 
         folder = as_path(path)
         if folder.is_dir():

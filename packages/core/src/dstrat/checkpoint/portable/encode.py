@@ -18,16 +18,15 @@ from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _ONLY_STRINGS = frozenset({str})
 _PLAIN = (type(None), bool, str)
-"""Types that JSON has, tested before a call for each item, since most values of a checkpoint are of them."""
-_SAFE_INTEGER = 2**63
+_SAFE_INTEGERS = range(-(2**63), 2**63)
 _NUMBERS = "biufc"
 
 # By the exact type, here and below: a subclass would come back as its base class.
-_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size"}
+_SEQUENCES: dict[type, str] = {list: "", tuple: "tuple", torch.Size: "size"}
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 
@@ -56,75 +55,60 @@ def encode(value: Any, *, keys: tuple[Any, ...] = ()) -> Encoded:
     Raises:
         CheckpointError: A value is of another type; the message has its name.
     """
-    encoder = _Encoder()
-    encoded = encoder.encode(value, keys)
-    return Encoded(value=encoded, tensors=encoder.tensors)
+    tensors: dict[str, Any] = {}
+    return Encoded(value=_encode(value, keys, tensors), tensors=tensors)
 
 
-class _Encoder:
-    """Encoding of one value, which collects its tensors."""
+def _encode(value: Any, keys: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
+    """Return a value as JSON, and add its tensors by name."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return _SCALARS[kind](value)
+    # Without a limit, a value that holds itself would end in a RecursionError.
+    if len(keys) > DEEPEST_NESTING:
+        name = name_of(keys)[:200]
+        raise CheckpointError(f"{name!r} is nested more than {DEEPEST_NESTING} levels deep, or holds itself")
+    # A dict with the key of tags would be taken for a tagged value.
+    if kind in _SEQUENCES or (kind is dict and set(map(type, value)) <= _ONLY_STRINGS and TAG not in value):
+        items = (
+            item
+            # Tested before a call for each item, since most values of a checkpoint are of types that JSON has.
+            if type(item) in _PLAIN or (type(item) is int and item in _SAFE_INTEGERS)
+            else _encode(item, (*keys, key), tensors)
+            for key, item in (value.items() if kind is dict else enumerate(value))
+        )
+        if kind is dict:
+            return dict(zip(value, items, strict=True))
+        return [*items] if kind is list else {TAG: _SEQUENCES[kind], "items": [*items]}
+    if isinstance(value, (Tensor, FlatShard)):
+        name = name_of(keys)
+        if name in tensors:  # the keys 1 and "1" of a dict have one name
+            raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: give one of them another key")
+        tensors[name] = value
+        return {TAG: "tensor", "name": name}
+    return _tagged(value, keys, tensors)
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}
 
-    def encode(self, value: Any, keys: tuple[Any, ...]) -> Any:
-        kind = type(value)
-        if (
-            kind in _PLAIN
-            or (kind is int and -_SAFE_INTEGER <= value < _SAFE_INTEGER)
-            or (kind is float and math.isfinite(value))
-        ):
-            return value
-        if kind in _SCALARS:
-            return _SCALARS[kind](value)
-        # Without a limit, a value that holds itself would end in a RecursionError.
-        if len(keys) > DEEPEST_NESTING:
-            name = name_of(keys)[:200]
-            raise CheckpointError(f"{name!r} is nested more than {DEEPEST_NESTING} levels deep, or holds itself")
-        # A dict with the key of tags would be taken for a tagged value.
-        if kind is dict and set(map(type, value)) <= _ONLY_STRINGS and TAG not in value:
-            return {
-                key: item if type(item) in _PLAIN else self.encode(item, (*keys, key)) for key, item in value.items()
-            }
-        if kind is list:
-            return self._list(value, keys)
-        if isinstance(value, (Tensor, FlatShard)):
-            name = name_of(keys)
-            if name in self.tensors:  # the keys 1 and "1" of a dict have one name
-                raise CheckpointError(
-                    f"two tensors of the checkpoint are called {name!r}: give one of them another key"
-                )
-            self.tensors[name] = value
-            return {TAG: "tensor", "name": name}
-        return self._tagged(value, keys)
-
-    def _tagged(self, value: Any, keys: tuple[Any, ...]) -> dict[str, Any]:
-        kind = type(value)
-        if isinstance(value, (np.generic, np.ndarray)):
-            return _numpy(value, keys)
-        if kind in _SEQUENCES:
-            return {TAG: _SEQUENCES[kind], "items": self._list(value, keys)}
-        if kind in _MAPPINGS:
-            pairs = [
-                [self.encode(key, (*keys, "(a key)")), self.encode(item, (*keys, key))] for key, item in value.items()
-            ]
-            return {TAG: _MAPPINGS[kind], "items": pairs}
-        if kind in _SETS:
-            # Sorted, as the order of a set of str differs between processes.
-            items = sorted((self.encode(item, (*keys, "(an item)")) for item in value), key=dump_json)
-            return {TAG: _SETS[kind], "items": items}
-        raise _refusal(value, keys)
-
-    def _list(self, value: Iterable[Any], keys: tuple[Any, ...]) -> list[Any]:
-        return [
-            item if type(item) in _PLAIN else self.encode(item, (*keys, position))
-            for position, item in enumerate(value)
+def _tagged(value: Any, keys: tuple[Any, ...], tensors: dict[str, Any]) -> dict[str, Any]:
+    kind = type(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _numpy(value, keys)
+    if kind in _MAPPINGS:
+        pairs = [
+            [_encode(key, (*keys, "(a key)"), tensors), _encode(item, (*keys, key), tensors)]
+            for key, item in value.items()
         ]
+        return {TAG: _MAPPINGS[kind], "items": pairs}
+    if kind in _SETS:
+        # Sorted, as the order of a set of str differs between processes.
+        items = sorted((_encode(item, (*keys, "(an item)"), tensors) for item in value), key=dump_json)
+        return {TAG: _SETS[kind], "items": items}
+    raise _refusal(value, keys)
 
 
 def _int(value: int) -> Any:
     # As hex, since Python refuses to parse decimal numbers of more than 4300 digits.
-    return {TAG: "int", "hex": hex(value)}
+    return value if value in _SAFE_INTEGERS else {TAG: "int", "hex": hex(value)}
 
 
 def _float(value: float) -> Any:
@@ -132,6 +116,7 @@ def _float(value: float) -> Any:
 
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {
+    **dict.fromkeys(_PLAIN, lambda value: value),
     int: _int,
     float: _float,
     complex: lambda value: {TAG: "complex", "parts": [_float(value.real), _float(value.imag)]},

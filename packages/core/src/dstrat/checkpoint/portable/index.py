@@ -77,6 +77,29 @@ def index_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorEnt
     return entries
 
 
+def check_shares(tensors: Mapping[str, Any], files: Sequence[str]) -> None:
+    """Check what several ranks have contributed to an index, before it is written.
+
+    The rest follows from how a rank writes its file: a tensor that is one piece is in it in full.
+
+    Args:
+        tensors: The entries as JSON, by name.
+        files: The names of the ranks' files.
+
+    Raises:
+        ValueError: The pieces of a tensor do not cover it, or an alias is that of an alias.
+    """
+    checked = {
+        name: _from_json(name, entry, files)
+        for name, entry in tensors.items()
+        if "same_as" in entry or list(map(len, entry["pieces"])) != [2]
+    }
+    for name, entry in checked.items():
+        if (same_as := entry.same_as) is not None:
+            stored = {same_as: _from_json(same_as, tensors[same_as], files)} if same_as in tensors else {}
+            _check_alias(name, entry, same_as, stored)
+
+
 def _from_json(name: str, entry: Any, files: Sequence[str]) -> TensorEntry:
     dtype, shape = entry["dtype"], _numbers(entry["shape"])
     if dtype not in DTYPES:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from typing_extensions import Self
-
 
 _PREFIX, _SUFFIX, _CLAIM_SUFFIX = ".dstrat-", ".tmp", ".claim"
 _STALE_SECONDS = 3600
@@ -332,10 +330,8 @@ class OutputFile:
         self._direct = _open_direct(path) if size >= BUCKET else None
         self._threads = threading.local()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file, whether it is complete or not."""
         os.close(self._cached)
         if self._direct is not None:
             os.close(self._direct)

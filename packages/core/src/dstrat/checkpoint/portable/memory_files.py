@@ -101,24 +101,33 @@ def job_folder_name(job_id: str | None, token: str) -> str:
 def existing_in_memory(folders: Iterable[CheckpointPath], job_id: str | None = None) -> list[Path]:
     """Return the folders in memory of jobs that do not run, which belong to folders of checkpoints.
 
-    If earlier attempts of a job have some, they are the only ones.
+    If earlier attempts of a job have checkpoints, theirs are the only ones.
 
     Args:
         folders: The folders of checkpoints.
         job_id: Of the job that looks for them; None if it is not known.
     """
+    ended = ended_in_memory(folders)
+    # Not an attempt that was killed in its first save: it was resumed from one of another job, perhaps.
+    return [path for path in ended if is_attempt(path, job_id) and any(path.glob("*.ckpt"))] or ended
+
+
+def ended_in_memory(folders: Iterable[CheckpointPath]) -> list[Path]:
+    """Return the folders in memory of all jobs that do not run, which belong to folders of checkpoints."""
     if not _is_private(memory_root()):
         return []
-    folders = list(folders)
-    attempts = [path for folder in folders for path in attempts_in_memory(folder, job_id)]
-    return attempts or [path for folder in folders for path in _job_folders(folder) if not _is_claimed(path)]
+    return [path for folder in folders for path in _job_folders(folder) if not _is_claimed(path)]
+
+
+def is_attempt(path: Path, job_id: str | None) -> bool:
+    """Return whether a folder in memory is of an attempt of a job."""
+    return job_id is not None and path.name.startswith(job_folder_name(job_id, ""))
 
 
 def attempts_in_memory(folder: CheckpointPath, job_id: str | None) -> list[Path]:
     """Return the folders in memory of the ended attempts of a job, which belong to a folder of checkpoints."""
-    jobs = [] if job_id is None else _job_folders(folder)
     # Another step of a scheduler's job may run beside this one.
-    return [path for path in jobs if path.name.startswith(job_folder_name(job_id, "")) and not _is_claimed(path)]
+    return [path for path in _job_folders(folder) if is_attempt(path, job_id) and not _is_claimed(path)]
 
 
 def _job_folders(folder: CheckpointPath) -> list[Path]:
@@ -186,10 +195,20 @@ def _is_claimed(folder: Path) -> bool:
 def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of jobs that have ended without a checkpoint, such as those killed in their first save."""
     for folder in parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another rank removes it too
-            is_empty = (folder / _OWNER).is_file() and not any(folder.glob("*.ckpt"))
-            if is_empty and not _is_claimed(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+        owner = folder / _OWNER
+        with contextlib.suppress(FileNotFoundError):  # another rank has removed it
+            if folder in _claimed_folders or not owner.is_file() or any(folder.glob("*.ckpt")):
+                continue
+            descriptor = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                # Locked, so that a job that claims the folder now waits, and then makes it anew.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_at(descriptor, owner) and not any(folder.glob("*.ckpt")):
+                    shutil.rmtree(folder, ignore_errors=True)
+            except (BlockingIOError, PermissionError):  # a rank has claimed it, or removes it
+                pass
+            finally:
+                os.close(descriptor)
 
 
 # Files: new pages cost four times the time of a copy, and freeing them twice, so those of a superseded checkpoint serve
@@ -214,16 +233,17 @@ class RecyclingFolder(UnfinishedFolder):
 def recycle_folder(path: Path) -> None:
     """Remove a checkpoint, and put its large files aside for the next one; the last one of a job frees everything."""
     job = path.parent
-    if not (job / _OWNER).is_file():
-        remove_folder(path)
-    elif not any(other != path for other in job.glob("*.ckpt")):
-        shutil.rmtree(job, ignore_errors=True)
-    else:
+    with contextlib.suppress(FileNotFoundError):  # another rank removes the same, or at the end everything of the job
+        if not (job / _OWNER).is_file():
+            remove_folder(path)
+            return
+        if not any(other != path for other in job.glob("*.ckpt")):
+            shutil.rmtree(job, ignore_errors=True)
+            return
         spare = job / _SPARE
         shutil.rmtree(spare, ignore_errors=True)
         # Before anything is removed, as a crash meanwhile must not leave a damaged checkpoint.
-        with contextlib.suppress(FileNotFoundError):  # several ranks may remove it
-            path.rename(spare)
+        path.rename(spare)
         for file in spare.iterdir():
             if file.suffix != ".safetensors":
                 file.unlink(missing_ok=True)

@@ -13,7 +13,12 @@ from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.portable.format import BLOCK, INDEX, MANIFEST, STATE, dump_json, parse_json
 from dstrat.checkpoint.portable.machines import Machines, Transfer, transfer_files
-from dstrat.checkpoint.portable.memory_files import existing_in_memory, make_memory_root, memory_root
+from dstrat.checkpoint.portable.memory_files import (
+    ended_in_memory,
+    is_attempt,
+    make_memory_root,
+    memory_root,
+)
 from dstrat.checkpoint.portable.newest import step_of
 from dstrat.checkpoint.portable.reader import CheckpointReader, read_manifest
 from dstrat.checkpoint.portable.save import complete, write_rank_files
@@ -110,12 +115,15 @@ class MirroredCheckpoint:
 def search_memories(machines: Machines, folders: Sequence[str], job_id: str | None) -> list[MirroredCheckpoint]:
     """Return the checkpoints that the machines of a job have together; collective.
 
+    If earlier attempts of the job have some, they are the only ones, on whatever machine they are.
+
     Args:
         machines: Of the job.
         folders: The folders of checkpoints to which those in memory belong, the same on all ranks.
         job_id: Of the job; None if it is not known.
     """
-    jobs = existing_in_memory(map(as_path, folders), job_id)
+    # Of all jobs: a machine that has none of this job's does not know whether another one has.
+    jobs = ended_in_memory(map(as_path, folders))
     listed = [_description(path) for job in jobs for path in sorted(job.glob("*.ckpt"))]
     present: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     num_files: dict[tuple[str, int, int], int] = {}
@@ -123,11 +131,12 @@ def search_memories(machines: Machines, folders: Sequence[str], job_id: str | No
         for name, step, created_ns, count, files in parse_json(message):
             present[name, step, created_ns].update(files)
             num_files[name, step, created_ns] = count
-    return [
+    complete_ones = [
         MirroredCheckpoint(name=name, step=step, created_ns=created_ns)
         for (name, step, created_ns), files in present.items()
         if len(files) == num_files[name, step, created_ns]
     ]
+    return [each for each in complete_ones if is_attempt(each.path.parent, job_id)] or complete_ones
 
 
 def _description(path: Path) -> list[object] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.portable.format import LAST, STATE
 from dstrat.checkpoint.portable.reader import CheckpointReader, read_manifest
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.format import Manifest
+    from dstrat.checkpoint.portable.storage import Storage
 
 _LONGEST_NAME = 1024
 _ZIP = b"PK\x03\x04"
@@ -83,10 +84,10 @@ def _complete(path: CheckpointPath) -> Manifest | None:
     return manifest if is_complete else None
 
 
-def point_to(path: CheckpointPath) -> None:
+def point_to(path: CheckpointPath, storage: Storage[Any]) -> None:
     """Write the checkpoint's name into the pointer beside it."""
     # surrogateescape, here and in _target: names on a disk need not be UTF-8.
-    storage_of(path).replace_file(path.parent / LAST, path.name.encode(errors="surrogateescape") + b"\n")
+    storage.replace_file(path.parent / LAST, path.name.encode(errors="surrogateescape") + b"\n")
 
 
 def forget(path: CheckpointPath) -> None:
@@ -98,7 +99,7 @@ def forget(path: CheckpointPath) -> None:
     if newest is None:
         pointer.unlink(missing_ok=True)
     else:
-        point_to(newest)
+        point_to(newest, storage_of(newest))
 
 
 def resolve(path: CheckpointPath) -> CheckpointPath:

@@ -96,7 +96,7 @@ class Ranks:
         except BaseException as error:  # noqa: BLE001 - raised again below, after the other ranks have its message
             failure = error
         # Most blocks raise nowhere, and a reduction sends less than an exchange.
-        any_failed = self.any_rank(value=failure is not None)
+        any_failed = failure is not None if self.size == 1 else self.any_rank(value=failure is not None)
         messages = self.exchange(b"" if failure is None else _described(failure)) if any_failed else []
         if failure is not None and not isinstance(failure, Exception):  # KeyboardInterrupt stays one
             raise failure

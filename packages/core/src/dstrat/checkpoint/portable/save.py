@@ -28,8 +28,7 @@ from dstrat.checkpoint.portable.format import (
     parse_json,
     rank_file,
 )
-from dstrat.checkpoint.portable.index import index_from_json
-from dstrat.checkpoint.portable.storage import storage_of
+from dstrat.checkpoint.portable.index import check_shares
 from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
 
@@ -102,13 +101,13 @@ def _limited(data: bytes, content: str) -> bytes:
     return data
 
 
-def write(prepared: Prepared, target: CheckpointPath) -> None:
+def write(prepared: Prepared, target: CheckpointPath, storage: Storage[Any]) -> None:
     """Write the prepared files of every rank, then give the checkpoint its path; collective.
 
     Raises:
         CheckpointError: A rank failed; then all ranks raise, and the unfinished checkpoint is removed.
     """
-    ranks, storage = prepared.ranks, storage_of(target)
+    ranks = prepared.ranks
     folder: Unfinished | None = None
     try:
         with ranks.on_all_ranks(f"create checkpoint {str(target)!r}"):
@@ -173,9 +172,8 @@ def complete(
         for name, (size, checksums) in report["files"].items()
     }
     index = _index(reports)
+    check_shares(index["tensors"], index["files"])  # such a checkpoint could not be loaded
     files[STATE] = _write_document(storage, folder / STATE, prepared.state)
-    # Raises if the ranks' pieces do not fit together: such a checkpoint could not be loaded.
-    index_from_json(index, {name: record.size for name, record in files.items()})
     files[INDEX] = _write_document(storage, folder / INDEX, _limited(dump_json(index), "tensors' names"))
     manifest = Manifest(
         files=files,
@@ -194,7 +192,9 @@ def _index(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for report in reports:
         for name, (dtype, shape, same_as) in report["entries"].items():
             origin = {"pieces": []} if same_as is None else {"same_as": same_as}
-            tensors.setdefault(name, {"dtype": dtype, "shape": shape, **origin})
+            first = tensors.setdefault(name, {"dtype": dtype, "shape": shape, **origin})
+            if (first["dtype"], first["shape"]) != (dtype, shape) or (same_as is None and "same_as" in first):
+                raise ValueError(f"the ranks have different dtypes, shapes or aliases of tensor {name[:200]!r}")
     writers = [rank for rank, report in enumerate(reports) if report["pieces"]]
     for number, rank in enumerate(writers):
         for name, pieces in reports[rank]["pieces"].items():

@@ -163,7 +163,7 @@ class LocalStorage:
             output.write(views, begin)
             return block_checksums(views)
 
-        with OutputFile(path, size) as output:
+        with contextlib.closing(OutputFile(path, size)) as output:
             # Threads help, as system calls release the interpreter's lock.
             checksums = map_in_threads(write, range(0, size, BUCKET))
             output.flush()

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.checkpoint.portable.format import DTYPES, MEBIBYTE, dtype_name, dump_json, parse_json
+from dstrat.checkpoint.portable.format import (
+    DTYPES,
+    LARGEST_DIMENSIONS,
+    MEBIBYTE,
+    dtype_name,
+    dump_json,
+    parse_json,
+)
 from dstrat.checkpoint.portable.index import TensorEntry
 from dstrat.checkpoint.portable.payload import Payload, check_kind, memory_key
 from dstrat.errors import CheckpointError
@@ -82,9 +89,9 @@ def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Te
             if layout.entry.same_as is None
             for box in local_boxes(layout.tensor)
         ]
-        payloads += _sharded_payloads(layouts, leaders)
+        payloads += _sharded_payloads(sharded, leaders)
     all_ranks = _exchange_entries(shared, sum(payload.num_bytes for payload in payloads), ranks)
-    payloads += [Payload(name, box) for name, box in _assigned_boxes(tensors, all_ranks, ranks)]
+    payloads += _assigned_payloads(tensors, all_ranks, ranks)
     return WritePlan(payloads=payloads, entries=entries)
 
 
@@ -98,6 +105,11 @@ def _layouts(tensors: Mapping[str, Any]) -> dict[str, TensorLayout]:
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
             raise CheckpointError(f"tensor {name!r} has the dtype {dtype}, which the format does not know: convert it")
+        if len(tensor.shape) > LARGEST_DIMENSIONS:
+            raise CheckpointError(
+                f"tensor {name!r} has {len(tensor.shape)} dimensions, and the format has at most {LARGEST_DIMENSIONS}: "
+                "reshape it"
+            )
         is_flat = isinstance(tensor, FlatShard)
         distributed = not is_flat and is_distributed(tensor)
         memory: Any = id(tensor)
@@ -133,14 +145,12 @@ def _leaders(layouts: Mapping[str, TensorLayout], ranks: Ranks) -> dict[str, int
 def _sharded_payloads(layouts: Mapping[str, TensorLayout], leaders: Mapping[str, int]) -> Iterable[Payload]:
     """Yield the shards that this rank writes; the ranks that hold equal shards take turns from tensor to tensor."""
     # Turns of sharded tensors only: rank 0 has plain ones, such as buffers, that other ranks leave out.
-    sharded = [(name, layout) for name, layout in layouts.items() if layout.is_flat or layout.is_distributed]
-    for turn, (name, layout) in enumerate(sharded):
+    for turn, (name, layout) in enumerate(layouts.items()):
         tensor = layout.tensor
         if layout.entry.same_as is not None:
             continue
         if layout.is_flat:
             yield from (Payload(name, box) for box in local_boxes(tensor, name))
-        if not layout.is_distributed:
             continue
         if name in leaders:
             # Another group of ranks has the same tensor, and writes it.  The ranks of its mesh may be those of the
@@ -150,8 +160,7 @@ def _sharded_payloads(layouts: Mapping[str, TensorLayout], leaders: Mapping[str,
                 continue
         same = holders(tensor)
         if same and same[turn % len(same)] == tensor.device_mesh.get_rank():
-            for box in local_boxes(tensor, name):
-                yield Payload(name, box)
+            yield from (Payload(name, box) for box in local_boxes(tensor, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,16 +229,18 @@ def _holders_by_name(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]
     return holders
 
 
-def _assigned_boxes(
-    tensors: Mapping[str, Tensor], all_ranks: _AllRanks, ranks: Ranks
-) -> Iterable[tuple[str, LocalBox]]:
-    """Yield the boxes of plain tensors that this rank writes."""
-    boxes = [
-        (num_bytes, name, first, count)
-        for name, entry in all_ranks.entries.items()
-        if entry.same_as is None
-        for first, count, num_bytes in _rows(entry, len(all_ranks.holders[name]))
-    ]
+def _assigned_payloads(tensors: Mapping[str, Tensor], all_ranks: _AllRanks, ranks: Ranks) -> list[Payload]:
+    """Return the boxes of plain tensors that this rank writes."""
+    boxes: list[tuple[int, str, int, int]] = []  # each of some rows: bytes, name, first row, number of rows
+    for name, entry in all_ranks.entries.items():
+        num_bytes = entry.num_bytes
+        if entry.same_as is None and num_bytes:
+            rows = entry.shape[0] if entry.shape else 1
+            num_boxes = max(1, min(len(all_ranks.holders[name]), rows, num_bytes // _SPLIT_SIZE))
+            step = -(-rows // num_boxes)
+            sizes = [(first, min(step, rows - first)) for first in range(0, rows, step)]
+            boxes += [(num_bytes // rows * size, name, first, size) for first, size in sizes]
+    payloads: list[Payload] = []
     loads = list(all_ranks.loads)
     # One queue for each set of holders, so that a box costs the logarithm of their number.
     queues: dict[tuple[int, ...] | range, list[tuple[int, int]]] = {}
@@ -248,18 +259,7 @@ def _assigned_boxes(
         loads[writer] += num_bytes
         if writer == ranks.rank:
             tensor = tensors[name].detach()
-            rows = tensor.narrow(0, first, count) if tensor.dim() else tensor
-            yield name, LocalBox(tensor=rows, starts=(first, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ())
-
-
-def _rows(entry: TensorEntry, num_holders: int) -> Iterable[tuple[int, int, int]]:
-    """Yield the first row, the number of rows and the bytes of each box that a tensor is written in."""
-    num_bytes = entry.num_bytes
-    if num_bytes == 0:
-        return
-    rows = entry.shape[0] if entry.shape else 1
-    boxes = max(1, min(num_holders, rows, num_bytes // _SPLIT_SIZE))
-    step = -(-rows // boxes)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        yield first, count, num_bytes // rows * count
+            box = tensor.narrow(0, first, count) if tensor.dim() else tensor
+            starts = (first, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ()
+            payloads.append(Payload(name, LocalBox(tensor=box, starts=starts)))
+    return payloads

@@ -147,7 +147,8 @@ class Candidates:
         """Return the ranking of the layouts.
 
         Args:
-            aliases: Strategies to compare; empty for all that are installed, but for those that are legacy.
+            aliases: Strategies to compare; empty for all that are installed, but for those that are legacy, and those
+                whose losses are not those of one device.
         """
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
@@ -181,11 +182,12 @@ class Candidates:
     def _strategies(
         self, cases: Cases, aliases: Sequence[str], refused: dict[str, str | TooLarge]
     ) -> Iterator[tuple[str, Callable[[], Strategy]]]:
-        """Yield the layouts, each with a function that constructs its strategy; add the legacy ones to the refused."""
+        """Yield the layouts, each with a function that constructs its strategy; refuse those that must be named."""
         for alias, make_strategy in cases.strategies(aliases):
             offer = self._catalog.find("strategy", alias)
-            if offer.component.legacy and not aliases:
-                refused[alias] = f"{offer.component.legacy} (--strategy compares it)"
+            reason = offer.component.legacy or offer.component.approximation
+            if reason and not aliases:
+                refused[alias] = f"{reason} (--strategy compares it)"
                 continue
             if "(" in alias or self._catalog.missing_requirements(offer):
                 yield alias, make_strategy

@@ -189,7 +189,9 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
     slowest = max(saved, key=lambda name: saved[name])
     if fastest.time.total < first.time.total:
-        why = f"{name(fastest)} takes {1 - fastest.time.total / first.time.total:.1%} less, and is not simpler"
+        less = f"{1 - fastest.time.total / first.time.total:.1%}"
+        compared = "as long" if less == "0.0%" else f"{less} less"
+        why = f"{name(fastest)} takes {compared}, and is not simpler"
         sentences = [f"{name(first)} is as fast as any layout, to {SAME_TIME:.0%}: {why}."]
     elif slower <= SAME_TIME:
         sentences = [f"{name(first)} is the fastest; {name(second)} takes as long, to {SAME_TIME:.0%}."]

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dstrat.cli.measure.machine import PAGE
 from dstrat.errors import RequestError
 from dstrat.interfaces.memory import Work
 
@@ -105,9 +106,10 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
 
 
 def _exposed(machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute: float) -> float:
-    """Return the time of collectives that is not hidden by backward passes, and of copies and hooks for them."""
+    """Return the time of collectives that is not hidden by backward passes, and of what the strategy does for them."""
     exposed = communication.copied / (machine.efficiency * machine.memory_bandwidth)
     exposed += communication.hooks * (machine.hook_latency or 0.0)
+    exposed += communication.allocated / PAGE * (machine.page_latency or 0.0)
     in_each_batch = in_last_batch = 0.0
     for collective in communication.collectives:
         seconds = collective_seconds(machine, collective, training.ranks_per_machine)

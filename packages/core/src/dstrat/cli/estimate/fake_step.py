@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
 
+from dstrat.cli.estimate.gpu_kernels import gpu_kernels
+from dstrat.cli.estimate.live_memory import LiveMemory
 from dstrat.cli.estimate.replay import NotEqualLayers, ReplayedLayers
-from dstrat.cli.estimate.work import READS_DEVICE, CountedWork, RecordedHeads
+from dstrat.cli.estimate.work import CountedWork, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
-from dstrat.parallel.internals import DispatchMode, storage_key
+from dstrat.parallel.internals import storage_key
 from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def _measure(
             memory = LiveMemory([*module.parameters(), *module.buffers()])
             step = _step_of(training, module)
             work, attention = CountedWork(), RecordedHeads()
-            kernels = _kernels_of(device_type, precision, module)
+            kernels = gpu_kernels(device_type, precision, module)
             with memory, work:
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
@@ -442,195 +441,3 @@ def _explained() -> Iterator[None]:
             f"the training raised {type(error).__name__}: {error}.  It runs on fake tensors, which have no values: if "
             "it reads some, as .item() and conditions on tensors do, let the factory return a module that reads none"
         ) from error
-
-
-# Live memory of a step
-
-
-class LiveMemory(DispatchMode):
-    """Counts the storages that live after each operation.
-
-    Args:
-        persistent: Tensors that are not counted: parameters and buffers.
-
-    Attributes:
-        timeline: ``(activations, gradients)`` in bytes after each operation between the two ``begin`` methods.
-        largest_on_host: Largest memory of tensors on the meta device, which stands for the host.
-    """
-
-    def __init__(self, persistent: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        # Keys, not tensors, which would keep the storages alive.
-        self._known = {storage_key(tensor) for tensor in persistent}
-        self._sizes: dict[int, int] = {}
-        self._gradients: set[int] = set()
-        self._live = self._live_gradients = self._largest = self._before_step = 0
-        self.timeline: list[tuple[int, int]] = []
-        self._on_host: set[int] = set()
-        self._live_on_host = self.largest_on_host = 0
-        self._is_in_step = False
-
-    @property
-    def live(self) -> int:
-        """Bytes of the storages that live now."""
-        return self._live
-
-    @property
-    def live_gradients(self) -> int:
-        """Bytes of the gradients that live now."""
-        return self._live_gradients
-
-    @property
-    def live_on_host(self) -> int:
-        """Bytes of the storages that live now on the host."""
-        return self._live_on_host
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Count storages without entries of the timeline."""
-        is_in_step, self._is_in_step = self._is_in_step, False
-        yield
-        self._is_in_step = is_in_step
-
-    def begin_step(self, batch: Any) -> None:
-        """Begin the timeline; the batch counts as activations."""
-        self._is_in_step = True
-        apply_to_tensors(batch, self._count)
-
-    def begin_optimizer_step(self) -> None:
-        """End the timeline, and begin to watch temporary memory."""
-        self._is_in_step = False
-        self._before_step = self._largest = self._live
-
-    def largest_in_optimizer_step(self, state: int) -> int:
-        """Return the temporary memory of the optimizer step.
-
-        Args:
-            state: Bytes of the optimizer's state, which this step has created.
-        """
-        return max(0, self._largest - self._before_step - state)
-
-    def count_gradient(self, parameter: Tensor) -> None:
-        """Count the storage of a parameter's gradient as such, and no longer as an activation."""
-        key = storage_key(parameter.grad) if parameter.grad is not None else None
-        if key in self._sizes and key not in self._gradients:
-            self._gradients.add(key)
-            self._live_gradients += self._sizes[key]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_DEVICE:
-            return args[0].fake_device
-        output = func(*args, **(kwargs or {}))
-        apply_to_tensors(output, self._count)
-        self._largest = max(self._largest, self._live)
-        if self._is_in_step:
-            self.timeline.append((self._live - self._live_gradients, self._live_gradients))
-        return output
-
-    def _count(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        if key not in self._known and key not in self._sizes:
-            storage = tensor.untyped_storage()
-            self._sizes[key] = storage.nbytes()
-            if tensor.device.type == "meta":
-                self._on_host.add(key)
-                self._live_on_host += storage.nbytes()
-                self.largest_on_host = max(self.largest_on_host, self._live_on_host)
-            else:
-                self._live += storage.nbytes()
-            weakref.finalize(storage, self._forget, key)  # when its last tensor is gone, as an allocator frees it
-        return tensor
-
-    def _forget(self, key: int) -> None:
-        size = self._sizes.pop(key)
-        if key in self._on_host:
-            self._on_host.remove(key)
-            self._live_on_host -= size
-            return
-        self._live -= size
-        if key in self._gradients:
-            self._gradients.remove(key)
-            self._live_gradients -= size
-
-
-# Differences between the CPU, on which the step runs, and the devices
-
-
-_IN_FLOAT32 = {
-    # Operations that autocast computes in float32 on CUDA, and not on the CPU: torch's documentation of torch.amp.
-    *("cosine_similarity", "cross_entropy", "cumsum", "exp", "group_norm", "layer_norm", "log", "log_softmax", "norm"),
-    *("normalize", "pow", "prod", "reciprocal", "rsqrt", "softmax", "softplus", "sum", "nll_loss"),
-}
-
-
-_ATTENTION_DROPOUT = 10
-"""Position of ``dropout_p`` in torch.nn.functional.multi_head_attention_forward."""
-
-
-class _KernelsOfGPUs(TorchFunctionMode):
-    """Replaces operations that save other tensors on GPUs than on the CPU.
-
-    Args:
-        uses_autocast: Whether steps run in autocast, whose list of operations differs too.
-    """
-
-    def __init__(self, *, uses_autocast: bool) -> None:
-        super().__init__()
-        self._uses_autocast = uses_autocast
-        self._is_active = False
-
-    def __enter__(self) -> Self:
-        self._is_active = True
-        super().__enter__()  # type: ignore[no-untyped-call]  # of torch
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_active = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # of torch
-
-    def enter_in(self, layer: nn.Module) -> None:
-        """Enter the context in a layer's forward also in a backward pass, where it computes activations again."""
-        forward = layer.forward
-
-        @wraps(forward)
-        def entering(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if self._is_active else self:
-                return forward(*args, **kwargs)
-
-        layer.forward = entering
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name == "dropout":
-            return _dropout(*args, **kwargs)
-        if name == "scaled_dot_product_attention":
-            # The fused kernel saves the state of the generator rather than a mask.
-            if len(args) > 4:  # dropout_p is the fifth argument
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        elif name == "multi_head_attention_forward":  # its inner operations do not pass this mode
-            args = (*args[:_ATTENTION_DROPOUT], 0.0, *args[_ATTENTION_DROPOUT + 1 :])
-        if self._uses_autocast and name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = apply_to_tensors((args, kwargs), _in_float32)
-        return func(*args, **kwargs)
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001 - torch's names
-    output: Tensor = torch.native_dropout(input, p, training)[0] if training and p else input  # saves a mask of bytes
-    return output
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def _kernels_of(device_type: str, precision: Precision, module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which operations save the same tensors as on devices of a type, also in a backward pass."""
-    if device_type == "cpu":
-        return nullcontext()
-    kernels = _KernelsOfGPUs(uses_autocast=precision.compute_dtype != precision.param_dtype)
-    for layer in module.modules():
-        kernels.enter_in(layer)
-    return kernels

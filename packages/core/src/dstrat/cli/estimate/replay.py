@@ -19,7 +19,8 @@ from dstrat.parallel.activation_memory import LayerLabel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from dstrat.cli.estimate.fake_step import LiveMemory, RecordedLayers
+    from dstrat.cli.estimate.fake_step import RecordedLayers
+    from dstrat.cli.estimate.live_memory import LiveMemory
     from dstrat.cli.estimate.work import CountedWork
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from dstrat.cli.measure.machine import Link, Machine
+from dstrat.cli.measure.machine import PAGE, Link, Machine
 from dstrat.interfaces.communication import Collective
 from dstrat.launch.job import usable_processors
 
@@ -62,6 +62,7 @@ def measure(loop: OwnLoop, name: str) -> Machine:
         memory_bandwidth=bandwidth,
         operation_latency=_operation_latency(clock),
         hook_latency=_hook_latency(clock),
+        page_latency=_page_latency(clock),
         operand_overlap=_operand_overlap(clock, flops.get("float32"), bandwidth),
         host_bandwidth=_host_bandwidth(clock),
         overlap=_overlap(clock),
@@ -218,6 +219,17 @@ def _hook_latency(clock: _Clock) -> float:
     layer.register_full_backward_pre_hook(lambda _layer, _gradients: None)
     layer.register_full_backward_hook(lambda _layer, _inputs, _gradients: None)
     return max(0.0, clock.seconds_of_computation(run) - plain) / count
+
+
+def _page_latency(clock: _Clock) -> float:
+    """Return the time that the first write to a page of new memory adds; 0 on devices, whose allocators keep memory."""
+    if clock.device.type != "cpu":
+        return 0.0
+    written = torch.zeros(_COPIED, dtype=torch.uint8)
+    again = clock.seconds_of_computation(written.zero_)
+    # So much memory at once is always the system's, and goes back to it.
+    new = clock.seconds_of_computation(lambda: torch.empty(_COPIED, dtype=torch.uint8).fill_(0))
+    return max(0.0, new - again) * PAGE / _COPIED
 
 
 def _host_bandwidth(clock: _Clock) -> float:

@@ -66,6 +66,8 @@ def _print(machine: Machine) -> None:
         rows.append(("operands", f"{machine.operand_overlap:.0%}", "of their time hidden by products"))
     if machine.hook_latency:
         rows.append(("hooks", f"{machine.hook_latency * 1e6:.1f} us", "of a layer, in both passes"))
+    if machine.page_latency:
+        rows.append(("new memory", f"{machine.page_latency * 1e6:.2f} us", "of a page of 4 KiB, when first written"))
     for link in machine.links:
         span = "ranks" if link.scope == "machine" else "machines"
         rows.append(

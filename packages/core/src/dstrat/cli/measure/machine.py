@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.communication import CollectiveKind
 
+PAGE = 4096
+"""Bytes of a page of memory."""
+
 _KNOWN = Path(__file__).with_name("machines.json")
 
 
@@ -62,6 +65,8 @@ class Machine:
         operation_latency: Seconds that a device is busy with an operation on a few elements.
         hook_latency: Seconds in which Python runs the hooks of a layer, before and after both passes; 0 where a device
             computes meanwhile.  None, if it is not known, counts as 0.
+        page_latency: Seconds in which the system provides a page of memory, of 4 KiB, when it is first written; 0 where
+            an allocator keeps the memory, as on GPUs.  None, if it is not known, counts as 0.
         operand_overlap: Share of the time for reading and writing the operands of matrix products that these hide, as
             ``flops`` are of large ones, which take no time for them.  None, if it is not known, counts as 1.
         host_bandwidth: Bytes per second between host and device, in each direction.
@@ -84,6 +89,7 @@ class Machine:
     overlap: float
     links: Sequence[Link]
     hook_latency: float | None = None
+    page_latency: float | None = None
     operand_overlap: float | None = None
     efficiency: float = 1.0
     source: str
@@ -118,7 +124,7 @@ class Machine:
     @property
     def unmeasured(self) -> list[str]:
         """Names of what counts as nothing, as it was not measured, such as by an older version."""
-        names = ("hook_latency", "operand_overlap")
+        names = ("hook_latency", "page_latency", "operand_overlap")
         return [name for name in names if getattr(self, name) is None]
 
     def to_json(self) -> str:

@@ -50,7 +50,7 @@ def run_job(
     Args:
         function: At the top of a module; it gets a RankContext and the arguments.
         world_size: Number of ranks.
-        seconds: How long the job may take.
+        seconds: How long the job may take on an idle machine; it may take longer where the machine is busy.
         **arguments: Passed to the function; they must pickle.
     """
     __tracebackhide__ = True
@@ -72,7 +72,7 @@ def run_in_team(
     Args:
         function: At the top of a module; it gets a RankContext and the arguments.
         world_size: Number of ranks.
-        seconds: How long the job may take.
+        seconds: How long the job may take on an idle machine; it may take longer where the machine is busy.
         team: Functions of different teams never run in the same ranks.
         **arguments: Passed to the function; they must pickle.
     """
@@ -109,7 +109,7 @@ def describe_end(end: RankResult, seconds: float) -> str:
         return f"raised {end.report.headline}"
     if end.exit_code is None:
         after_failure = f"{SECONDS_AFTER_FAILURE:.0f} s after another rank had failed"
-        return f"did not return in {seconds:.0f} s, or in {after_failure}, and was killed"
+        return f"did not return in {seconds:.0f} s of an idle machine, or in {after_failure}, and was killed"
     return f"died with exit code {end.exit_code}"
 
 

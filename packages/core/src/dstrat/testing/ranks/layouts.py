@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -239,6 +240,8 @@ def train_layouts(rank_context: RankContext, subject: Subject, ways: Sequence[Ma
 def _train(
     rank_context: RankContext, subject: Subject, save_to: str | None = None, resume_from: str | None = None
 ) -> LayoutRecord:
+    if save_to is not None and rank_context.rank == 0:
+        shutil.rmtree(save_to, ignore_errors=True)  # of a job that was too slow, after which this one runs
     record, net = LayoutRecord(save_to=save_to), LayoutNet(subject.configure_model, seed=rank_context.rank)
     work = Fit(epochs=2, stop_at=STEPS, accumulate=2, clip=_CLIP, validate_every=BATCHES)
     make_trainer(rank_context, subject, work, [record]).fit(net, ckpt_path=resume_from)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SECONDS_AFTER_FAILURE = 8.0  # in which the other ranks may report, as the first report is not always the cause
 _STACK_SECONDS = 0.5  # for a rank to write its stack
 _GRACE_SECONDS = 1.0  # for ranks to end after they have reported
+_MOST_CROWDED = 5.0  # times the seconds of an idle machine, whatever the load is
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "dstrat.testing.ranks.team", "dstrat.testing.ranks.fits"]
 
 
@@ -153,20 +154,31 @@ def _start(world_size: int, folder: Path) -> tuple[list[Any], list[Any]]:
 
 def _collect(pipes: Sequence[Any], seconds: float) -> tuple[dict[int, Report], Collection[int]]:
     """Collect the reports, for a few seconds only once a rank has failed; return them and the ranks still busy."""
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
+    deadline, has_failed = begun + seconds, False
     pending = dict(enumerate(pipes))
     reports: dict[int, Report] = {}
     while pending:
         ready = connection.wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            break
+            deadline = max(deadline, begun + seconds * _crowding())
+            if has_failed or time.monotonic() >= deadline:
+                break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             with contextlib.suppress(EOFError, ConnectionResetError):  # it has died without a report
                 reports[rank] = pending[rank].recv()
             del pending[rank]
             if rank not in reports or reports[rank].failure:
+                has_failed = True
                 deadline = min(deadline, time.monotonic() + SECONDS_AFTER_FAILURE)
     return reports, pending.keys()
+
+
+def _crowding() -> float:
+    """Return how many times as long work may take as on an idle machine: how many processes wait for each core."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return 1.0
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_CROWDED)
 
 
 def _stacks(ranks: Sequence[Any], silent: Collection[int], folder: Path) -> dict[int, str]:

@@ -43,7 +43,7 @@ class StrategyTests(Suite):
             depend on time.  It implies that a training that resumes equals one that never stopped.
         needs_even_batches: Why the strategy cannot train on batches and groups of different sizes; empty if it can.
         tolerance: Largest relative difference of losses.
-        seconds: How long a job of a few steps may take.
+        seconds: How long a job of a few steps may take on an idle machine.
     """
 
     kind = "strategy"

@@ -28,11 +28,16 @@ class Callback(NamedArguments):
             hook.
         saves_checkpoints: Whether it writes checkpoints.  Its hooks follow all others, whose latest state is then in
             the checkpoint.
+        saves_in_memory: Whether its method ``save_now`` saves a complete checkpoint in memory between two steps, for
+            ``elastic="replace"``.
+        averages_weights: Whether it averages the weights over steps, for which all ranks must train the same ones.
         reads_batch_indices: Whether it reads ``trainer.predict_batch_indices``, which are recorded only then.
     """
 
     runs_last: bool = False
     saves_checkpoints: bool = False
+    saves_in_memory: bool = False
+    averages_weights: bool = False
     reads_batch_indices: bool = False
     _logging_module: TrainModule | None = None  # of the run
 

@@ -58,10 +58,18 @@ def complete_callbacks(
     """
     callbacks = _as_list(requested, "callbacks")
     enabled_features = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
+    missing: list[Callback] = []
     for name, enabled in enabled_features.items():
+        of_feature = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name])]
+        if enabled and not of_feature:
+            missing.append(_DEFAULTS[name]())
         # A summary that the user passes is printed, as in Lightning: the switch is for the default one.
-        if not enabled and (barebones or name != "model_summary"):
-            _check_none(callbacks, name, barebones=barebones)
+        if not enabled and of_feature and (barebones or name != "model_summary"):
+            off = "barebones=True" if barebones else f"enable_{name}=False"
+            raise ConflictError(
+                f"{off} switches off every {_DEFAULTS[name].__name__}, and callbacks has a "
+                f"{type(of_feature[0]).__name__}: leave one of the two out"
+            )
     if barebones:
         _check_nothing_is_awaited(callbacks)
     if max_time is not None:
@@ -71,10 +79,7 @@ def complete_callbacks(
                 "give that one the duration, or leave it out"
             )
         callbacks.append(Timer(read_duration(max_time, "max_time")))
-    for name, enabled in enabled_features.items():
-        if enabled and not any(isinstance(callback, _DEFAULTS[name]) for callback in callbacks):
-            callbacks.append(_DEFAULTS[name]())
-    return _in_order(callbacks)
+    return _in_order([*callbacks, *missing])
 
 
 def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
@@ -127,17 +132,6 @@ def _in_order(callbacks: Sequence[Callback]) -> list[Callback]:
                 f"two callbacks have the state_key {key!r}, so a checkpoint could not tell them apart: {way}"
             )
     return sorted(callbacks, key=lambda callback: (callback.saves_checkpoints, callback.runs_last))
-
-
-def _check_none(callbacks: Sequence[Callback], name: str, *, barebones: bool) -> None:
-    """Raise a ConflictError if the user passes a callback of a feature that is switched off."""
-    of_kind = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name])]
-    if of_kind:
-        off = "barebones=True" if barebones else f"enable_{name}=False"
-        raise ConflictError(
-            f"{off} switches off every {_DEFAULTS[name].__name__}, and callbacks has a {type(of_kind[0]).__name__}: "
-            "leave one of the two out"
-        )
 
 
 def _check_nothing_is_awaited(callbacks: Sequence[Callback]) -> None:

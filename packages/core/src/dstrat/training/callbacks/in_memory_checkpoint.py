@@ -68,6 +68,7 @@ class InMemoryCheckpoint(Callback):
 
     runs_last = True
     saves_checkpoints = True
+    saves_in_memory = True
 
     def __init__(self, every_n_train_steps: int) -> None:
         check_count("every_n_train_steps", every_n_train_steps, 1)
@@ -174,6 +175,17 @@ class InMemoryCheckpoint(Callback):
         finally:
             if job is not None:
                 job.release(removes=self._is_complete)
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Save a checkpoint after an optimizer step, and wait until it is complete; collective.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        assert self._background is not None  # noqa: S101 - called in a fit
+        if not self.ckpt_path or trainer.global_step != self._saved_at_step:
+            self._save(trainer)
+        self._background.wait()
 
     def _save(self, trainer: Trainer) -> None:
         assert self.dirpath is not None  # noqa: S101 - setup comes first

@@ -58,6 +58,8 @@ class WeightAveraging(Callback):
         MisuseError: Another argument is passed.
     """
 
+    averages_weights = True
+
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         accepted = [*inspect.signature(type(self)).parameters.values()][:-1]  # without **kwargs
         parameters = inspect.signature(AveragedWeights).parameters

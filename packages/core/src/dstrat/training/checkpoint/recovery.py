@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.paths import as_path
 from dstrat.launch.external import history
 from dstrat.launch.recovery import SavePoint, StepRecord, record_save_point, this_attempt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dstrat.training.loggers.logger import Logger
     from dstrat.training.run import Run
+
+_log = logging.getLogger(__name__)
 
 
 def join_attempt(run: Run) -> None:
@@ -21,7 +27,7 @@ def join_attempt(run: Run) -> None:
     # By launch, as a script may call fit several times, and a restart repeats those before the failed one.
     run.save_point = run.attempt.save_point(history.current_launch)
     if run.save_point is not None and run.is_global_zero:
-        for logger, folder in zip(run.loggers, run.save_point.log_dirs, strict=True):
+        for logger, folder in _of_loggers(run, run.save_point.log_dirs):
             if folder is not None:
                 logger.join(Path(folder))
 
@@ -33,9 +39,22 @@ def rewind_loggers(run: Run) -> None:
     if run.save_point is None:
         _record(run, None)  # a restart before the first checkpoint rewinds to here
     else:
-        for logger, bookmark in zip(run.loggers, run.save_point.bookmarks, strict=True):
+        for logger, bookmark in _of_loggers(run, run.save_point.bookmarks):
             if bookmark is not None:
                 logger.rewind(bookmark)
+
+
+def _of_loggers(run: Run, values: Sequence[Any]) -> list[tuple[Logger, Any]]:
+    """Return each logger with its value of the save point; nothing where the fit has changed its loggers since."""
+    if len(values) != len(run.loggers):
+        _log.warning(
+            "this attempt begins with other loggers (%d) than the checkpoint was saved with (%d): values that were "
+            "logged after the checkpoint are not removed",
+            len(run.loggers),
+            len(values),
+        )
+        return []
+    return list(zip(run.loggers, values, strict=True))
 
 
 def count_steps(run: Run) -> None:

@@ -13,12 +13,16 @@ from dstrat.checkpoint.paths import shown_path
 from dstrat.checkpoint.portable.memory_files import is_in_memory
 from dstrat.checkpoint.strategy_state import (
     CURRENT_WEIGHTS,
+    JobSize,
+    describe_move,
     is_of_same_strategy,
+    job_sizes,
     load_module,
     load_rank_buffers,
     load_weights,
     read_values,
     restore_optimization,
+    state_to_follow,
 )
 from dstrat.data.resume import shared_seeds
 from dstrat.errors import CheckpointError
@@ -91,7 +95,7 @@ class CheckpointRestore:
             run.final_state = run.final_state.with_weights_of(self._path, run.stage)
 
     def _restore_training(self, checkpoint: Mapping[str, Any]) -> None:
-        """Resume from the checkpoint: exactly on the same number of ranks, approximately on another."""
+        """Resume from the checkpoint: exactly on as many ranks and readers of the data, approximately on others."""
         if "own_loop" in checkpoint:
             raise CheckpointError(
                 f"{str(self._path)!r} was saved by OwnLoop.save_checkpoint, and a Trainer cannot continue that loop: "
@@ -116,10 +120,12 @@ class CheckpointRestore:
         run.metrics.load_state_dict(checkpoint["metrics"])
         if "converted_from" in checkpoint:
             self._log_conversion(checkpoint["converted_from"])
-        elif checkpoint["world_size"] == run.world_size:
+            return
+        saved, now = job_sizes(run.strategy, checkpoint)
+        if saved == now:
             self._restore_rank(checkpoint)
         else:
-            self._reshard(checkpoint)
+            self._reshard(checkpoint, saved, now)
 
     def _restore_rank(self, checkpoint: Mapping[str, Any]) -> None:
         run, ranks = self._run, checkpoint.get("ranks", [])
@@ -129,8 +135,9 @@ class CheckpointRestore:
         if rank_state is None:
             self._log_summary(f"one of {run.world_size} processes alone", rank_state, dropped)
             return
-        run.fit_loop.load_rank_state(rank_state)
-        load_rank_buffers(run.strategy, rank_state.get("buffers", {}))  # absent in older checkpoints
+        followed = state_to_follow(run.strategy, self._io, self._path, ranks, rank_state)
+        run.fit_loop.load_rank_state(followed)
+        load_rank_buffers(run.strategy, followed.get("buffers", {}))  # absent in older checkpoints
         if takes_state:
             run.strategy.load_rank_state(rank_state["strategy"])
         # A decision of all ranks: one may have no shard of any gradient, and another one has.
@@ -139,19 +146,18 @@ class CheckpointRestore:
             if run.is_global_zero:
                 _log.warning("%s %s", self._path, dropped)
 
-    def _reshard(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the state that another number of ranks had, as far as it is independent of their number."""
-        run, saved_by = self._run, checkpoint["world_size"]
-        ranks = checkpoint.get("ranks") or self._saved_ranks(saved_by)
-        run.fit_loop.pending.saved_world_size = saved_by
+    def _reshard(self, checkpoint: Mapping[str, Any], saved: JobSize, now: JobSize) -> None:
+        """Restore the state that a job of another size had, as far as it is independent of that."""
+        run = self._run
+        ranks = checkpoint.get("ranks") or self._saved_ranks(saved.world_size)
+        run.fit_loop.pending.readers = (saved.readers, now.readers)
         first = ranks[0] if ranks else None
         if ranks:
             run.fit_loop.load_rank_state(reshard_rank_states(ranks))
-        how = f"{saved_by} processes and is continued by {run.world_size}"
         dropped = _describe_dropped(checkpoint, first)
         if dropped:
             run.fit_loop.drop_gradients()
-        self._log_summary(how, first, dropped)
+        self._log_summary(describe_move(saved, now), first, dropped)
 
     def _log_summary(self, how: str, rank_state: Mapping[str, Any] | None, dropped: str) -> None:
         """Log which state is restored, and which is not."""

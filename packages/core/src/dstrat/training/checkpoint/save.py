@@ -13,7 +13,7 @@ from dstrat.checkpoint.strategy_state import (
     module_entries,
     optimization_entries,
     rank_buffers,
-    refuse_used,
+    reader_of,
     unused_path,
 )
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
@@ -50,14 +50,14 @@ def save_checkpoint(run: Run, path: str | Path, *, weights_only: bool) -> None:
         # If a rank does not call it, the others wait here, where a warning says so, not in some later collective.
         with warn_if_slow(run, "save_checkpoint"):
             run.strategy.barrier("save_checkpoint")
-        begin, target = monotonic(), unused_path(run.strategy, path)
-        if not weights_only:
-            record_checkpoint(run, target)  # before it is written: a restart checks whether it is complete
-        run.strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only), target)
-        run.save_seconds = monotonic() - begin
-        if run.recorder is not None:
-            run.recorder.note_checkpoint(run, str(target))
-        refuse_used(path, target)
+        begin = monotonic()
+        with unused_path(run.strategy, path) as target:
+            if not weights_only:
+                record_checkpoint(run, target)  # before it is written: a restart checks whether it is complete
+            run.strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only), target)
+            run.save_seconds = monotonic() - begin
+            if run.recorder is not None:
+                run.recorder.note_checkpoint(run, str(target))
     elif run.final_state is not None:
         _save_final_state(run.final_state, run, path, weights_only=weights_only)
     else:
@@ -80,6 +80,21 @@ def collect_checkpoint(run: Run, *, weights_only: bool = False, ended: FinalStat
     # On every rank, also where only rank 0 writes: a hook may call collectives.
     run.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
+
+
+def check_state_of_optimizers(run: Run) -> None:
+    """Check that the checkpoints of a fit can hold what its optimizers and schedulers have at the start; collective.
+
+    Otherwise the first save would raise the error, after an epoch.  State that a strategy or an optimizer shards is
+    not gathered for that.
+
+    Raises:
+        CheckpointError: They have values of a type that no checkpoint holds.
+    """
+    strategy = run.strategy
+    saves_state = any(not getattr(callback, "save_weights_only", False) for callback in run.checkpoint_callbacks)
+    if saves_state and not _is_sharded(run):
+        strategy.checkpoint_io.file_io.check_values(optimization_entries(strategy))
 
 
 def rescue_checkpoint(run: Run, path: str | Path) -> None:
@@ -130,7 +145,12 @@ def collect_rank_state(run: Run) -> dict[str, Any]:
     of_strategy = run.strategy.rank_state()
     if run.fit_loop.is_in_backward and of_strategy.get("gradients"):
         of_strategy["gradients"] = {}  # a resume repeats the current batch, whose gradients are partly in them
-    return {**run.fit_loop.rank_state(), "strategy": of_strategy, "buffers": rank_buffers(run.strategy)}
+    return {
+        **run.fit_loop.rank_state(),
+        "reader": reader_of(run.strategy),
+        "strategy": of_strategy,
+        "buffers": rank_buffers(run.strategy),
+    }
 
 
 def _of_each_rank(run: Run, rank_state: dict[str, Any]) -> dict[str, Any]:
@@ -198,9 +218,8 @@ def _save_final_state(final: FinalState, run: Run, path: str | Path, *, weights_
     try:
         with warn_if_slow(run, "save_checkpoint"):
             strategy.setup_environment()
-        target = unused_path(strategy, path)
-        strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only, ended=final), target)
-        refuse_used(path, target)
+        with unused_path(strategy, path) as target:
+            strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only, ended=final), target)
     except BaseException as error:
         strategy.on_exception(error)  # closes communication, in which other ranks wait
         raise

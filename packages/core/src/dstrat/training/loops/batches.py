@@ -42,7 +42,9 @@ class TrainingData:
 
     Attributes:
         loader: The loader; None before it is made.
+        length: Number of batches of the loader, without a limit; None if it is unknown, or not made yet.
         num_batches: Number of batches in an epoch; None if the loader has no length, or is not made yet.
+        samples_per_batch: Number of samples in a batch of each loader; None if it is unknown, or not made yet.
         beginning: The random state at the beginning of the epoch; None before the first one.
         batches_per_item: Number of batches in an item of the loader: 1, or more for compiled training steps that
             consume several.
@@ -53,21 +55,12 @@ class TrainingData:
         self._run = run
         self.keeps_order = False
         self.loader: Any = None
+        self.length: int | None = None
         self.num_batches: int | None = None
+        self.samples_per_batch: list[int] | None = None
         self.beginning: Beginning | None = None
         self.batches_per_item = 1
         self._stateful: StatefulLoader | None = None
-
-    @property
-    def length(self) -> int | None:
-        """Number of batches of the loader, without a limit; None if it is unknown."""
-        length = length_of(self.loader)
-        return None if length is None else length * self.batches_per_item
-
-    @property
-    def samples_per_batch(self) -> list[int] | None:
-        """Number of samples in a batch of each loader; None if it is unknown."""
-        return samples_per_batch(self.loader, is_alone=self._run.world_size == 1)
 
     def load(self) -> None:
         """Make the loader from the user's, unless it exists; collective."""
@@ -83,6 +76,9 @@ class TrainingData:
                 distribute=run.settings.data.use_distributed_sampler,
                 keeps_order=self.keeps_order,
             )
+            items = length_of(self.loader)
+            self.length = None if items is None else items * self.batches_per_item
+            self.samples_per_batch = samples_per_batch(self.loader, is_alone=run.world_size == 1)
             # The limit is of each rank's batches, so it is applied after the division.
             limit = limit_of(run.settings.data.limit_train_batches, self.length, "limit_train_batches")
             self.num_batches = self._round_to_items(limit)
@@ -159,6 +155,7 @@ class TrainingData:
             is_over: Whether the epoch's last batch is among them.
         """
         run, num_remaining = self._run, self.num_batches
+        run.strategy.share_random_state()
         done //= self.batches_per_item
         num_remaining = None if num_remaining is None else num_remaining // self.batches_per_item
         if done and beginning is not None:

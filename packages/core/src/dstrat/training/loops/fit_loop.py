@@ -16,6 +16,7 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.parallel.loss_weights import LossWeights
+from dstrat.training.elastic import admit_newcomers, newcomers_wait
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
@@ -23,7 +24,7 @@ from dstrat.training.loops.manual_optimization import ManualOptimization
 from dstrat.training.loops.optimization import AutomaticOptimization, NewOptimizers
 from dstrat.training.loops.position import Pending, Position, ResumeState, rank_state
 from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
-from dstrat.training.loops.steps import count_arguments
+from dstrat.training.loops.steps import count_arguments, describe_peers
 from dstrat.training.loops.stopping import Votes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.module.train_module import TrainModule
@@ -137,8 +138,8 @@ class FitLoop(Position):
         if run.evaluation_loop is not None:
             run.evaluation_loop.batches_seen.update(self.pending.validation_batches)
         self.data.open()
-        if self.pending.saved_world_size:  # only now, as the length of this rank's loader is known
-            self._scale_position()
+        if self.pending.readers is not None:  # only now, as the length of this rank's loader is known
+            self._scale_position(*self.pending.readers)
         self.data.check_position(self.batches_done)
         if isinstance(self._optimization, CompiledOptimization):
             self._optimization.check_position()
@@ -167,16 +168,16 @@ class FitLoop(Position):
                 self.pending.stop = self.pending.stop or self._decide()
         run.hooks.call("on_train_end")
 
-    def _scale_position(self) -> None:
-        """Convert the counters of batches of another number of ranks, which had other shares of the data."""
+    def _scale_position(self, saved_readers: int, readers: int) -> None:
+        """Convert the counters of batches of another number of readers, which had other shares of the data."""
         pending = self.pending
         if self.data.length and pending.saved_length:
             done, ratio = convert_position(
                 self.batches_done,
                 saved_length=pending.saved_length,
-                saved_world_size=pending.saved_world_size,
+                saved_readers=saved_readers,
                 length=self.data.length,
-                world_size=self._run.world_size,
+                readers=readers,
                 saved_samples=pending.saved_samples,
                 samples=self.data.samples_per_batch,
             )
@@ -184,7 +185,7 @@ class FitLoop(Position):
             if pending.resume is not None:
                 pending.resume.batch_ratio = float(ratio)
                 self.group_weight *= float(ratio)
-        pending.saved_world_size = 0
+        pending.readers = None
 
     def _run_epoch(self) -> None:
         run, hooks = self._run, self._run.hooks
@@ -228,7 +229,9 @@ class FitLoop(Position):
     def _train_batches(self) -> bool:
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""
         run, logged, votes, interruption = self._run, self.logged, self._votes, self._run.interruption
-        is_alone, is_timed = run.world_size == 1, self._schedule.is_timed
+        # A rank that is alone votes too where new processes may join it.
+        is_alone = run.world_size == 1 and run.settings.output.elastic != "replace"
+        is_timed = self._schedule.is_timed
         batch_start = run.hooks.of("on_train_batch_start")
         must_agree = self.pending.agreement_on_end
         batches = self._batches()
@@ -254,7 +257,7 @@ class FitLoop(Position):
             else:
                 is_due = self.pending.vote or self.batches_seen >= votes.next_at
             if is_due:
-                self.pending.stop = self._decide()
+                self.pending.stop = self._decide_after_batch()
             if self.pending.stop or 0 <= run.settings.limits.max_steps <= self.global_step:
                 return is_last
         return True
@@ -348,13 +351,12 @@ class FitLoop(Position):
         """Skip a batch that is None, for example from a ``collate_fn`` without a usable sample.
 
         Raises:
-            MisuseError: There are several ranks: the others would wait for the gradients of this one.
+            MisuseError: There are several ranks, or jobs that train together: the others would wait for the gradients.
         """
-        strategy = self._run.strategy
-        if strategy.world_size > 1:
+        if peers := describe_peers(self._run.strategy):
             raise MisuseError(
-                f"the training loader gave None as batch {self.batch_idx} on rank {strategy.global_rank} of "
-                f"{strategy.world_size}: the other ranks would wait for its gradients; let collate_fn return a batch"
+                f"the training loader gave None as batch {self.batch_idx} {peers} would wait for its gradients; let "
+                "collate_fn return a batch"
             )
         if not self._has_skipped:
             self._has_skipped = True
@@ -466,14 +468,29 @@ class FitLoop(Position):
         self.pending.vote = False
         validation = self._run.evaluation_loop
         clock = validation is not None and self._schedule.time_is_up
-        wishes = (self._run.interruption.requested, self._wants_to_stop, clock)
-        signal, stop, validate = self._votes.take(self.batches_seen, *wishes)
+        wishes = (self._run.interruption.requested, self._wants_to_stop, clock, newcomers_wait(self._run))
+        signal, stop, validate, newcomers = self._votes.take(self.batches_seen, *wishes)
+        self.pending.newcomers = self.pending.vote = bool(newcomers)  # after each batch, until they are ranks
         if signal:
             stop_by(signal)
         if validate and validation is not None:
             self._validate(validation)
             return bool(stop) or self._decide()  # again, as the validation may have set should_stop
         return bool(stop)
+
+    def _decide_after_batch(self) -> bool:
+        """Vote as :meth:`_decide`; where new processes wait, leave the group for one with them after an optimizer step.
+
+        Raises:
+            GroupGrows: The ranks leave their group.
+        """
+        stop = self._decide()
+        if self.pending.newcomers and not (stop or self._steps_done):
+            # At the end of an epoch its values would be lost, which the other ranks of the next group do not have.
+            ends_epoch = self.is_last_batch and self.batches_done > self._accumulate  # it has several steps
+            if not (self.in_group or ends_epoch):
+                admit_newcomers(self._run)
+        return stop
 
     # State
 

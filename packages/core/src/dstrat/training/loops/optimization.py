@@ -16,6 +16,7 @@ from dstrat.training.loops.steps import (
     bind_optimizer_step,
     bind_step,
     bind_unscaling,
+    describe_peers,
     end_graph_after,
     steps_plainly,
 )
@@ -147,7 +148,7 @@ class AutomaticOptimization:
         strategy.weigh_batch = None if self._divides else self._weigh_early
         # State of the current batch, in attributes, so that one closure serves all batches.
         self._arguments: tuple[Any, ...] = ()
-        self._divisor = 1
+        self._divisor: float = 1
         self._weight: float = 1
         self._applies = True
         self._clears = True  # False while gradients accumulate
@@ -190,6 +191,8 @@ class AutomaticOptimization:
         """
         loop = self._loop
         self._arguments, self._applies = arguments, applies
+        if applies and self._strategy.steps_with_other_jobs:
+            self._weigh_before_average()
         self._divisor, self._weight = loop.group_divisor if self._divides else 1, loop.group_weight + 1
         try:
             # A strategy that accumulates by itself counts the batches in its optimizer's step.
@@ -221,6 +224,18 @@ class AutomaticOptimization:
             loop.group_weight = 0
             loop.global_step += 1
         return outputs if self._divides else with_divided_loss(outputs, loop.group_divisor)
+
+    def _weigh_before_average(self) -> None:
+        """Let the gradients of a group become the mean of its batches before the last of these is added.
+
+        The average over jobs follows that one.  A job that has joined within a group has fewer batches than others,
+        and a factor after the average would be its alone.
+        """
+        loop = self._loop
+        weight = loop.group_weight + 1
+        if self._divides and weight != loop.group_divisor:
+            self._strategy.scale_gradients(self._optimizer, loop.group_divisor / weight)
+            loop.group_divisor = weight
 
     def skip_batch(self, *, applies: bool) -> None:
         """Skip a batch; if it is the last of its group, step with the gradients of the group's other batches."""
@@ -271,10 +286,10 @@ class AutomaticOptimization:
             return self._weigh(loss, weight)
         if outputs is not None:
             raise no_loss_error(outputs)
-        if self._strategy.world_size > 1:
+        if peers := describe_peers(self._strategy):
             raise MisuseError(
-                f"training_step returned None on rank {self._strategy.global_rank} of {self._strategy.world_size}: "
-                "the other ranks would wait for its gradients; return a loss, such as 0 * output.sum()"
+                f"training_step returned None {peers} would wait for its gradients; return a loss, such as "
+                "0 * output.sum()"
             )
         raise _SkipBatch
 
@@ -321,7 +336,7 @@ class AutomaticOptimization:
             )
 
 
-def with_divided_loss(outputs: Any, divisor: int) -> Any:
+def with_divided_loss(outputs: Any, divisor: float) -> Any:
     """Return the result of ``training_step`` with its loss, if there is one, divided.
 
     Args:

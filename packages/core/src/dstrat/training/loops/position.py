@@ -76,7 +76,7 @@ class Position:
         self.batches_done = 0
         self.in_group = 0
         self.group_weight: float = 0
-        self.group_divisor = 1
+        self.group_divisor: float = 1
         self.steps_before = 0
         self.phase: Phase = "done"
         self.is_in_batch = False
@@ -106,26 +106,28 @@ class Pending:
     Attributes:
         stop: Whether the training ends after this batch.
         vote: Whether the ranks vote after this batch, whenever the next vote was to be.
+        newcomers: Whether the ranks leave their group after this step, for one with new processes.
         agreement_on_end: Whether the ranks agree before each batch on whether the epoch ends.
         reload_of_validation: Whether the next validation has new loaders, as the training loader was made anew.
         resume: State of a checkpoint to restore when the epoch begins or goes on.
         saved_length: Length of the training loader in that checkpoint.
         saved_samples: Number of samples in a batch of each training loader in that checkpoint; None if it is unknown.
         validation_batches: Batches of each validation loader that were seen before that checkpoint, by its index.
-        saved_world_size: Number of ranks whose counters these are, if it is another one; 0 otherwise.
+        readers: Numbers of readers of the data whose counters these are, and of those now, if the job has another size.
         random_state: Random state from which a checkpoint of now repeats the validation.
         logged: Logged values of the epoch that was broken off, for a resume within it.
     """
 
     stop: bool = False
     vote: bool = False
+    newcomers: bool = False
     agreement_on_end: bool = False
     reload_of_validation: bool = False
     resume: ResumeState | None = None
     saved_length: int | None = None
     saved_samples: list[int] | None = None
     validation_batches: dict[int, int] = field(default_factory=dict)
-    saved_world_size: int = 0
+    readers: tuple[int, int] | None = None
     random_state: RankRandomState | None = None
     logged: dict[str, Any] | None = None
 
@@ -217,7 +219,7 @@ def _decode_gradient(saved: Tensor | Mapping[str, Any]) -> Tensor:
 
 
 def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state for each rank of a resume on another number of ranks.
+    """Return the state for each rank of a resume on another number of ranks, or of readers of the data.
 
     The order of the data and the mean of accumulated gradients do not depend on the number of ranks; random numbers and
     running means start anew.

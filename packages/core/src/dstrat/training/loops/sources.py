@@ -135,6 +135,13 @@ class DataSources:
                 )
         return has_loader and has_step
 
+    def warn_of_default_predictions(self) -> None:
+        """Log a warning if the module has no ``predict_step``, and a method may be meant to be it."""
+        if not self.has_step("predict_step") and (meant := self._meant("predict_step", least=_LIKELY)):
+            _log.warning(
+                "%s has no predict_step%s: predictions are the results of forward", type(self.module).__name__, meant
+            )
+
     def _meant(self, hook: str, **options: float) -> str:
         """Return the end of a message: a method of module or data module with almost the name of a hook."""
         if self._owner_of(hook):

@@ -67,6 +67,15 @@ def end_graph_after(end: GraphEnd, step: Callable[..., Any], strategy: Strategy)
     return step_and_end
 
 
+def describe_peers(strategy: Strategy) -> str:
+    """Return the place of this process and who waits for its gradients, for an error; empty if nobody does."""
+    if strategy.world_size > 1:
+        return f"on rank {strategy.global_rank} of {strategy.world_size}: the other ranks"
+    if strategy.steps_with_other_jobs:
+        return "in one of several jobs that train together: the others"
+    return ""
+
+
 def bind_backward(strategy: Strategy) -> Callable[..., None]:
     """Return the function that computes the gradients of a loss."""
     precision = strategy.precision_plugin

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path, PurePath
 from types import MappingProxyType, SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -72,7 +73,8 @@ def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any
         name: Name of the value; its items are called ``name.key`` and ``name[index]``.
         otherwise: Returns a replacement for the name and value of an item that is not plain.
     """
-    if value is None or isinstance(value, bool | str | PurePath | numbers.Real):
+    # A float would round a Fraction.
+    if value is None or (isinstance(value, bool | str | PurePath | numbers.Real) and not isinstance(value, Fraction)):
         return _plain_scalar(value)
     if is_container(value):
         omegaconf = sys.modules["omegaconf"]
@@ -209,7 +211,7 @@ def changed_items(value: Any, restored: Any, name: str) -> dict[str, Any]:
         return {name: value}
     # Of other subclasses only the methods are lost: numpy's numbers become Python's, and a CfgNode becomes a dict.
     has_fields = hasattr(value, "_fields") or _has_fields(type(value))
-    if (has_fields or isinstance(value, Enum)) and not isinstance(restored, type(value)):
+    if (has_fields or isinstance(value, Enum | PurePath)) and not isinstance(restored, type(value)):
         return {name: value}
     items, restored_items = _items_of(value, name), dict(_items_of(restored, name))
     if [item_name for item_name, _ in items] != list(restored_items):  # a __post_init__ may have added some
