@@ -145,6 +145,16 @@ def test_a_dataset_with_other_samples_in_each_rank_is_an_error():
     assert "divide data by strategy.distributed_sampler_kwargs" in message
 
 
+def validate(cluster):
+    trainer = quiet_trainer(MeshStrategy(pp=2), devices=cluster.world_size, plugins=[cluster], limit_val_batches=1)
+    trainer.validate(Net(), DataLoader(OfRank(), batch_size=4))
+
+
+def test_other_samples_in_the_only_batch_of_an_evaluation_are_an_error():
+    with pytest.raises(pytest.fail.Exception, match="rank 1 has loaded another batch 1 of validation_step than rank 0"):
+        in_ranks(validate, may_die=(1,))
+
+
 def test_a_resumed_training_draws_what_one_that_never_stopped_draws(tmp_path):
     path = str(tmp_path / "middle")
     whole = in_ranks(fit, save_to=path, in_both=True)

@@ -126,6 +126,7 @@ class SharedBatchStrategy(ShardedStrategy):
         self._raise_for_other_batches()
         with super().evaluation_context():
             yield
+        self._raise_for_other_batches()
         self.share_random_state()  # layers may have drawn some
 
     def check_same_batch(self, name: StepName, batch: Any) -> None:
