@@ -143,6 +143,8 @@ def test_ctrl_z_stops_all_ranks_and_fg_continues_them(program, method):
     terminal = program.start_in_terminal("bash", "--norc", "--noprofile", "-i")
     os.write(terminal, f"{sys.executable} train.py {method} count\n".encode())
     pids = [int(program.wait_for(f"waits-{rank}")) for rank in range(2)]
+    for rank in range(2):
+        program.wait_for(f"counted-{rank}")
     os.write(terminal, b"\x1a")  # Ctrl-Z
     wait_until(lambda: all(states(program).get(pid) == "T" for pid in pids))
     os.write(terminal, b"jobs -s > stopped; echo > asked\n")  # the shell has its prompt back
