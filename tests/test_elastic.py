@@ -131,8 +131,8 @@ def logged_steps(folder):
     ("strategy", "method", "case"),
     [
         ("DDPStrategy", "fork", "in memory"),
-        ("FSDPStrategy", "fork", "in memory"),
-        ("DDPStrategy", "popen", "on the disk"),
+        pytest.param("FSDPStrategy", "fork", "in memory", marks=pytest.mark.variant),
+        pytest.param("DDPStrategy", "popen", "on the disk", marks=pytest.mark.variant),
         ("FSDPStrategy", "fork", "on the disk"),
     ],
 )
@@ -158,7 +158,7 @@ def test_survivors_of_a_killed_rank_train_as_a_resumed_fit(start, tmp_path, stra
     assert_equal_to_resumed(start, tmp_path, 1, strategy, ranks=2, batch_size=3, accumulate=2)
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+@pytest.mark.parametrize("strategy", ["DDPStrategy", pytest.param("FSDPStrategy", marks=pytest.mark.variant)])
 def test_two_ranks_are_killed_one_after_the_other(start, tmp_path, strategy):
     process = start(strategy, "fork", 3, "in memory")
     first, _ = kill(process, tmp_path, 0, 0, 8)
@@ -173,7 +173,7 @@ def test_two_ranks_are_killed_one_after_the_other(start, tmp_path, strategy):
     assert_equal_to_resumed(start, tmp_path, 2, strategy, ranks=1, batch_size=4, accumulate=3)
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+@pytest.mark.parametrize("strategy", ["FSDPStrategy", pytest.param("DDPStrategy", marks=pytest.mark.variant)])
 def test_rank_that_is_killed_while_checkpoints_are_copied_loses_no_sample(start, tmp_path, strategy):
     process = start(strategy, "fork", 3, "during the copy")
     _, moment = kill(process, tmp_path, 0, random.randrange(3), random.randrange(3, 35))
@@ -185,8 +185,15 @@ def test_rank_that_is_killed_while_checkpoints_are_copied_loses_no_sample(start,
     assert not list(Path(f"/dev/shm/dstrat-{os.geteuid()}", str(tmp_path).lstrip("/")).glob("**/*.ckpt"))
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
-@pytest.mark.parametrize("moment", ["at once", "in the preparation"])
+@pytest.mark.parametrize(
+    ("moment", "strategy"),
+    [
+        ("at once", "DDPStrategy"),
+        ("in the preparation", "FSDPStrategy"),
+        pytest.param("at once", "FSDPStrategy", marks=pytest.mark.variant),
+        pytest.param("in the preparation", "DDPStrategy", marks=pytest.mark.variant),
+    ],
+)
 def test_rank_that_is_killed_while_the_others_regroup_loses_no_sample(start, tmp_path, strategy, moment):
     process = start(strategy, "fork", 3, "in memory")
     kill(process, tmp_path, 0, 0, 8)
@@ -258,7 +265,7 @@ def test_all_ranks_are_restarted_from_a_checkpoint_of_fewer(start, tmp_path):
         ("DDPStrategy", "fork"),
         ("DDPStrategy", "popen"),
         *(pytest.param("DDPStrategy", method, marks=pytest.mark.variant) for method in ("spawn", "forkserver")),
-        ("FSDPStrategy", "fork"),
+        pytest.param("FSDPStrategy", "fork", marks=pytest.mark.variant),
     ],
 )
 def test_new_process_takes_the_place_of_a_killed_rank(start, tmp_path, strategy, method):
@@ -284,7 +291,7 @@ def test_new_process_takes_the_place_of_a_killed_rank(start, tmp_path, strategy,
     assert_equal_to_resumed(start, tmp_path, 2, strategy, ranks=3, batch_size=4, accumulate=1)
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+@pytest.mark.parametrize("strategy", ["FSDPStrategy", pytest.param("DDPStrategy", marks=pytest.mark.variant)])
 def test_new_process_joins_a_rank_that_trains_alone(start, tmp_path, strategy):
     process = start(strategy, "fork", 2, "replaced")
     kill(process, tmp_path, 0, 0, 12)
@@ -295,7 +302,7 @@ def test_new_process_joins_a_rank_that_trains_alone(start, tmp_path, strategy):
     assert count_samples(tmp_path, [0, 1, 2]) == ONCE
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+@pytest.mark.parametrize("strategy", ["DDPStrategy", pytest.param("FSDPStrategy", marks=pytest.mark.variant)])
 def test_ranks_that_are_killed_while_a_new_process_joins_lose_no_sample(start, tmp_path, strategy):
     process = start(strategy, "fork", 3, "replaced")
     kill(process, tmp_path, 0, 0, 12)
@@ -313,6 +320,7 @@ def test_ranks_that_are_killed_while_a_new_process_joins_lose_no_sample(start, t
     assert count_samples(tmp_path, groups_in(tmp_path)) == ONCE
 
 
+@pytest.mark.variant
 def test_ranks_go_on_where_a_new_process_ends_when_they_wait_for_it(start, tmp_path):
     process = start("DDPStrategy", "popen", 3, "replaced too late")
     kill(process, tmp_path, 0, 1, 12)

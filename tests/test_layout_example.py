@@ -149,7 +149,7 @@ def test_a_model_of_671_billion_parameters_with_experts_is_explained():
     assert sum(stage["parameters"] for stage in shown["memory"]) == pytest.approx(4 * 671.03e9 / 128, rel=0.01)
 
 
-@pytest.mark.parametrize("flag", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("flag", ["32-true", "bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.variant)])
 def test_activations_of_split_layers_are_predicted(flag):
     def measure(splits):
         model = split_llama(splits)

@@ -95,7 +95,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.variant)])
 def test_losses_are_those_of_one_device_and_checkpoints_move(world_size, tmp_path):
     first = tmp_path / "one device"
     expected = fit(SingleDeviceStrategy, None, callbacks=[Saves(first, (SAVED_AT,))])

@@ -118,6 +118,10 @@ def cases() -> dict[str, dict[str, Any]]:
     return made
 
 
+VARIANTS = ("fsdp, torch file", "fsdp, gathered", "stage 1", "stage 2", "stage 2, torch file", "stage 3, torch file")
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.variant] * (name in VARIANTS)) for name in cases()]
+
+
 def made_strategy(strategy, *, shards=False, checkpoint_io=None, **options):
     if isinstance(strategy, str):
         return strategy
@@ -167,7 +171,7 @@ def on_one_device(folders):
     return fit(strategy="single_device", record=Record(folders["single_device"]))
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_the_average_is_that_of_one_device(on_two_ranks, on_one_device, name):
     record, _ = on_one_device
     first, second = on_two_ranks(name)
@@ -179,7 +183,7 @@ def test_the_average_is_that_of_one_device(on_two_ranks, on_one_device, name):
         torch.testing.assert_close(value, record.weights[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_a_resumed_average_is_the_same_to_the_bit(on_two_ranks, name):
     assert [of_rank["exact"] for of_rank in on_two_ranks(name)] == [dict.fromkeys(["3", "6", "validation 0"], True)] * 2
 
@@ -197,7 +201,7 @@ def close(weights, expected):
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_one_device_resumes_the_average_of_several_ranks(on_two_ranks, on_one_device, folders, name):
     record, _ = on_one_device
     on_two_ranks(name)
@@ -207,7 +211,7 @@ def test_one_device_resumes_the_average_of_several_ranks(on_two_ranks, on_one_de
     close(saved, {key: record.weights[key] for key in saved})
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_several_ranks_resume_the_average_of_one_device(on_one_device, folders, name):
     record, _ = on_one_device
     path = folders["single_device"] / "6"

@@ -41,6 +41,7 @@ class TestPairsWithFSDP(StrategySuite):
     }
 
 
+@pytest.mark.variant
 class TestOneGroup(StrategySuite):
     """One group, whose outer step changes nothing: it equals ddp."""
 

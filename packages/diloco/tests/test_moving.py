@@ -61,7 +61,9 @@ def validated(cluster, inner, groups, folder):
     return weights.seen, float(trainer.callback_metrics["val_loss"])
 
 
-@pytest.mark.parametrize(("inner", "groups"), [("ddp", 4), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("inner", "groups"), [pytest.param("ddp", 4, marks=pytest.mark.variant), ("ddp", 2), ("fsdp", 2)]
+)
 def test_a_validation_has_the_mean_of_the_groups_and_the_training_goes_on(inner, groups, tmp_path):
     results = in_ranks(validated, 4, inner=inner, groups=groups, folder=str(tmp_path))
     size = 4 // groups

@@ -47,7 +47,7 @@ def trained(cluster, net, inner, groups, precision, clip=None, **options):
         ("Net", "ddp", 2, "32-true"),
         # Adam enlarges the rounding of small gradients in these layers, also without groups.
         ("BlockNet", "fsdp", 2, "64-true"),
-        ("BlockNet", "fsdp(sharding_strategy='SHARD_GRAD_OP')", 2, "64-true"),
+        pytest.param("BlockNet", "fsdp(sharding_strategy='SHARD_GRAD_OP')", 2, "64-true", marks=pytest.mark.variant),
     ],
 )
 def test_losses_are_those_of_a_loop_written_by_hand(net, inner, ranks, precision):
@@ -68,7 +68,9 @@ def test_losses_are_those_of_a_loop_written_by_hand(net, inner, ranks, precision
             torch.testing.assert_close(state[parameter], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("inner", ["mesh", "model_parallel(tensor_parallel_size=1)"])
+@pytest.mark.parametrize(
+    "inner", ["mesh", pytest.param("model_parallel(tensor_parallel_size=1)", marks=pytest.mark.variant)]
+)
 def test_other_strategies_that_shard_train_groups_too(inner):
     cases = {inner: {"net": "BlockNet", "inner": inner, "groups": 2, "precision": "64-true"}}
     [result, *_] = in_ranks(each, 4, function=trained, cases=cases)

@@ -115,7 +115,7 @@ ON_FOUR = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(("world_size", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.variant)])
 def test_a_resumed_training_is_the_one_that_never_stopped(world_size, cases, tmp_path):
     for results in in_ranks(each, world_size, function=stopped_and_resumed, cases=in_folders(cases, tmp_path)):
         for name, same in results.items():

@@ -35,7 +35,7 @@ def expected():
     return losses_of_one_device(BlockNet)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.variant)])
 def test_losses_are_those_of_one_device(expected, world_size):
     cases = {way: {"options": {}, "training": training} for way, training in WAYS.items()}
     for losses in in_ranks(each, world_size, function=fsdp_losses, cases=cases):

@@ -31,6 +31,7 @@ class TestSplit(StrategySuite):
     }
 
 
+@pytest.mark.variant
 class TestReplicated(StrategySuite):
     """Two replicas, each on one rank."""
 

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import pytest
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat.testing import Layout, LayoutSuite
@@ -39,23 +40,40 @@ class TestFourRanks(LayoutSuite):
     alias = "mesh"
     configure_model = staticmethod(split_heads)
     layouts: ClassVar = {
-        "stages, GPipe": Layout(processes=4, options={"pp": 4, "schedule": "GPipe"}, share=0.4),
         "stages and shards": Layout(processes=4, options={"pp": 2}, share=0.31),
-        "stages in turn and experts": Layout(processes=4, options={"pp": 2, "ep": 2, **TURNS}, share=0.36),
         "stages and split layers": Layout(processes=4, options={"pp": 2, "tp": 2}, share=0.4),
         "stages and sequences": Layout(processes=4, options={"pp": 2, "cp": 2}, share=0.31),
-        "sequences and shards": Layout(processes=4, options={"cp": 2}, share=0.26),
         "a ring and split layers": Layout(processes=4, options={"cp": 2, "tp": 2, **RING}, share=0.4),
         "experts and shards": Layout(processes=4, options={"ep": 2}, share=0.26),
-        "experts and split layers": Layout(processes=4, options={"ep": 4, "tp": 2}, share=0.35),
         "stages and experts": Layout(processes=4, options={"pp": 2, "ep": 2}, share=0.31),
     }
 
 
+@pytest.mark.variant
+class TestMoreOfFourRanks(LayoutSuite):
+    alias = "mesh"
+    configure_model = staticmethod(split_heads)
+    layouts: ClassVar = {
+        "stages, GPipe": Layout(processes=4, options={"pp": 4, "schedule": "GPipe"}, share=0.4),
+        "stages in turn and experts": Layout(processes=4, options={"pp": 2, "ep": 2, **TURNS}, share=0.36),
+        "sequences and shards": Layout(processes=4, options={"cp": 2}, share=0.26),
+        "experts and split layers": Layout(processes=4, options={"ep": 4, "tp": 2}, share=0.35),
+    }
+
+
+@pytest.mark.slow
 class TestEightRanks(LayoutSuite):
     alias = "mesh"
     configure_model = staticmethod(split_heads)
     layouts: ClassVar = {
-        "replicas, shards, a ring": Layout(processes=8, options={"dp_replicate": 2, "cp": 2, **RING}, share=0.26),
         "stages, a ring, split layers": Layout(processes=8, options={"pp": 2, "cp": 2, "tp": 2, **RING}, share=0.2),
+    }
+
+
+@pytest.mark.variant
+class TestReplicasOfEightRanks(LayoutSuite):
+    alias = "mesh"
+    configure_model = staticmethod(split_heads)
+    layouts: ClassVar = {
+        "replicas, shards, a ring": Layout(processes=8, options={"dp_replicate": 2, "cp": 2, **RING}, share=0.26),
     }

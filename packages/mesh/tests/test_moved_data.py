@@ -187,7 +187,9 @@ def test_each_sample_is_trained_once_whatever_ranks_share_a_batch(tmp_path):
             assert said in messages[0], case
 
 
-@pytest.mark.parametrize("program", ["trainer", "trainer_with_files", "own_loop"])
+@pytest.mark.parametrize(
+    "program", ["trainer", pytest.param("trainer_with_files", marks=pytest.mark.variant), "own_loop"]
+)
 def test_ranks_that_share_a_batch_after_a_move_go_on_with_the_random_numbers_of_their_data(tmp_path, program):
     moves = [("tp and dp", "pp and dp"), ("pp and dp", "tp and dp")]
     layouts = list(dict.fromkeys(before for before, _ in moves))

@@ -160,7 +160,7 @@ def test_a_loader_goes_on_where_a_loop_over_it_was_left():
     assert not torch.equal(torch.cat(seen), torch.cat(whole))  # another epoch has another order
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.variant)])
 @pytest.mark.parametrize("save_at", [4, 6, 8])  # in an epoch of 6, at its end, in the next
 def test_a_resumed_loop_goes_on_to_the_last_bit(tmp_path, save_at, num_workers):
     def with_dropout():

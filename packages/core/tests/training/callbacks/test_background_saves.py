@@ -174,7 +174,7 @@ class WritesAfterFailure(PortableCheckpointIO):
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken"), KeyboardInterrupt("broken")])
-@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("ranks", [(0,), (1,), pytest.param((0, 1), marks=pytest.mark.variant)])
 def test_a_checkpoint_in_flight_is_completed_by_all_ranks_if_one_fails(
     fit, averaging, tmp_path, log_file, line_class, make_line, error, ranks
 ):

@@ -92,8 +92,16 @@ LOGGERS = {
 }
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
-@pytest.mark.parametrize("rank_0_elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("logger", "rank_0_elsewhere"),
+    [
+        *((logger, False) for logger in LOGGERS),
+        *(
+            pytest.param(logger, True, marks=[pytest.mark.variant] * (logger not in ("csv", "two")))
+            for logger in LOGGERS
+        ),
+    ],
+)
 def test_every_search_finds_the_checkpoints_in_a_loggers_own_folder(
     fit, make_line, loader, averaging, quiet_trainer, tmp_path, caplog, logger, rank_0_elsewhere
 ):

@@ -67,7 +67,7 @@ def training(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.variant)])
 def test_checkpoint_is_saved_after_a_slow_step(training, tmp_path, devices, number):
     process = training(devices, step_seconds=1.0)
     assert process.next_lines(devices) == ["running\n"] * devices
