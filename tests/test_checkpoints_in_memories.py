@@ -274,7 +274,7 @@ train("FSDPStrategy", [1, 1], int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 1)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_torchrun_on_two_machines_restarts_from_their_memory(machines, undisturbed):
     job = machines("FSDPStrategy", (1, 1))
     (script := job.folder / "training.py").write_text(TRAINING)

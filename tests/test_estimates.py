@@ -110,7 +110,7 @@ def estimated(alias, world_size, num_blocks, batches):
 @pytest.mark.parametrize(
     ("alias", "world_size", "num_blocks", "batches"),
     [
-        ("ddp", 2, HALF, 1),
+        pytest.param("ddp", 2, HALF, 1, marks=pytest.mark.variant),
         ("fsdp", 2, HALF, 1),
         pytest.param("ddp", 2, HALF, 2, marks=pytest.mark.variant),
         pytest.param("fsdp", 2, HALF, 2, marks=pytest.mark.variant),

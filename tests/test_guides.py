@@ -120,7 +120,9 @@ def test_the_first_program_of_readme_and_site_is_an_example_that_prints_what_the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", TUTORIALS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.variant] * (page != "tutorial-strategy.md")) for page in TUTORIALS]
+)
 def test_the_commands_of_a_tutorial_print_what_it_shows(page: str, tmp_path: Path) -> None:
     for module in LIBRARIES.get(page, ()):
         pytest.importorskip(module)

@@ -70,7 +70,7 @@ def test_layouts_that_would_fail_are_refused_before_anything_is_paid_for():
     assert "6 samples do not divide among 4 groups of ranks: give a multiple of 4" in batch
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_layouts_of_seventy_billion_parameters_are_ranked():
     begin = time.process_time()
     training = f"{HERE / 'llama.py'}:llama_70b"
@@ -137,7 +137,7 @@ def test_each_token_gets_the_outputs_of_its_experts(crowded):
     torch.testing.assert_close(experts(tokens, index, weights), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_model_of_671_billion_parameters_with_experts_is_explained():
     model = ("--model", f"{HERE / 'deepseek.py'}:deepseek_v3", "--precision", "bf16-mixed")
     strategy = ("--strategy", "mesh(pp=16, ep=64, microbatches=120)")

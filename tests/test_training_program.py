@@ -119,7 +119,7 @@ def test_the_command_trains_on_two_ranks_and_saves_one_configuration(
     assert f"strategy: {strategy}" in saved.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_ranks_use_the_configuration_that_the_program_has_read(folder: Path) -> None:
     """The file is gone when they begin, as is that of a shell's <(...), and another one is changed."""
     (folder / "more.yaml").write_text("model: {lr: 0.5}\n")

@@ -74,7 +74,7 @@ RUNNERS = {
 @pytest.mark.parametrize(
     ("command", "strategies", "runner"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.variant] if name == "python -m pytest" else [])
+        pytest.param(*case, id=name, marks=[] if name == "pytest" else [pytest.mark.variant])
         for name, case in RUNNERS.items()
     ],
 )

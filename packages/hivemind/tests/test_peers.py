@@ -113,7 +113,7 @@ def test_two_peers_train_together_and_one_peer_gives_the_same_loss(start, tmp_pa
 
 
 @on_linux
-@pytest.mark.slow
+@pytest.mark.variant
 def test_when_one_of_three_peers_is_killed_the_others_go_on_and_another_joins(start, tmp_path):
     first = start()
     addresses = first.addresses()

@@ -46,7 +46,7 @@ def losses(cluster, **options):
     return found
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.variant)])
 @pytest.mark.slow
 def test_losses_are_bit_for_bit_those_without(ranks):
     ways = {

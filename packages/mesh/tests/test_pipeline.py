@@ -129,7 +129,9 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(layouts, marks=[pytest.mark.variant] * (layouts[0] == 8)) for layouts in LAYOUTS]
+)
 def test_losses_are_those_of_one_device(layouts):
     cases = {
         f"{layout} {way}": {"training": training, **layout}

@@ -32,7 +32,12 @@ def plain_losses():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flag", "base"), [*((flag, "bf16-mixed") for flag in FLAGS), ("float8", "32-true"), ("float8", "bf16-true")]
+    ("flag", "base"),
+    [
+        *((flag, "bf16-mixed") for flag in FLAGS),
+        pytest.param("float8", "32-true", marks=pytest.mark.variant),
+        pytest.param("float8", "bf16-true", marks=pytest.mark.variant),
+    ],
 )
 def test_losses_stay_near_those_of_the_base(flag, base, plain_losses):
     losses = losses_of(Float8Precision(flag, base, emulate=True), steps=STEPS)
@@ -88,7 +93,7 @@ def module_filter_fn(mod: torch.nn.Module, fqn: str):
     return not (isinstance(mod, torch.nn.Linear) and (mod.in_features % 16 != 0 or mod.out_features % 16 != 0))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_filter_of_the_example_of_torchao_works_with_a_compiled_module():
     precision = Float8Precision(base="bf16-true", emulate=True, layers=module_filter_fn)
     expected = losses_of(precision, steps=3)

@@ -269,7 +269,7 @@ def test_the_tests_of_each_kind_pass_at_once(installed):
         assert code == 0, kind
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_what_is_written_satisfies_ruff_and_strict_mypy(generated):
     for kind in KINDS:
         ruff = [sys.executable, "-m", "ruff"]

@@ -107,7 +107,7 @@ def test_without_onnx_the_error_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's exporter uses what torch calls deprecated
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("sample", [torch.ones(3, 4), {"x": torch.ones(3, 4)}])
+@pytest.mark.parametrize("sample", [torch.ones(3, 4), pytest.param({"x": torch.ones(3, 4)}, marks=pytest.mark.variant)])
 def test_onnx_holds_the_module_in_evaluation_mode(tmp_path, sample):
     onnx = pytest.importorskip("onnx", reason="onnx is not installed")
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")

@@ -286,7 +286,7 @@ def test_with_a_stateful_loader_of_torchdata(check, make, points, num_workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.variant)])
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
 def test_on_two_processes_with_a_stateful_loader_of_torchdata(check, averaging, num_workers):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
