@@ -144,6 +144,7 @@ REST = ("environments", "wheels", "complete", "neighbours", "third_party", "hpu"
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries, which are in the session neighbours
+BESIDE_OTHERS = (ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS))
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
 PASSED = "DSTRAT_TEST_PASSED"  # a file with the tests that have passed in the session tests: others leave them out
@@ -360,6 +361,17 @@ def complete(session: nox.Session) -> None:
     run(session, workspace(), "pytest", *options, *(session.posargs or workers()), **one_thread)
 
 
+@nox.session
+def variants(session: nox.Session) -> None:
+    """The tests that no other session runs: costly ones that show for a variant what others show (an hour).
+
+    Arguments after -- go to pytest.
+    """
+    run(session, workspace(), "pytest", "-m", "variant", *(session.posargs or workers()), OMP_NUM_THREADS="1")
+    arguments = pytest_arguments(session, *BESIDE_OTHERS, by_default=workers("loadgroup", more=1))
+    run_beside_others(session, "-m", "variant and not (clusters and slow)", *arguments)
+
+
 @nox.session(name="all")
 def everything(session: nox.Session) -> None:
     """What CI runs: the sessions that run without arguments, then those in other environments."""
@@ -462,11 +474,7 @@ def simulator_of_hpu(session: nox.Session, programs: Path) -> str:
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Train beside packages that users have installed too, in an environment that has them: hydra, lightning ..."""
-    folders = [
-        ROOT / "tests" / "neighbours",
-        *(ROOT / "packages" / name / "tests" for name in ADAPTERS),
-    ]
-    arguments = pytest_arguments(session, *folders, by_default=workers("loadgroup", more=1))
+    arguments = pytest_arguments(session, *BESIDE_OTHERS, by_default=workers("loadgroup", more=1))
     run_beside_others(session, "-m", "not variant and not (clusters and slow)", *arguments)
 
 
