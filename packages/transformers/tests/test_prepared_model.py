@@ -74,7 +74,7 @@ seen["difference"] = max([float((value - expected[name]).abs().max()) for name, 
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
 def test_several_optimizers_are_clipped_by_one_norm(tmp_path, strategy):
     for seen in seen_by_ranks(tmp_path, strategy, CLIPPED):
         assert seen["norms"][1] == pytest.approx(seen["norms"][0], rel=1e-6)
@@ -106,7 +106,7 @@ for name in ("llama", "t5", "peft"):
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed_stage_3", marks=pytest.mark.variant)])
 def test_sharded_weights_generate_the_text_of_one_device(tmp_path, strategy):
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
@@ -141,7 +141,7 @@ seen = [difference, later_difference]
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
 def test_models_are_evaluated_beside_the_trained_one(tmp_path, strategy):
     for differences in seen_by_ranks(tmp_path, strategy, REFERENCE):
         assert differences == pytest.approx([0, 0], abs=1e-6)
@@ -199,7 +199,9 @@ for name in NAMES:
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3", "mesh(tp=2)"])
+@pytest.mark.parametrize(
+    "strategy", ["deepspeed_stage_3", "mesh(tp=2)", pytest.param("fsdp", marks=pytest.mark.variant)]
+)
 def test_a_model_saves_whole_weights_by_its_own_method(tmp_path, strategy):
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
@@ -234,7 +236,7 @@ def test_an_error_of_a_save_that_the_program_catches_lets_all_go_on(tmp_path):
     assert seen_by_ranks(tmp_path, "fsdp", SAVED_IN_VAIN) == [["no space"] * 2, [""] * 2]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed_stage_3", marks=pytest.mark.variant)])
 def test_a_file_with_shards_of_one_process_is_an_error(tmp_path, strategy):
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
@@ -326,7 +328,7 @@ seen = [losses, difference]
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.variant)])
 def test_a_reference_may_be_prepared_between_model_and_optimizer(tmp_path, strategy):
     for losses, difference in seen_by_ranks(tmp_path, strategy, ONE_BY_ONE):
         assert losses[1] < losses[0]
@@ -355,7 +357,7 @@ attempt(optimizer.step)
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
 def test_a_second_trained_model_is_an_error_with_advice(tmp_path, strategy):
     advice = "by accelerator.prepare_model(model, evaluation_mode=True)"
     for errors in seen_by_ranks(tmp_path, strategy, TWO_TRAINED):
@@ -402,7 +404,7 @@ seen = max([float((value - expected[name]).abs().max()) for name, value in state
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
 def test_a_group_that_was_added_since_is_trained_after_another_preparation(tmp_path, strategy):
     for difference in seen_by_ranks(tmp_path, strategy, ADDED):
         assert difference == pytest.approx(0, abs=1e-6)
@@ -444,7 +446,8 @@ seen = [seen, float((logits[0] - logits[1]).abs().max()), texts]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "has_padding"), [("mesh(cp=2)", True), ("mesh(cp=2, context_parallel='ring')", False)]
+    ("strategy", "has_padding"),
+    [("mesh(cp=2)", True), pytest.param("mesh(cp=2, context_parallel='ring')", False, marks=pytest.mark.variant)],
 )
 def test_a_loop_reads_logits_and_losses_of_divided_sequences(tmp_path, strategy, has_padding):
     program = f"has_padding = {has_padding}\n{DIVIDED}"
