@@ -10,9 +10,12 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.printed import without_gloo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 WITHOUT_DSTRAT = """
 import sys
@@ -28,12 +31,13 @@ class WarmProgram:
     Args:
         script: The file, which is run as ``__main__`` in its folder.
         *arguments: What ``sys.argv`` has beside it.
+        environ: Variables of its environment, beside those of the warm process.
     """
 
-    def __init__(self, script: Path, *arguments: str) -> None:
+    def __init__(self, script: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         (out, write_out), (err, write_err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(str(script), arguments, write_out, write_err))
+        self._process = context.Process(target=_run, args=(str(script), arguments, write_out, write_err, environ or {}))
         self._process.start()
         write_out.close()
         write_err.close()
@@ -82,8 +86,9 @@ def _reader(connection: Any) -> Any:
         return os.fdopen(os.dup(connection.fileno()), encoding="utf-8")
 
 
-def _run(script: str, arguments: tuple[str, ...], out: Any, err: Any) -> None:
+def _run(script: str, arguments: tuple[str, ...], out: Any, err: Any, environ: Mapping[str, str]) -> None:
     os.setsid()
+    os.environ.update(environ)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     out.close()

@@ -12,7 +12,8 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_trainer import LLAMA, start
+from test_trainer import LLAMA, USE
+from warm import run_in_ranks
 
 pytestmark = [
     pytest.mark.xdist_group("hf_prepared_model"),
@@ -30,7 +31,9 @@ torch.distributed.all_gather_object(of_ranks, seen) if {devices} > 1 else of_ran
 if accelerator.is_main_process:
     print("SEEN", json.dumps(of_ranks))
 """
-    ended = start(folder, use + LLAMA + program + gather)
+    script = folder / "program.py"
+    script.write_text(USE + use + LLAMA + program + gather)
+    ended = run_in_ranks(script, devices=devices)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
     return json.loads(line.removeprefix("SEEN "))
@@ -74,7 +77,7 @@ seen["difference"] = max([float((value - expected[name]).abs().max()) for name, 
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_several_optimizers_are_clipped_by_one_norm(tmp_path, strategy):
     for seen in seen_by_ranks(tmp_path, strategy, CLIPPED):
         assert seen["norms"][1] == pytest.approx(seen["norms"][0], rel=1e-6)
@@ -141,7 +144,7 @@ seen = [difference, later_difference]
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_models_are_evaluated_beside_the_trained_one(tmp_path, strategy):
     for differences in seen_by_ranks(tmp_path, strategy, REFERENCE):
         assert differences == pytest.approx([0, 0], abs=1e-6)
@@ -199,9 +202,7 @@ for name in NAMES:
 """
 
 
-@pytest.mark.parametrize(
-    "strategy", ["deepspeed_stage_3", "mesh(tp=2)", pytest.param("fsdp", marks=pytest.mark.variant)]
-)
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_3", "mesh(tp=2)", "fsdp"])
 def test_a_model_saves_whole_weights_by_its_own_method(tmp_path, strategy):
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
@@ -328,7 +329,7 @@ seen = [losses, difference]
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_reference_may_be_prepared_between_model_and_optimizer(tmp_path, strategy):
     for losses, difference in seen_by_ranks(tmp_path, strategy, ONE_BY_ONE):
         assert losses[1] < losses[0]
@@ -357,7 +358,7 @@ attempt(optimizer.step)
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_a_second_trained_model_is_an_error_with_advice(tmp_path, strategy):
     advice = "by accelerator.prepare_model(model, evaluation_mode=True)"
     for errors in seen_by_ranks(tmp_path, strategy, TWO_TRAINED):
@@ -404,7 +405,7 @@ seen = max([float((value - expected[name]).abs().max()) for name, value in state
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_a_group_that_was_added_since_is_trained_after_another_preparation(tmp_path, strategy):
     for difference in seen_by_ranks(tmp_path, strategy, ADDED):
         assert difference == pytest.approx(0, abs=1e-6)

@@ -15,6 +15,10 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 import torch
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from warm import run_in_ranks
+
 pytestmark = [
     pytest.mark.xdist_group("hf_trainer"),
     pytest.mark.filterwarnings("ignore"),  # of the libraries
@@ -41,15 +45,14 @@ HAS_ADAPTERS = ("ddp", "fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "mesh(c
 
 def run(folder, strategy, scenarios, devices=2, program="train.py", *, by_torchrun=False):
     """Run trainings in one program, and return the folder with their results."""
-    is_own = strategy == "own"
-    by_torchrun |= is_own and devices > 1
-    start = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if by_torchrun else []
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, *start, str(PROGRAMS / program), str(folder), strategy, str(devices)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **({"ACCELERATE_USE_CPU": "true"} if is_own else {})}
-    ended = subprocess.run(
-        [*command, json.dumps(scenarios)], env=environ, capture_output=True, text=True, timeout=280, check=False
-    )
+    arguments = [str(folder), strategy, str(devices), json.dumps(scenarios)]
+    if by_torchrun:
+        start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}", PROGRAMS / program]
+        ended = subprocess.run([*start, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    else:
+        environ = {"ACCELERATE_USE_CPU": "true"} if strategy == "own" else {}
+        ended = run_in_ranks(PROGRAMS / program, *arguments, devices=devices, **environ)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return folder
 
@@ -239,7 +242,7 @@ dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=Data()).
 
 def test_a_rank_that_alone_runs_out_of_memory_does_not_retry(tmp_path):
     # The other one waits in the gradients of the first step: collectives of a retry would meet these.
-    ended = start(tmp_path, LONELY)
+    ended = start_two(tmp_path, LONELY)
     assert ended.returncode == 1
     assert "rank 1 of 2, which did not reduce the batch size for the 1. time within 8 s" in ended.stderr
 
@@ -265,9 +268,9 @@ def test_a_loop_with_accelerate_is_that_of_its_own_ddp(tmp_path, own_loop, alias
 # Layouts that divide batches
 
 LAYOUTS = [
-    "mesh(pp=2, dp_shard=2)",
+    pytest.param("mesh(pp=2, dp_shard=2)", marks=pytest.mark.variant),
     "mesh(pp=2, tp=2)",
-    "mesh(pp=2, cp=2)",
+    pytest.param("mesh(pp=2, cp=2)", marks=pytest.mark.variant),
     "mesh(cp=2, dp_shard=2)",
     "mesh(pp=2, schedule='Interleaved1F1B')",
 ]
@@ -326,7 +329,7 @@ dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=rows).tr
 
 def test_a_batch_without_labels_is_an_error_with_stages(tmp_path):
     use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
-    ended = start(tmp_path, use + WITHOUT_LABELS)
+    ended = start_two(tmp_path, use + WITHOUT_LABELS)
     assert ended.returncode == 1
     assert "LlamaForCausalLM got a batch with input_ids and without labels: give it labels" in ended.stderr
 
@@ -364,7 +367,7 @@ for _ in range(2):
 
 def test_a_model_that_is_prepared_after_a_failed_step_of_stages_does_not_wait_for_it(tmp_path):
     use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
-    ended = start(tmp_path, use + FAILED_STEP)
+    ended = start_two(tmp_path, use + FAILED_STEP)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("FAILED bad sample") == 2
     assert ended.stdout.count("create a new module and load a checkpoint") == 2  # its shards are of a group that ended
@@ -387,7 +390,7 @@ def test_a_model_that_is_prepared_after_a_failed_step_of_stages_does_not_wait_fo
 def test_a_training_that_stages_cannot_run_is_an_error(tmp_path, is_subclass, has_mean, options, message):
     use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
     use += f"is_subclass, has_mean, options = {(is_subclass, has_mean, options)!r}\n"
-    ended = start(tmp_path, use + OF_A_SUBCLASS)
+    ended = start_two(tmp_path, use + OF_A_SUBCLASS)
     assert ended.returncode == 1
     assert message in ended.stderr
 
@@ -395,13 +398,23 @@ def test_a_training_that_stages_cannot_run_is_an_error(tmp_path, is_subclass, ha
 # Launch and misuse
 
 
+USE = "import os, sys\nimport dstrat_transformers\n"
+
+
 def start(folder, program, *options):
     """Run a program with these lines after the call of use, and return how it ended."""
     path = folder / "program.py"
-    path.write_text("import os, sys\nimport dstrat_transformers\n" + program)
+    path.write_text(USE + program)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *options, str(path)]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+def start_two(folder, program):
+    """Run a program with these lines in two ranks that have imported transformers before."""
+    path = folder / "program.py"
+    path.write_text(USE + program)
+    return run_in_ranks(path, devices=2)
 
 
 def test_a_transformers_that_counts_labels_otherwise_is_an_error(tmp_path):
@@ -659,7 +672,7 @@ for trainer_class, file in ((EncoderTrainer, "own.pt"), (SlowTrainer, "model.saf
 
 
 def test_a_trainer_that_writes_its_own_files_gets_whole_weights_once(tmp_path):
-    ended = start(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_FILES)
+    ended = start_two(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_FILES)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("EQUAL True") == 2
 
@@ -688,7 +701,7 @@ print("EQUAL", weights[0] == weights[1])
 def test_groups_that_train_apart_have_the_same_weights_at_the_end(tmp_path):
     pytest.importorskip("dstrat_diloco", reason="this environment has no dstrat-diloco")
     use = "dstrat_transformers.use('diloco(groups=2, every=100, inner=\"ddp\")', accelerator='cpu', devices=2)\n"
-    ended = start(tmp_path, use + GROUPS)
+    ended = start_two(tmp_path, use + GROUPS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("EQUAL True") == 2
 
