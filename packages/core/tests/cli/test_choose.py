@@ -111,6 +111,21 @@ class Staged(Whole):
         return Pipeline(model=self.net, loss=lambda output, batch: output.mean())
 
 
+class Head(nn.Linear):
+    """A layer that saves its output."""
+
+    def forward(self, x):
+        return super().forward(x).exp()
+
+
+class LargeHead(Staged):
+    """Has a last layer that is larger than the others together, and saves more."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.append(Head(WIDTH, 32 * WIDTH, bias=False))
+
+
 class AttendsAndSplits(Split):
     """Has two heads, which no more than two ranks divide."""
 
@@ -320,6 +335,17 @@ def test_microbatches_may_differ_by_a_sample_and_each_has_one(choose):
     shown = ranking(choose(*options, factory="Staged"))
     assert [(one["strategy"], one["batch_size"]) for one in shown["candidates"]] == [(names[0], 12)]
     assert shown["refused"][names[1]].startswith("a batch of 12 samples cannot be divided into 16 microbatches: give")
+
+
+@pytest.mark.parametrize("options", ["", ", schedule='Interleaved1F1B', microbatches=4"])
+def test_a_pipeline_needs_what_its_fullest_rank_needs_as_explain_shows_it(choose, options):
+    pytest.importorskip("dstrat_mesh")
+    strategy = f"mesh(pp=2{options})"
+    (one,) = ranking(choose("--devices", "2", "--strategy", strategy, "--json", factory="LargeHead"))["candidates"]
+    model = ("--model", f"{MODULE}:LargeHead", "--accelerator", "cpu", "--strategy", strategy, "--batch", "16")
+    ranks = ranking(CliRunner().invoke(commands, ["explain", *model, "--nodes", "1", "--devices", "2", "--json"]))
+    first, last = (rank["peak"] for rank in ranks["memory"])
+    assert one["memory"]["peak"] == last > 2 * first
 
 
 def test_what_does_not_fit_in_the_smallest_batch_of_microbatches_is_refused_for_its_memory(choose):

@@ -370,12 +370,13 @@ class MeshStrategy(SharedBatchStrategy):
         blocks, experts = estimated_blocks(training, self._auto_wrap_policy), self._experts_in(training)
         share = split_activation_share(training, blocks, axes.tp, unsplit=experts)
         names = estimated_stages(training.module, self._pp, self._schedule.stages_per_rank).names
+        saved = [sum(training.saved.get(name, 0) for name in stage) for stage in names]
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
         return [
             Stage(
                 layers=tuple(name for stage in names[position :: self._pp] for name in stage),
                 ranks=range(position * ranks_of_stage, (position + 1) * ranks_of_stage),
-                batch_share=share * self._schedule.batch_share(position) / axes.cp,
+                batch_share=share * self._schedule.batch_share(position, saved[position :: self._pp]) / axes.cp,
             )
             for position in range(self._pp)
         ]

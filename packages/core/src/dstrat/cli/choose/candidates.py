@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dstrat.cli.choose.cost import step_time
 from dstrat.cli.choose.sizes import TrainingSizes
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory
+from dstrat.cli.estimate.ranks import memory_of_ranks
 from dstrat.errors import DstratError, RequestError
 from dstrat.plugins.options import options_text, parse_alias
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.cli.choose.cost import StepTime
+    from dstrat.cli.estimate.ranks import RankMemory
     from dstrat.cli.measure.machine import Machine
     from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout, SavedActivations, TrainingSize
@@ -71,7 +73,7 @@ class Candidate:
         strategy: Alias with its options.
         precision: Flag of the precision.
         training: Sizes of the training with the batch of a rank.
-        memory: What a rank holds.
+        memory: What the rank holds that needs most.
         communication: What a rank communicates.
         peak: Largest memory of a device, in bytes.
         time: Time of an optimizer step.
@@ -327,16 +329,22 @@ class _Layout:
         return dataclasses.replace(size, precision=self.precision)
 
     @cached_property
+    def fullest(self) -> RankMemory:
+        """Memory of the rank that needs most."""
+        fullest = max(memory_of_ranks(self.strategy, self.training), key=lambda one: one.peak, default=None)
+        return _declared(fullest, "memory_layout")
+
+    @property
     def memory(self) -> MemoryLayout:
-        return _declared(self.strategy.memory_layout(self.training), "memory_layout")
+        return self.fullest.memory
 
     @cached_property
     def communication(self) -> CommunicationLayout:
         return _declared(self.strategy.communication_layout(self.training), "communication_layout")
 
-    @cached_property
+    @property
     def peak(self) -> int:
-        return self.training.peak(self.memory)
+        return self.fullest.peak
 
 
 def _declared(layout: T | None, name: str) -> T:
@@ -375,7 +383,7 @@ def _too_large(layout: _Layout) -> TooLarge:
             "parameters": memory.parameters,
             "gradients": memory.gradients,
             "optimizer": memory.optimizer_state,
-            "activations": int(memory.activation_share * layout.training.activations),
+            "activations": layout.fullest.activations,
             "other": memory.buffers + memory.step_buffers + memory.reduction_buffer,
         },
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import textwrap
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from dstrat.cli.choose.candidates import value_or_reason
 from dstrat.cli.choose.cost import step_time
 from dstrat.cli.estimate.command import Cases, measure_factory, training_maker
 from dstrat.cli.estimate.fake_step import measure_module
+from dstrat.cli.estimate.ranks import memory_of_ranks
 from dstrat.cli.measure.machine import read_machine
 from dstrat.cli.output import print_json, print_table
 from dstrat.errors import RequestError
@@ -23,35 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dstrat.cli.choose.cost import StepTime
+    from dstrat.cli.estimate.ranks import RankMemory
     from dstrat.interfaces.communication import Collective, CommunicationLayout
-    from dstrat.interfaces.memory import MemoryLayout, Stage, TrainingSize
-    from dstrat.interfaces.strategy import Strategy
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.plugins.catalog import Catalog
 
 _GIB = 2**30
 _MOST_LAYERS = 2
 """Names of consecutive layers that are shown in full."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
-    """Memory of some ranks with the same layers.
-
-    Attributes:
-        layers: Names of the layers; empty for all.
-        ranks: The ranks.
-        memory: What each of them holds.
-        activations: Largest memory of its activations, in bytes.
-        host: Its memory on the host, in bytes.
-        peak: Largest memory of its device, in bytes.
-    """
-
-    layers: tuple[str, ...]
-    ranks: Sequence[int]
-    memory: MemoryLayout
-    activations: int
-    host: int
-    peak: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +105,7 @@ def show_dry_run(
     problem = value_or_reason(partial(planned.check_training, training))
     if problem is not None:
         refused.append(problem)
-    of_ranks = _memory_of_ranks(planned, training)
+    of_ranks = memory_of_ranks(planned, training)
     peak = max((one.peak for one in of_ranks), default=0)
     if memory is not None and peak > memory:
         refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and a device has {memory / _GIB:.1f} GiB")
@@ -148,56 +127,6 @@ def show_dry_run(
     else:
         _print(run, per_machine, time)
     return not refused
-
-
-# Memory
-
-
-def _memory_of_ranks(strategy: Strategy, training: TrainingSize) -> list[RankMemory]:
-    layout = strategy.memory_layout(training)
-    if layout is None:
-        return []
-    stages = value_or_reason(partial(strategy.stages, training))
-    if isinstance(stages, str) or not stages:  # a reason is that of check_training, which is shown
-        return [_rank_memory(training, layout, (), range(training.world_size))]
-    saved = sum(training.saved.get(name, 0) for stage in stages for name in stage.layers)
-    total = sum(parameter.numel() for parameter in training.module.parameters())
-    return [_memory_of_stage(training, layout, stage, len(stages), saved, total) for stage in stages]
-
-
-def _memory_of_stage(
-    training: TrainingSize, layout: MemoryLayout, stage: Stage, count: int, saved: int, total: int
-) -> RankMemory:
-    """Return the memory of the ranks of a stage.
-
-    Args:
-        training: Sizes of the training on one device.
-        layout: Memory of a rank if all stages had equal layers.
-        stage: The stage.
-        count: Number of stages.
-        saved: Bytes of activations that the layers of all stages save.
-        total: Number of elements of all parameters.
-    """
-    layers = [training.module.get_submodule(name) for name in stage.layers]
-    numel = sum(parameter.numel() for parameter in {one for layer in layers for one in layer.parameters()})
-    names = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries", "accumulated", "host")
-    sizes: dict[str, Any] = {name: int(count * numel / max(total, 1) * getattr(layout, name)) for name in names}
-    share = sum(training.saved.get(name, 0) for name in stage.layers) / max(saved, 1)
-    of_stage = dataclasses.replace(layout, **sizes, activation_share=stage.batch_share * share)
-    return _rank_memory(training, of_stage, stage.layers, stage.ranks)
-
-
-def _rank_memory(
-    training: TrainingSize, layout: MemoryLayout, layers: tuple[str, ...], ranks: Sequence[int]
-) -> RankMemory:
-    return RankMemory(
-        layers=layers,
-        ranks=ranks,
-        memory=layout,
-        activations=int(layout.activation_share * training.activations),
-        host=training.host(layout),
-        peak=training.peak(layout),
-    )
 
 
 # Time, and traffic
