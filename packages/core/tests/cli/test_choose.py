@@ -649,6 +649,15 @@ def test_idle_time_offload_and_shared_batches_are_parts_of_a_step(training):
     assert (alone.optimizer > 0, time.optimizer) == (True, 0)
 
 
+def test_ranks_wait_for_passes_with_the_collectives_in_them(training):
+    sent = Collective(kind="send", bytes=10**7, messages=1, ranks=2)  # 100 ms
+    beside = dataclasses.replace(sent, kind="all_gather", overlaps=True)
+    layouts = [CommunicationLayout(collectives=several, idle=0.2) for several in ((), (beside,), (sent, beside))]
+    alone, hidden, waiting = (step_time(machine(), training, training.replicated, one) for one in layouts)
+    assert alone.idle == hidden.idle == pytest.approx(alone.compute / 4)
+    assert waiting.idle == pytest.approx((alone.compute + 0.1) / 4)
+
+
 def test_collectives_of_each_batch_are_hidden_beside_all_batches(training):
     of_batch = dataclasses.replace(training, work=Work(flops=10**8))  # 100 ms
     gather = Collective(kind="all_gather", bytes=8 * 10**7, messages=8, ranks=2, overlaps=True)  # 400 ms
