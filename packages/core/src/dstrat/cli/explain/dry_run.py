@@ -12,10 +12,9 @@ import click
 
 from dstrat.cli.choose.candidates import value_or_reason
 from dstrat.cli.choose.cost import step_time
-from dstrat.cli.estimate.command import Cases, measure_factory, training_maker
+from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory, training_maker
 from dstrat.cli.estimate.fake_step import measure_module
 from dstrat.cli.estimate.ranks import memory_of_ranks
-from dstrat.cli.measure.machine import read_machine
 from dstrat.cli.output import print_json, print_table
 from dstrat.errors import RequestError
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from dstrat.cli.choose.cost import StepTime
     from dstrat.cli.estimate.ranks import RankMemory
+    from dstrat.cli.measure.machine import Machine
     from dstrat.interfaces.communication import Collective, CommunicationLayout
     from dstrat.interfaces.memory import TrainingSize
     from dstrat.plugins.catalog import Catalog
@@ -63,7 +63,7 @@ def show_dry_run(
     model: str,
     batch_size: int | None,
     memory: int | None,
-    machine_name: str | None,
+    machine: Machine | None,
     as_json: bool,
 ) -> bool:
     """Print a dry run, and return whether the job would run.
@@ -77,13 +77,20 @@ def show_dry_run(
         precision: Flag of the precision.
         model: Name of the function that returns the training.
         batch_size: Samples of an optimizer step of all ranks; None for the function's batch on each group of ranks.
-        memory: Memory of a device in bytes, above which a layout is refused; None for any.
-        machine_name: The machine, for the time of a step; None for none.
+        memory: Memory of a device in bytes; None for that of the machine, or any without one.
+        machine: The machine, for the time of a step; None for none.
         as_json: Whether JSON is printed.
     """
     if devices % num_nodes:
         raise RequestError(f"--devices {devices} do not divide among --nodes {num_nodes}: give a multiple of it")
     per_machine = devices // num_nodes
+    if machine is not None and per_machine > machine.devices:
+        raise RequestError(
+            f"--devices {devices} are {per_machine} on each of {num_nodes} machines, and {machine.name} has "
+            f"{machine.devices}: give --nodes {-(-devices // machine.devices)}"
+        )
+    if machine is not None and memory is None:
+        memory = machine.memory
     cases = Cases(catalog, accelerator, per_machine, num_nodes, precision)
     ((alias, make_strategy),) = cases.strategies([strategy])
     planned = make_strategy()
@@ -107,8 +114,9 @@ def show_dry_run(
         refused.append(problem)
     of_ranks = memory_of_ranks(planned, training)
     peak = max((one.peak for one in of_ranks), default=0)
-    if memory is not None and peak > memory:
-        refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and a device has {memory / _GIB:.1f} GiB")
+    if memory is not None and peak > MOST_OF_MEMORY * memory:
+        limit = f"{MOST_OF_MEMORY:.0%} of a device's {memory / _GIB:.1f} GiB are {MOST_OF_MEMORY * memory / _GIB:.1f}"
+        refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and {limit}")
     run = DryRun(
         rows=[
             ("strategy", alias, catalog.find("strategy", strategy).owner_label),
@@ -121,7 +129,7 @@ def show_dry_run(
         communication=communication,
         refused=refused,
     )
-    time = None if machine_name is None else _time(run, machine_name)
+    time = None if machine is None else _time(run, machine)
     if as_json:
         print_json(_as_dict(run, time))
     else:
@@ -132,12 +140,12 @@ def show_dry_run(
 # Time, and traffic
 
 
-def _time(run: DryRun, machine_name: str) -> StepTime | None:
+def _time(run: DryRun, machine: Machine) -> StepTime | None:
     """Return the time of a step on a machine; None if it is not known."""
     if run.communication is None or not run.memory:
         return None
     fullest = max(run.memory, key=lambda one: one.peak)
-    return step_time(read_machine(machine_name), run.training, fullest.memory, run.communication)
+    return step_time(machine, run.training, fullest.memory, run.communication)
 
 
 def traffic(collectives: Iterable[Collective], ranks_per_machine: int) -> dict[str, float]:
