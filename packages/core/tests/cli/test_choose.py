@@ -1,5 +1,6 @@
 """``dstrat choose``: what fits, in the order of predicted times, with reasons and a line to paste."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -12,6 +13,7 @@ from torch import nn
 
 from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.cli.choose.candidates import Candidates, Workload, in_order, undominated
 from dstrat.cli.choose.command import reasons
 from dstrat.cli.choose.cost import StepTime, collective_seconds, step_time
@@ -161,6 +163,15 @@ def ranking(shown):
     return json.loads(shown.stdout)
 
 
+@contextlib.contextmanager
+def registered(alias, strategy_class):
+    StrategyRegistry.register(alias, strategy_class)
+    try:
+        yield
+    finally:
+        StrategyRegistry.remove(alias)
+
+
 DDP_AND_FSDP = ("--strategy", "ddp", "--strategy", "fsdp")
 
 
@@ -287,12 +298,22 @@ def test_a_strategy_whose_layouts_cannot_be_read_is_refused_with_the_reason(choo
         def layout_options(cls, module, world_size, ranks_per_machine):
             return module.missing
 
-    StrategyRegistry.register("broken", Broken)
-    try:
+    with registered("broken", Broken):
         refused = ranking(choose("--devices", "2", "--strategy", "broken", "--json"))["refused"]
-    finally:
-        StrategyRegistry.remove("broken")
     assert refused["broken"].startswith("its layout_options raised AttributeError: 'Sequential' object has no attr")
+
+
+def test_a_strategy_that_drives_several_devices_declares_by_itself_what_they_communicate(choose):
+    class Drives(SingleDeviceStrategy):
+        drives_several_devices = True
+
+    with registered("drives", Drives):
+        several, one = (
+            ranking(choose("--devices", count, "--strategy", "drives", "--json", of=machine(devices=2)))
+            for count in ("2", "1")
+        )
+    assert several["refused"] == {"drives": "it does not declare its communication_layout"}
+    assert [found["strategy"] for found in one["candidates"]] == ["drives"]
 
 
 def test_heads_that_do_not_divide_are_refused(choose):

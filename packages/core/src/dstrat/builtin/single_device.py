@@ -59,8 +59,9 @@ class SingleDeviceStrategy(Strategy):
         if device is not None:
             self.add_components(parallel_devices=(torch.device(device),))
 
-    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:  # noqa: ARG002 - there is none
-        return CommunicationLayout()
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        # A subclass that drives several devices has its own communication between them.
+        return CommunicationLayout() if training.world_size == 1 else None
 
     @property
     def assigned_device(self) -> torch.device:
