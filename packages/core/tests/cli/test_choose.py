@@ -26,6 +26,7 @@ from dstrat.errors import RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout, Work
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat.plugins.catalog import refresh_catalog
 from dstrat.plugins.registry import StrategyRegistry
 
 MODULE = __name__
@@ -314,6 +315,60 @@ def test_a_strategy_that_drives_several_devices_declares_by_itself_what_they_com
         )
     assert several["refused"] == {"drives": "it does not declare its communication_layout"}
     assert [found["strategy"] for found in one["candidates"]] == ["drives"]
+
+
+def test_a_third_partys_strategy_is_ranked_by_what_it_declares(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class SendsTwice(DDPStrategy):
+        def communication_layout(self, training):
+            layout = super().communication_layout(training)
+            return dataclasses.replace(layout, collectives=2 * layout.collectives)
+
+    with registered("acme", SendsTwice):
+        options = ("--devices", "2", "--strategy", "acme", "--strategy", "ddp", "--json")
+        found = {one["strategy"]: one["seconds"] for one in ranking(choose(*options))["candidates"]}
+    assert [name for name in found if "(" not in name] == ["ddp", "acme"]
+    assert found["acme"]["communication"] > found["ddp"]["communication"]
+    assert found["acme"]["compute"] == found["ddp"]["compute"]
+
+
+def test_of_strategies_that_are_the_same_the_usual_one_is_shown(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class Renamed(DDPStrategy):
+        pass
+
+    with registered("acme", Renamed):
+        options = ("--devices", "2", "--strategy", "acme", "--strategy", "ddp", "--json")
+        found = [one["strategy"] for one in ranking(choose(*options))["candidates"]]
+    assert [name for name in found if "(" not in name] == ["ddp"]
+
+
+@pytest.fixture
+def two_owners(site, monkeypatch):
+    """Another distribution offers ``ddp`` too."""
+    site.add("acme", site.component("ddp", target="dstrat_ddp.strategy:DDPStrategy", uses_torch_distributed=True))
+    monkeypatch.syspath_prepend(site.folder)
+    refresh_catalog()
+    yield
+    monkeypatch.undo()
+    refresh_catalog()
+
+
+def test_an_alias_of_two_distributions_is_compared_with_its_owners(choose, two_owners):
+    pytest.importorskip("dstrat_ddp")
+    shown = ranking(choose("--devices", "2", "--json"))
+    names = {one["strategy"] for one in shown["candidates"]} | shown["refused"].keys() | shown["unusable"].keys()
+    assert "ddp@dstrat-ddp" in names
+    assert "ddp" not in names
+    named = ranking(choose("--devices", "2", "--strategy", "ddp@acme", "--json"))["candidates"]
+    assert named[0]["strategy"] == "ddp@acme"
+    assert 'strategy="ddp@acme"' in named[0]["trainer"]
+    options = ("--devices", "2", "--strategy", "ddp@acme(bucket_cap_mb=50)", "--json")
+    assert ranking(choose(*options))["candidates"][0]["strategy"] == "ddp@acme(bucket_cap_mb=50)"
 
 
 def test_heads_that_do_not_divide_are_refused(choose):

@@ -167,13 +167,14 @@ class Candidates:
                     candidates.append(candidate)
                 else:
                     refused[alias] = _closer(refused.get(alias), candidate)
-        preferences = {offer.component.alias: _preference(offer) for offer in self._catalog.offers("strategy")}
+        offers = self._catalog.offers("strategy")
+        preferences = {self._catalog.name_of(offer): _preference(offer) for offer in offers}
         # What fits in one of the precisions is neither refused nor unusable.
         names = {one.strategy for one in candidates}
         refused = {name: reason for name, reason in refused.items() if name not in names}
         unusable = {name: reason for name, reason in unusable.items() if name not in names | refused.keys()}
-        ranked = tuple(in_order(_distinct(candidates), preferences))
-        return LayoutRanking(candidates=ranked, refused=refused, unusable=unusable)
+        ranked = _distinct(in_order(candidates, preferences))
+        return LayoutRanking(candidates=tuple(ranked), refused=refused, unusable=unusable)
 
     def _cases(self, precision: str) -> Cases:
         workload = self._workload
@@ -185,20 +186,22 @@ class Candidates:
         self, cases: Cases, aliases: Sequence[str], refused: dict[str, str | TooLarge]
     ) -> Iterator[tuple[str, Callable[[], Strategy]]]:
         """Yield the layouts, each with a function that constructs its strategy; refuse those that must be named."""
-        for alias, make_strategy in cases.strategies(aliases):
-            offer = self._catalog.find("strategy", alias)
+        for offer, make_strategy in cases.strategies(aliases):
+            alias = self._catalog.name_of(offer)
             reason = offer.component.legacy or offer.component.approximation
             if reason and not aliases:
                 refused[alias] = f"{reason} (--strategy compares it)"
                 continue
-            if "(" in alias or self._catalog.missing_requirements(offer):
+            if offer.options or self._catalog.missing_requirements(offer):
                 yield alias, make_strategy
                 continue
             layouts = value_or_reason(partial(self._layout_options, offer, cases))
             if isinstance(layouts, str):
                 refused[alias] = _closer(refused.get(alias), layouts)
                 continue
-            yield from cases.strategies([f"{alias}{options_text(options)}" for options in layouts])
+            names = [f"{alias}{options_text(options)}" for options in layouts]
+            for name, (_, make_layout) in zip(names, cases.strategies(names), strict=True):
+                yield name, make_layout
 
     def _layout_options(self, offer: Offer, cases: Cases) -> list[Mapping[str, Any]]:
         sizes = self._sizes_with(cases.new_precision(), cases.new_precision, None)
@@ -421,8 +424,8 @@ def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     return remaining
 
 
-def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return one candidate of those with the same memory, communication and time: the first, such as of variants."""
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first candidate of those with the same memory, communication and time, such as variants of one."""
     first: dict[Any, Candidate] = {}
     for one in candidates:
         key = (

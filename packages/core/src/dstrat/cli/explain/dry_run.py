@@ -92,7 +92,7 @@ def show_dry_run(
     if machine is not None and memory is None:
         memory = machine.memory
     cases = Cases(catalog, accelerator, per_machine, num_nodes, precision)
-    ((alias, make_strategy),) = cases.strategies([strategy])
+    ((offer, make_strategy),) = cases.strategies([strategy])
     planned = make_strategy()
     described = planned.describe_layout(devices, per_machine)
     plugin = planned.precision_for(precision) or cases.new_precision()
@@ -119,7 +119,7 @@ def show_dry_run(
         refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and {limit}")
     run = DryRun(
         rows=[
-            ("strategy", alias, catalog.find("strategy", strategy).owner_label),
+            ("strategy", offer.alias_text, offer.owner_label),
             ("processes", str(devices), f"{per_machine} on each of {num_nodes} machines"),
             *described,
             ("batch", f"{samples} samples", f"{training.batch_size} for each of {groups} groups of ranks"),
