@@ -100,6 +100,13 @@ def test_latency_and_bandwidth_are_those_of_the_line_through_times():
     assert (latency, bandwidth) == (pytest.approx(2e-3), pytest.approx(5e8))
 
 
+@pytest.mark.parametrize("seconds", [(3e-3, 2e-3, 1e-3), (1e-3, 1e-3, 1e-3)])
+def test_the_bandwidth_of_times_that_do_not_grow_is_that_of_the_largest_size(seconds):
+    latency, bandwidth = fit_link([*zip((1e3, 1e6, 1e8), seconds, strict=True)])
+    assert latency >= 0
+    assert bandwidth == pytest.approx(1e8 / seconds[-1])
+
+
 @pytest.mark.parametrize(
     ("both", "share"),
     [(3.0, 1.0), (4.0, 0.0), (3.5, 0.5), (4.5, -0.5), (9.0, -1.0)],
