@@ -427,13 +427,9 @@ class MeshStrategy(SharedBatchStrategy):
         gathers_once = self._pp > 1 and not self._reshard_after_forward
         gathering = training if gathers_once else in_microbatches
         sharded = sharded_collectives(gathering, units, policy=policy, **divided)
-        of_activations = activation_collectives(training, blocks, axes, self._context_parallel, experts)
-        if self._recomputes:
-            # Those of the forward pass, which are half of them, once more.
-            of_activations = tuple(
-                dataclasses.replace(one, bytes=one.bytes * 3 // 2, messages=one.messages * 3 // 2)
-                for one in of_activations
-            )
+        of_activations = activation_collectives(
+            training, blocks, axes, self._context_parallel, experts, recomputes=self._recomputes
+        )
         return CommunicationLayout(
             collectives=stage_collectives(
                 training,

@@ -55,26 +55,26 @@ def memory_of_ranks(strategy: Strategy, training: TrainingSize) -> list[RankMemo
     if not stages:
         return [_rank_memory(training, layout, (), range(training.world_size))]
     saved = sum(training.saved.get(name, 0) for stage in stages for name in stage.layers)
-    of_stages = [[training.module.get_submodule(name) for name in stage.layers] for stage in stages]
-    total = _numel([training.module])
-    return [
-        _memory_of_stage(training, layout, stage, saved, len(stages) * _numel(layers) / max(total, 1))
-        for stage, layers in zip(stages, of_stages, strict=True)
-    ]
+    return [_memory_of_stage(training, layout, stage, len(stages), saved) for stage in stages]
 
 
-def _memory_of_stage(training: TrainingSize, layout: MemoryLayout, stage: Stage, saved: int, size: float) -> RankMemory:
+def _memory_of_stage(training: TrainingSize, layout: MemoryLayout, stage: Stage, count: int, saved: int) -> RankMemory:
     """Return the memory of the ranks of a stage.
 
     Args:
         training: Sizes of the training on one device.
         layout: Memory of a rank if all stages had equal layers.
         stage: The stage.
+        count: Number of stages.
         saved: Bytes of activations that the layers of all stages save.
-        size: Number of its parameters' elements, as a multiple of the mean of the stages.
     """
-    names = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries", "accumulated", "host")
-    sizes: dict[str, Any] = {name: int(size * getattr(layout, name)) for name in names}
+    layers = [training.module.get_submodule(name) for name in stage.layers]
+    held, all_of_them = _numbers_of_elements(layers), _numbers_of_elements([training.module])
+    # Sizes of the stage as multiples of the mean: frozen layers have no gradients and no state.
+    size, trained = (count * of_stage / max(total, 1) for of_stage, total in zip(held, all_of_them, strict=True))
+    sizes: dict[str, Any] = {name: int(size * getattr(layout, name)) for name in ("parameters", "host")}
+    for name in ("gradients", "optimizer_state", "optimizer_temporaries", "accumulated"):
+        sizes[name] = int(trained * getattr(layout, name))
     share = sum(training.saved.get(name, 0) for name in stage.layers) / max(saved, 1)
     of_stage = dataclasses.replace(layout, **sizes, activation_share=stage.batch_share * share)
     return _rank_memory(training, of_stage, stage.layers, stage.ranks)
@@ -93,5 +93,7 @@ def _rank_memory(
     )
 
 
-def _numel(layers: Iterable[Module]) -> int:
-    return sum(parameter.numel() for parameter in {one for layer in layers for one in layer.parameters()})
+def _numbers_of_elements(layers: Iterable[Module]) -> tuple[int, int]:
+    """Return the number of elements of the layers' parameters, and of those that are trained."""
+    parameters = {parameter for layer in layers for parameter in layer.parameters()}
+    return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)
