@@ -183,7 +183,7 @@ def test_the_fastest_layout_is_first_with_the_line_to_paste(choose):
     assert shown.exit_code == 0
     assert "ddp is the fastest; fsdp takes" in shown.output
     assert "it communicates" in shown.output
-    assert re.search(r"With less than 0\.0 GiB on each device, fsdp is the fastest of these\s+layouts\.", shown.output)
+    assert "With less than 0.0 GiB on each device the choice is fsdp." in shown.output
     assert 'Trainer(strategy="ddp", accelerator="cpu", devices=2)  # batches of 8' in shown.output.splitlines()
 
 
@@ -221,6 +221,14 @@ def test_a_batch_that_does_not_fit_is_accumulated(choose):
     assert one["trainer"].endswith(
         f"accumulate_grad_batches={one['accumulate_grad_batches']})  # batches of {one['batch_size']}"
     )
+
+
+def test_on_smaller_devices_the_choice_may_be_the_same_layout_with_more_batches(choose):
+    options = ("--devices", "2", "--batch", "8192", "--device-memory", "60MiB")
+    first = choose(*options, "--strategy", "ddp", "--strategy", "ddp(bucket_cap_mb=50)").stdout
+    choice = re.search(r"the\s+choice\s+is\s+(\S+)\s+with\s+(\d+)\s+batches\s+of\s+(\d+)\.", first)
+    assert choice, first
+    assert int(choice[2]) * int(choice[3]) == 4096
 
 
 def test_a_batch_that_does_not_divide_is_refused(choose):
@@ -458,6 +466,23 @@ def test_machines_without_a_link_between_them_are_refused(choose):
     assert "has no link between machines: measure it with --num-nodes 2" in shown["refused"]["ddp"]
 
 
+def test_more_devices_are_advised_only_where_something_is_too_large(choose):
+    shown = choose("--devices", "4", "--strategy", "ddp")
+    assert shown.exit_code == 1
+    assert "has no link between machines" in " ".join(shown.stdout.split())
+    assert shown.stdout.endswith("\nno layout can be compared, for the reasons above\n")
+    assert "no layout fits" not in shown.stdout
+
+
+def test_a_machine_of_other_precisions_asks_for_one(choose):
+    half = machine(flops={"float16": 1e9})
+    shown = choose("--devices", "2", "--strategy", "ddp", of=half, all_precisions=True)
+    assert isinstance(shown.exception, RequestError)
+    assert "machine 'mine' has no rate of float32 or bfloat16: give a --precision that computes in float16" in str(
+        shown.exception
+    )
+
+
 @dataclasses.dataclass
 class Ranked:
     strategy: str
@@ -465,6 +490,10 @@ class Ranked:
     peak: int = 1
     offload: float = 0.0
     precision: str = "32-true"
+
+    @property
+    def training(self):
+        return SimpleNamespace(batch_size=8, accumulate_grad_batches=1)
 
     @property
     def alias(self):
@@ -515,28 +544,28 @@ def test_offload_is_last_of_what_takes_as_long():
 def test_the_first_layout_is_called_the_fastest_only_if_it_is():
     one, other = Ranked("usual", 1.01, peak=2), Ranked("mesh(tp=2)", 1.0, peak=1)
     workload = SimpleNamespace(machine=machine(), precisions=("32-true",))
-    assert reasons([one, other], workload) == [
+    assert reasons([one, other], [other], workload) == [
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes 1.0% less, and is not simpler.",
-        "With less than 0.0 GiB on each device, mesh(tp=2) is the fastest of these layouts.",
+        "With less than 0.0 GiB on each device the choice is mesh(tp=2).",
     ]
     near = Ranked("mesh(tp=2)", 1.00999, peak=3)
-    assert reasons([one, near], workload) == [
+    assert reasons([one, near], [], workload) == [
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes as long, and is not simpler."
     ]
-    assert reasons([other, one], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
+    assert reasons([other, one], [], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
 
 
 def test_reasons_name_the_precisions_where_several_are_compared():
     one, same = Ranked("ddp", 1.01, peak=2, precision="bf16-mixed"), Ranked("ddp", 1.0, peak=3)
     other = Ranked("fsdp", 2.0, peak=1)
     workload = SimpleNamespace(machine=machine(), precisions=("32-true", "bf16-mixed"))
-    assert reasons([one, same, other], workload) == [
+    assert reasons([one, same, other], [other], workload) == [
         "ddp with bf16-mixed is as fast as any layout, to 2%: ddp with 32-true takes 1.0% less, and is not simpler.",
-        "With less than 0.0 GiB on each device, fsdp with 32-true is the fastest of these layouts.",
+        "With less than 0.0 GiB on each device the choice is fsdp with 32-true.",
     ]
-    first, *_ = reasons([same, one], workload)
+    first, *_ = reasons([same, one], [], workload)
     assert first == "ddp with 32-true is the fastest; ddp with bf16-mixed takes as long, to 2%."
-    assert reasons([one], workload) == ["ddp with bf16-mixed is the only layout that fits."]
+    assert reasons([one], [], workload) == ["ddp with bf16-mixed is the only layout that fits."]
 
 
 def test_layouts_that_another_of_the_strategy_beats_are_left_out():

@@ -145,13 +145,15 @@ class Candidates:
         self._sizes: dict[Any, TrainingSizes] = {}
         self._stepped: dict[Any, TrainingSize] = {}  # whose optimizers have stepped, by dtype of the parameters
 
-    def rank(self, aliases: Sequence[str]) -> LayoutRanking:
-        """Return the ranking of the layouts.
+    def rank(self, aliases: Sequence[str], memory: int | None = None) -> LayoutRanking:
+        """Return the ranking of the layouts.  What one has measured of the training, another does not measure again.
 
         Args:
             aliases: Strategies to compare; empty for all that are installed, but for those that are legacy, and those
                 whose losses are not those of one device.
+            memory: Memory of a device in bytes; None for that of the workload.
         """
+        limit = MOST_OF_MEMORY * (self._workload.memory if memory is None else memory)
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
         refused: dict[str, str | TooLarge] = {}
@@ -162,7 +164,7 @@ class Candidates:
                 if isinstance(strategy, str):
                     unusable[alias] = strategy
                     continue
-                candidate = value_or_reason(partial(self._fitting, alias, strategy, cases))
+                candidate = value_or_reason(partial(self._fitting, alias, strategy, cases, limit))
                 if isinstance(candidate, Candidate):
                     candidates.append(candidate)
                 else:
@@ -218,8 +220,14 @@ class Candidates:
         # Another alias presets an option differently.
         return [options for options in layouts if not options.keys() & offer.component.options.keys()]
 
-    def _fitting(self, alias: str, strategy: Strategy, cases: Cases) -> Candidate | TooLarge:
+    def _fitting(self, alias: str, strategy: Strategy, cases: Cases, limit: float) -> Candidate | TooLarge:
         """Return the candidate with the fewest batches of a step that fits, or the memory that it needs at least.
+
+        Args:
+            alias: Alias with its options.
+            strategy: The strategy.
+            cases: The precision.
+            limit: Most memory that a rank may need, in bytes.
 
         Raises:
             DstratError: The strategy cannot train so, or does not say what it needs.
@@ -228,7 +236,6 @@ class Candidates:
         first, last = layouts[0], layouts[-1]
         strategy.check_training(first.training)
         # More batches need less memory, but for the second one, with which gradients are accumulated.
-        limit = MOST_OF_MEMORY * self._workload.memory
         smallest = 0
         if first.peak > limit:
             # Of a module that cannot train on one sample it is not known.

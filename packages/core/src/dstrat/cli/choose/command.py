@@ -20,7 +20,7 @@ from dstrat.cli.runs.charts import check_suffix
 from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dstrat.cli.choose.candidates import Candidate, LayoutRanking, TooLarge, Workload
     from dstrat.cli.measure.machine import Machine
@@ -97,7 +97,12 @@ def choose(
     )
     if plot is not None:
         check_suffix(plot, "--plot")
-    ranking = Candidates(loaded_catalog(), workload).rank(aliases)
+    compared = Candidates(loaded_catalog(), workload)
+    ranking = compared.rank(aliases)
+    smaller: Sequence[Candidate] = ()
+    if ranking.candidates:
+        less = int((ranking.candidates[0].peak - 1) / MOST_OF_MEMORY)
+        smaller = compared.rank(aliases, less).candidates
     if plot is not None and ranking.candidates:
         from dstrat.cli.choose.picture import save_picture
 
@@ -107,7 +112,7 @@ def choose(
         refused = {name: str(reason) for name, reason in ranking.refused.items()}
         print_json({"candidates": listed, "refused": refused, "unusable": ranking.unusable})
     else:
-        _print(ranking, workload)
+        _print(ranking, smaller, workload)
     if not ranking.candidates:
         sys.exit(1)
 
@@ -115,7 +120,13 @@ def choose(
 def _precisions(machine: Machine) -> tuple[str, ...]:
     """Return the precisions that keep parameters in float32, of those whose products the machine has a rate of."""
     dtypes = {"32-true": "float32", "bf16-mixed": "bfloat16"}
-    return tuple(flag for flag, dtype in dtypes.items() if dtype in machine.flops)
+    flags = tuple(flag for flag, dtype in dtypes.items() if dtype in machine.flops)
+    if not flags:
+        raise RequestError(
+            f"machine {machine.name!r} has no rate of float32 or bfloat16: give a --precision that computes in "
+            f"{' or '.join(machine.flops) or 'something else'}, or add a rate to its file"
+        )
+    return flags
 
 
 def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
@@ -135,8 +146,8 @@ def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
 # The text
 
 
-def _print(ranking: LayoutRanking, workload: Workload) -> None:
-    from dstrat.cli.choose.candidates import undominated
+def _print(ranking: LayoutRanking, smaller: Sequence[Candidate], workload: Workload) -> None:
+    from dstrat.cli.choose.candidates import TooLarge, undominated
 
     candidates = ranking.candidates
     width = shutil.get_terminal_size().columns
@@ -151,13 +162,15 @@ def _print(ranking: LayoutRanking, workload: Workload) -> None:
         if len(candidates) > len(shown):
             click.echo(f"and {len(candidates) - len(shown)} more that fit")
         click.echo()
-        for sentence in (*reasons(candidates, workload), *_assumptions(candidates[0])):
+        for sentence in (*reasons(candidates, smaller, workload), *_assumptions(candidates[0])):
             click.echo(textwrap.fill(sentence, width))
     _print_refused(ranking, width)
     if candidates:
         click.echo(f"\n{trainer_line(candidates[0], workload)}")
-    else:
+    elif any(isinstance(reason, TooLarge) for reason in ranking.refused.values()):
         click.echo("no layout fits: take more devices, a smaller --batch or a lower --precision")
+    else:
+        click.echo("no layout can be compared, for the reasons above")
 
 
 def _row(one: Candidate) -> tuple[str, ...]:
@@ -172,8 +185,14 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value else ""
 
 
-def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
-    """Return sentences that say why the first candidate wins, and what would change the choice."""
+def reasons(candidates: Sequence[Candidate], smaller: Sequence[Candidate], workload: Workload) -> list[str]:
+    """Return sentences that say why the first candidate wins, and what would change the choice.
+
+    Args:
+        candidates: The candidates in order.
+        smaller: Those for devices on which the first one does not fit, in order.
+        workload: The training and the devices.
+    """
     from dstrat.cli.choose.candidates import SAME_TIME, undominated
 
     def name(one: Candidate) -> str:
@@ -183,7 +202,7 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     # One of another strategy says more than the same one in another precision.
     remaining = [one for one in undominated(candidates) if one.strategy != first.strategy] or candidates[1:]
     if not remaining:
-        return [f"{name(first)} is the only layout that fits."]
+        return [f"{name(first)} is the only layout that fits.", *_with_less_memory(first, smaller, name)]
     second = remaining[0]
     slower = second.time.total / first.time.total - 1
     saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
@@ -198,19 +217,23 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     else:
         more = f"it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
         sentences = [f"{name(first)} is the fastest; {name(second)} takes {slower:.1%} longer: {more}."]
-    smaller = [one for one in candidates if one.peak < first.peak]
-    if smaller:
-        needed = first.peak / MOST_OF_MEMORY / _GIB
-        sentences.append(
-            f"With less than {needed:.1f} GiB on each device, {name(_fastest(smaller))} is the fastest of these "
-            "layouts."
-        )
+    sentences += _with_less_memory(first, smaller, name)
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
         machine = _with_links(workload.machine, factor)
         faster = _fastest([one.on(machine) for one in candidates])
         if name(faster) != name(first) and (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
             sentences.append(f"With links {change}, {name(faster)} is the fastest.")
     return sentences
+
+
+def _with_less_memory(
+    first: Candidate, smaller: Sequence[Candidate], name: Callable[[Candidate], str]
+) -> Iterator[str]:
+    if smaller:
+        batches = smaller[0].training.accumulate_grad_batches
+        of_several = f" with {batches} batches of {smaller[0].training.batch_size}" if batches > 1 else ""
+        needed = first.peak / MOST_OF_MEMORY / _GIB
+        yield f"With less than {needed:.1f} GiB on each device the choice is {name(smaller[0])}{of_several}."
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
