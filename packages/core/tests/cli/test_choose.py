@@ -276,6 +276,27 @@ def test_state_that_fits_no_device_is_offloaded_to_the_host(choose):
     assert offloaded["seconds"]["offload"] > 0 == plain["seconds"]["offload"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_cpu_offload", "mesh(cpu_offload=True)"])
+def test_what_is_on_the_host_is_copied_for_each_gather(choose, strategy):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "2", "--strategy", strategy, "--json", "--batch")
+    gpus = machine(device_type="cuda", host_bandwidth=1e6)
+    limit = ("--device-memory", "20MiB")
+    few, many = (
+        next(
+            one
+            for one in ranking(choose(*options, batch, *limit, of=gpus))["candidates"]
+            if one["strategy"] == strategy
+        )
+        for batch in ("2", "65536")
+    )
+    batches = many["accumulate_grad_batches"]
+    assert (few["accumulate_grad_batches"], batches > 1) == (1, True)
+    more = many["seconds"]["offload"] - few["seconds"]["offload"]
+    gathers = 2  # of a layer in each batch
+    assert more == pytest.approx((batches - 1) * gathers * WEIGHTS / 2 / 1e6, rel=0.02)
+
+
 def test_many_layouts_that_do_not_fit_take_one_line(choose):
     pytest.importorskip("dstrat_mesh")
     eight = machine(devices=8)

@@ -22,11 +22,17 @@ from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
-from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives, split_activation_share
+from dstrat_fsdp.communication import (
+    bytes_from_host,
+    copied_bytes,
+    python_hooks,
+    sharded_collectives,
+    split_activation_share,
+)
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
-from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
+from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
@@ -388,7 +394,6 @@ class MeshStrategy(SharedBatchStrategy):
         """
         axes = self._axes_of(training.world_size)
         experts = self._experts_in(training)
-        offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         blocks = estimated_blocks(training, self._auto_wrap_policy)
         layout = sharded_layout(
             self._with_microbatches(training),
@@ -397,7 +402,7 @@ class MeshStrategy(SharedBatchStrategy):
             num_stages=axes.pp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
-            offloads=isinstance(offload, CPUOffloadPolicy),
+            offloads=offloads_to_host(self._cpu_offload, training.device_type),
         )
         return dataclasses.replace(
             layout,
@@ -419,14 +424,18 @@ class MeshStrategy(SharedBatchStrategy):
         blocks = estimated_blocks(training, self._auto_wrap_policy)
         divided: dict[str, Any] = {
             "divisions": _divisions(experts, axes),
-            "num_replicas": axes.dp_replicate,
             "frees_blocks": self._reshard_after_forward,
         }
         in_microbatches, units = self._with_microbatches(training), with_experts(experts, training.module, blocks)
         policy = precision_policy(self._mixed_precision, training.precision)
         gathers_once = self._pp > 1 and not self._reshard_after_forward
         gathering = training if gathers_once else in_microbatches
-        sharded = sharded_collectives(gathering, units, policy=policy, **divided)
+        sharded = sharded_collectives(gathering, units, policy=policy, num_replicas=axes.dp_replicate, **divided)
+        from_host = (
+            bytes_from_host(gathering, units, **divided)
+            if offloads_to_host(self._cpu_offload, training.device_type)
+            else 0
+        )
         of_activations = activation_collectives(
             training, blocks, axes, self._context_parallel, experts, recomputes=self._recomputes
         )
@@ -442,7 +451,8 @@ class MeshStrategy(SharedBatchStrategy):
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
-            hooks=python_hooks(gathering, units, **divided) // axes.pp,
+            copied_from_host=from_host // axes.pp,
+            hooks=python_hooks(gathering, units, num_replicas=axes.dp_replicate, **divided) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )

@@ -85,7 +85,8 @@ def step_time(
         idle=passes * communication.idle / (1 - communication.idle),
         optimizer=0.0 if offloaded else stepping,
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
-        offload=2 * memory.host / machine.host_bandwidth + max(0.0, batches * copied - compute),
+        offload=(2 * memory.host + communication.copied_from_host) / machine.host_bandwidth
+        + max(0.0, batches * copied - compute),
     )
 
 
