@@ -6,9 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
@@ -37,9 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
+    import torch
     from torch.distributed.fsdp import (
         BackwardPrefetch,
         CPUOffload,
+        CPUOffloadPolicy,
         MixedPrecision,
         MixedPrecisionPolicy,
         ShardingStrategy,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
     from torch.nn import Module
     from torch.optim import Optimizer
 
