@@ -205,6 +205,18 @@ def test_a_layout_that_does_not_fit_is_left_out_with_its_memory(choose):
     shown = ranking(choose("--devices", "2", *DDP_AND_FSDP, "--device-memory", "5MiB", "--json"))
     assert [one["strategy"] for one in shown["candidates"]] == ["fsdp"]
     assert shown["refused"]["ddp"].startswith("it needs 0.0 GiB with batches of 1 (parameters 0.0")
+    too_large = shown["too_large"]["ddp"]
+    assert (too_large["batch_size"], too_large["sizes"]["parameters"]) == (1, WEIGHTS)
+    assert too_large["peak"] > 0.9 * 5 * 2**20
+    assert shown["reasons"] == ["fsdp is the only layout that fits."]
+
+
+def test_on_one_device_layers_may_compute_activations_again(choose):
+    options = ("--devices", "1", "--strategy", "single_device", "--batch", "1024", "--json")
+    found = {one["strategy"]: one for one in ranking(choose(*options, factory="attending"))["candidates"]}
+    usual, again = found["single_device"], found["single_device(activation_checkpointing='full')"]
+    assert again["memory"]["peak"] < usual["memory"]["peak"]
+    assert again["seconds"]["compute"] > usual["seconds"]["compute"]
 
 
 def test_nothing_that_fits_is_a_problem(choose):
@@ -587,6 +599,31 @@ def test_reasons_name_the_precisions_where_several_are_compared():
     first, *_ = reasons([same, one], [], workload)
     assert first == "ddp with 32-true is the fastest; ddp with bf16-mixed takes as long, to 2%."
     assert reasons([one], [], workload) == ["ddp with bf16-mixed is the only layout that fits."]
+
+
+@dataclasses.dataclass
+class Sending(Ranked):
+    sent: float = 0.0
+    bandwidth: float = 1e8
+
+    @property
+    def time(self):
+        sending = self.sent / self.bandwidth
+        return StepTime(compute=self.seconds, communication=sending, idle=0.0, optimizer=0.0, offload=0.0)
+
+    def on(self, other):
+        return dataclasses.replace(self, bandwidth=other.links[0].bandwidth)
+
+
+def test_links_of_another_speed_that_would_change_the_choice_are_named():
+    def shown(*layouts):
+        workload = SimpleNamespace(machine=machine(), precisions=("32-true",))
+        return [one for one in reasons(layouts, [], workload) if one.startswith("With links")]
+
+    alone = Sending("alone", 1.0)
+    assert shown(alone, Sending("sends", 0.1, sent=1e8)) == ["With links twice as fast, sends is the fastest."]
+    assert shown(Sending("sends", 0.4, sent=5e7), alone) == ["With links half as fast, alone is the fastest."]
+    assert shown(Sending("sends", 0.2, sent=2e7), alone) == []
 
 
 def test_layouts_that_another_of_the_strategy_beats_are_left_out():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -103,8 +102,10 @@ class Schedule:
             rank: Position of the rank.
             saved: Bytes of activations of a batch that each of its stages saves.
         """
-        held = _held_microbatches(self, rank)
-        largest = max(sum(map(operator.mul, counts, saved)) for counts in held)
+        largest = max(
+            sum(count * size for count, size in zip(held, saved, strict=True))
+            for held in _held_microbatches(self, rank)
+        )
         return largest / max(self.microbatches * sum(saved), 1)
 
     def passes(self, rank: int) -> Iterator[Pass]:

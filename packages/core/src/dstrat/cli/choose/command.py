@@ -72,7 +72,7 @@ def choose(
     Machines are known by datasheets, or described by a file of dstrat measure.  The table has the fastest layouts, of
     each strategy those that need less memory than its faster ones.  Exits with 1 if nothing fits.
     """
-    from dstrat.cli.choose.candidates import Candidates, Workload, undominated
+    from dstrat.cli.choose.candidates import Candidates, TooLarge, Workload, undominated
     from dstrat.cli.measure.machine import read_machine
 
     machine = read_machine(machine_name)
@@ -110,7 +110,17 @@ def choose(
     if as_json:
         listed = [_as_dict(one, workload) for one in ranking.candidates]
         refused = {name: str(reason) for name, reason in ranking.refused.items()}
-        print_json({"candidates": listed, "refused": refused, "unusable": ranking.unusable})
+        too_large = {name: asdict(one) for name, one in ranking.refused.items() if isinstance(one, TooLarge)}
+        why = reasons(ranking.candidates, smaller, workload) if ranking.candidates else []
+        print_json(
+            {
+                "candidates": listed,
+                "reasons": why,
+                "refused": refused,
+                "too_large": too_large,
+                "unusable": ranking.unusable,
+            }
+        )
     else:
         _print(ranking, smaller, workload)
     if not ranking.candidates:
