@@ -487,6 +487,20 @@ def test_strategies_that_cannot_run_there_are_named_and_explained_in_json(choose
     )
 
 
+def test_without_a_machine_more_devices_than_this_one_has_are_refused():
+    shown = CliRunner().invoke(commands, ["choose", f"{MODULE}:plain", "--devices", "4096"])
+    assert isinstance(shown.exception, RequestError)
+    assert "does not have --devices 4096: give --machine, one of h100x8, " in str(shown.exception)
+
+
+@pytest.mark.slow
+def test_without_a_machine_this_one_is_measured():
+    options = ("--devices", "1", "--strategy", "single_device", "--precision", "32-true", "--json")
+    shown = CliRunner().invoke(commands, ["choose", f"{MODULE}:plain", *options])
+    assert ranking(shown)["candidates"][0]["strategy"] == "single_device"
+    assert "measuring this machine" in shown.stderr
+
+
 def test_devices_that_are_no_whole_machines_are_an_error(choose):
     shown = choose("--devices", "5")
     assert isinstance(shown.exception, RequestError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ from dstrat.cli.components import loaded_catalog
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, read_size
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.cli.runs.charts import check_suffix
-from dstrat.errors import RequestError
+from dstrat.errors import DstratError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,11 @@ _VERBS = {
 @click.command(short_help="Choose the layout for a model and a machine.")
 @click.argument("training", metavar="TRAINING")
 @click.option("--devices", required=True, type=click.IntRange(1), help="Number of devices, of all machines together.")
-@click.option("--machine", "machine_name", required=True, help="Known machine such as h100x8, or a file.")
+@click.option(
+    "--machine",
+    "machine_name",
+    help="Known machine such as h100x8, or a file.  By default this one, which is measured.",
+)
 @click.option("--device-memory", help="Memory of a device, such as 80GiB.  By default the machine's.")
 @click.option("--batch", type=click.IntRange(1), help="Samples of a step.  By default the factory's on each device.")
 @click.option("--precision", help='Such as "bf16-mixed".  By default 32-true and bf16-mixed are compared.')
@@ -56,7 +61,7 @@ _VERBS = {
 def choose(
     training: str,
     devices: int,
-    machine_name: str,
+    machine_name: str | None,
     device_memory: str | None,
     batch: int | None,
     precision: str | None,
@@ -69,19 +74,22 @@ def choose(
     TRAINING is script.py:factory or package.module:factory, the function of dstrat estimate.  Every installed strategy
     and every mesh of the devices is compared, with the largest batch that fits.  The time is that of a model: work of a
     step on tensors without values, over rates of the machine, and what each strategy says that it communicates.
-    Machines are known by datasheets, or described by a file of dstrat measure.  The table has the fastest layouts, of
-    each strategy those that need less memory than its faster ones.  Exits with 1 if nothing fits.
+    Machines are known by datasheets, or described by a file of dstrat measure; without --machine this one is measured.
+    The table has the fastest layouts, of each strategy those that need less memory than its faster ones.  Exits with 1
+    if nothing fits.
     """
     from dstrat.cli.choose.candidates import Candidates, TooLarge, Workload, undominated
     from dstrat.cli.measure.machine import read_machine
 
-    machine = read_machine(machine_name)
+    if plot is not None:
+        check_suffix(plot, "--plot")
+    machine = _measured_machine(devices) if machine_name is None else read_machine(machine_name)
     if devices > machine.devices and devices % machine.devices:
         raise RequestError(
             f"--devices {devices} are no number of whole machines: {machine_name} has {machine.devices} devices, so "
             f"that --devices {machine.devices * (devices // machine.devices)} is possible"
         )
-    if machine_name.endswith(".json") and machine.unmeasured:
+    if machine_name is not None and machine_name.endswith(".json") and machine.unmeasured:
         click.echo(
             f"{machine_name} has no {' and no '.join(machine.unmeasured)}, which counts as nothing: `dstrat measure "
             f"--output {machine_name}` measures it",
@@ -95,8 +103,6 @@ def choose(
         precisions=_precisions(machine) if precision is None else (precision,),
         memory=machine.memory if device_memory is None else read_size(device_memory, "--device-memory"),
     )
-    if plot is not None:
-        check_suffix(plot, "--plot")
     compared = Candidates(loaded_catalog(), workload)
     ranking = compared.rank(aliases)
     smaller: Sequence[Candidate] = ()
@@ -125,6 +131,32 @@ def choose(
         _print(ranking, smaller, workload)
     if not ranking.candidates:
         sys.exit(1)
+
+
+def _measured_machine(devices: int) -> Machine:
+    """Measure this machine.
+
+    Raises:
+        RequestError: It does not have so many devices.
+    """
+    from dstrat.cli.measure import benchmarks
+    from dstrat.cli.measure.machine import known_machines
+    from dstrat.launch.job import usable_processors
+    from dstrat.own_loop.loop import OwnLoop, build
+    from dstrat.parallel.strategy import ParallelStrategy
+
+    try:
+        strategy = build(strategy=ParallelStrategy(start_method="fork"), devices=devices)
+        has_them = strategy.root_device.type != "cpu" or devices <= usable_processors()
+    except DstratError:
+        has_them = False
+    if not has_them:
+        raise RequestError(
+            f"this machine, which is measured without --machine, does not have --devices {devices}: give --machine, "
+            f"one of {', '.join(known_machines())}, or a file of `dstrat measure`"
+        )
+    click.echo("measuring this machine; `dstrat measure --output machine.json` keeps what is measured", err=True)
+    return OwnLoop(strategy).launch(benchmarks.measure, platform.node())
 
 
 def _precisions(machine: Machine) -> tuple[str, ...]:
