@@ -138,12 +138,12 @@ class Schedule:
 @cache  # of a few schedules, which many layouts have
 def _held_microbatches(schedule: Schedule, rank: int) -> frozenset[tuple[int, ...]]:
     """Return how many microbatches each stage of a rank holds, whenever a backward pass is about to free one."""
-    held, found = [0] * schedule.stages_per_rank, set()
+    held, counts = [0] * schedule.stages_per_rank, set()
     for one in schedule.passes(rank):
         if one.is_backward:
-            found.add(tuple(held))
+            counts.add(tuple(held))
         held[one.chunk] += -1 if one.is_backward else 1
-    return frozenset(found)
+    return frozenset(counts)
 
 
 def _check_name(name: str) -> None:
