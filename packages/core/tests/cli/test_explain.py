@@ -121,7 +121,7 @@ def test_a_dry_run_refuses_what_the_machine_does_not_have():
     assert "and 90% of a device's 74.5 GiB are 67.1" in shown.stdout
     many = dry_run("--strategy", "ddp", "--devices", "20", "--machine", "h100x8")
     assert isinstance(many.exception, RequestError)
-    assert str(many.exception) == ("--devices 20 are 10 on each of 2 machines, and h100x8 has 8: give --nodes 3")
+    assert str(many.exception) == ("--devices 20 are 10 on each of 2 machines, and h100x8 has 8: give --nodes 4")
 
 
 def test_a_dry_run_refuses_a_batch_that_does_not_divide():

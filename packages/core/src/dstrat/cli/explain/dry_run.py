@@ -85,9 +85,10 @@ def show_dry_run(
         raise RequestError(f"--devices {devices} do not divide among --nodes {num_nodes}: give a multiple of it")
     per_machine = devices // num_nodes
     if machine is not None and per_machine > machine.devices:
+        fewest = next(n for n in range(num_nodes, devices + 1) if devices % n == 0 and devices // n <= machine.devices)
         raise RequestError(
             f"--devices {devices} are {per_machine} on each of {num_nodes} machines, and {machine.name} has "
-            f"{machine.devices}: give --nodes {-(-devices // machine.devices)}"
+            f"{machine.devices}: give --nodes {fewest}"
         )
     if machine is not None and memory is None:
         memory = machine.memory
