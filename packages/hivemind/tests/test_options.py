@@ -212,3 +212,7 @@ def test_the_checkpoint_continues_on_one_device(tmp_path):
     train("auto", expected, max_epochs=2)
     train("auto", resumed, max_epochs=2, ckpt_path=saving.path)
     assert begun.losses + resumed.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_what_it_sends_to_peers_is_not_known_before_they_are_there():
+    assert HivemindStrategy(target_batch_size=1).communication_layout(training=None) is None

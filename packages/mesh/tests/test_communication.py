@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dstrat import Pipeline
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
+from dstrat.cli.estimate.ranks import memory_of_ranks
 from dstrat.parallel.internals import DispatchMode, RecordedCollectives
 from dstrat.parallel.shards import local_tensor
 from dstrat_mesh import MeshStrategy
@@ -259,3 +260,34 @@ def test_layers_are_gathered_in_each_batch_and_gradients_summed_in_the_last():
         "reduce_scatter": False,
         "all_reduce": False,
     }
+
+
+def test_recomputation_sends_once_more_what_the_forward_pass_of_attention_sends():
+    def sent(method, **options):
+        strategy = MeshStrategy(cp=4, context_parallel=method, **options)
+        (one,) = [
+            one
+            for one in strategy.communication_layout(sizes(SAMPLES)).collectives
+            if one.kind == {"ring": "send", "ulysses": "all_to_all"}[method]
+        ]
+        return one.bytes, one.messages
+
+    for method, forward, both in (("ring", 2 * 3, 2 * 3 + 4 * 4), ("ulysses", 4, 8)):
+        usual, again = sent(method), sent(method, activation_checkpointing="full")
+        assert again[0] / usual[0] == pytest.approx((both + forward) / both, rel=0.01)
+    assert [sent("ring", **options)[1] / 4 for options in ({}, {"activation_checkpointing": "full"})] == [11, 14]
+
+
+def test_a_stage_with_frozen_layers_has_no_gradients_and_no_state_of_them():
+    class Frozen(Blocks):
+        def make_layers(self):
+            super().make_layers()
+            self.layers[:2].requires_grad_(False)
+
+    strategy, training = MeshStrategy(pp=2), sizes(SAMPLES, Frozen)
+    first, second = (one.memory for one in memory_of_ranks(strategy, training))
+    assert first.parameters == second.parameters > 0
+    assert (first.gradients, first.optimizer_state) == (0, 0)
+    whole = strategy.memory_layout(training)
+    assert second.gradients == 2 * whole.gradients
+    assert second.optimizer_state == 2 * whole.optimizer_state

@@ -64,3 +64,12 @@ def test_each_rank_has_all_passes_and_waits_for_none_forever(options):
             assert not step.is_backward or Pass(step.chunk, step.microbatch, False) in passes[:index]
     busy = len(expected)
     assert 1 - busy / simulate(schedule) == pytest.approx(schedule.bubble)
+
+
+def test_a_stage_counts_with_the_microbatches_that_it_holds():
+    schedule = Schedule.of("Interleaved1F1B", 32, 4, 32)
+    assert schedule.batch_share(31, [0, 0, 0, 1]) == 1 / 32  # its backward pass follows each forward pass
+    assert schedule.batch_share(31, [1, 0, 0, 0]) == 1
+    assert schedule.batch_share(31, [1, 1, 1, 1]) == 97 / 128
+    assert Schedule.of("1F1B", 4, None, 8).batch_share(0, [5]) == 4 / 8
+    assert Schedule.of("LoopedBFS", 4, 2, 5).batch_share(3, [1, 9]) == 1

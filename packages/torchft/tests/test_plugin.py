@@ -23,6 +23,13 @@ def test_it_is_never_chosen_automatically():
     assert [record.auto for record in RECORDS.values()] == [None, None]
 
 
+def test_groups_that_train_apart_have_other_losses_than_one_device():
+    assert {alias: bool(record.approximation) for alias, record in RECORDS.items()} == {
+        "torchft_ddp": False,
+        "torchft_diloco": True,
+    }
+
+
 def test_the_entry_point_leads_to_the_plugin():
     [point] = [point for point in entry_points(group="dstrat.v1") if point.dist.name == "dstrat-torchft"]
     assert point.value == "dstrat_torchft.plugin"

@@ -1,5 +1,6 @@
 """``dstrat choose``: what fits, in the order of predicted times, with reasons and a line to paste."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -12,6 +13,7 @@ from torch import nn
 
 from dstrat import Pipeline, TrainModule
 from dstrat.builtin.precision.true import TruePrecision
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.cli.choose.candidates import Candidates, Workload, in_order, undominated
 from dstrat.cli.choose.command import reasons
 from dstrat.cli.choose.cost import StepTime, collective_seconds, step_time
@@ -24,6 +26,7 @@ from dstrat.errors import RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout, Work
 from dstrat.parallel.strategy import ParallelStrategy
+from dstrat.plugins.catalog import refresh_catalog
 from dstrat.plugins.registry import StrategyRegistry
 
 MODULE = __name__
@@ -111,6 +114,21 @@ class Staged(Whole):
         return Pipeline(model=self.net, loss=lambda output, batch: output.mean())
 
 
+class Head(nn.Linear):
+    """A layer that saves its output."""
+
+    def forward(self, x):
+        return super().forward(x).exp()
+
+
+class LargeHead(Staged):
+    """Has a last layer that is larger than the others together, and saves more."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.append(Head(WIDTH, 32 * WIDTH, bias=False))
+
+
 class AttendsAndSplits(Split):
     """Has two heads, which no more than two ranks divide."""
 
@@ -146,6 +164,15 @@ def ranking(shown):
     return json.loads(shown.stdout)
 
 
+@contextlib.contextmanager
+def registered(alias, strategy_class):
+    StrategyRegistry.register(alias, strategy_class)
+    try:
+        yield
+    finally:
+        StrategyRegistry.remove(alias)
+
+
 DDP_AND_FSDP = ("--strategy", "ddp", "--strategy", "fsdp")
 
 
@@ -156,7 +183,7 @@ def test_the_fastest_layout_is_first_with_the_line_to_paste(choose):
     assert shown.exit_code == 0
     assert "ddp is the fastest; fsdp takes" in shown.output
     assert "it communicates" in shown.output
-    assert re.search(r"With less than 0\.0 GiB on each device, fsdp is the fastest of these\s+layouts\.", shown.output)
+    assert "With less than 0.0 GiB on each device the choice is fsdp." in shown.output
     assert 'Trainer(strategy="ddp", accelerator="cpu", devices=2)  # batches of 8' in shown.output.splitlines()
 
 
@@ -178,6 +205,18 @@ def test_a_layout_that_does_not_fit_is_left_out_with_its_memory(choose):
     shown = ranking(choose("--devices", "2", *DDP_AND_FSDP, "--device-memory", "5MiB", "--json"))
     assert [one["strategy"] for one in shown["candidates"]] == ["fsdp"]
     assert shown["refused"]["ddp"].startswith("it needs 0.0 GiB with batches of 1 (parameters 0.0")
+    too_large = shown["too_large"]["ddp"]
+    assert (too_large["batch_size"], too_large["sizes"]["parameters"]) == (1, WEIGHTS)
+    assert too_large["peak"] > 0.9 * 5 * 2**20
+    assert shown["reasons"] == ["fsdp is the only layout that fits."]
+
+
+def test_on_one_device_layers_may_compute_activations_again(choose):
+    options = ("--devices", "1", "--strategy", "single_device", "--batch", "1024", "--json")
+    found = {one["strategy"]: one for one in ranking(choose(*options, factory="attending"))["candidates"]}
+    usual, again = found["single_device"], found["single_device(activation_checkpointing='full')"]
+    assert again["memory"]["peak"] < usual["memory"]["peak"]
+    assert again["seconds"]["compute"] > usual["seconds"]["compute"]
 
 
 def test_nothing_that_fits_is_a_problem(choose):
@@ -194,6 +233,14 @@ def test_a_batch_that_does_not_fit_is_accumulated(choose):
     assert one["trainer"].endswith(
         f"accumulate_grad_batches={one['accumulate_grad_batches']})  # batches of {one['batch_size']}"
     )
+
+
+def test_on_smaller_devices_the_choice_may_be_the_same_layout_with_more_batches(choose):
+    options = ("--devices", "2", "--batch", "8192", "--device-memory", "60MiB")
+    first = choose(*options, "--strategy", "ddp", "--strategy", "ddp(bucket_cap_mb=50)").stdout
+    choice = re.search(r"the\s+choice\s+is\s+(\S+)\s+with\s+(\d+)\s+batches\s+of\s+(\d+)\.", first)
+    assert choice, first
+    assert int(choice[2]) * int(choice[3]) == 4096
 
 
 def test_a_batch_that_does_not_divide_is_refused(choose):
@@ -241,6 +288,27 @@ def test_state_that_fits_no_device_is_offloaded_to_the_host(choose):
     assert offloaded["seconds"]["offload"] > 0 == plain["seconds"]["offload"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_cpu_offload", "mesh(cpu_offload=True)"])
+def test_what_is_on_the_host_is_copied_for_each_gather(choose, strategy):
+    pytest.importorskip("dstrat_mesh")
+    options = ("--devices", "2", "--strategy", strategy, "--json", "--batch")
+    gpus = machine(device_type="cuda", host_bandwidth=1e6)
+    limit = ("--device-memory", "20MiB")
+    few, many = (
+        next(
+            one
+            for one in ranking(choose(*options, batch, *limit, of=gpus))["candidates"]
+            if one["strategy"] == strategy
+        )
+        for batch in ("2", "65536")
+    )
+    batches = many["accumulate_grad_batches"]
+    assert (few["accumulate_grad_batches"], batches > 1) == (1, True)
+    more = many["seconds"]["offload"] - few["seconds"]["offload"]
+    gathers = 2  # of a layer in each batch
+    assert more == pytest.approx((batches - 1) * gathers * WEIGHTS / 2 / 1e6, rel=0.02)
+
+
 def test_many_layouts_that_do_not_fit_take_one_line(choose):
     pytest.importorskip("dstrat_mesh")
     eight = machine(devices=8)
@@ -272,12 +340,77 @@ def test_a_strategy_whose_layouts_cannot_be_read_is_refused_with_the_reason(choo
         def layout_options(cls, module, world_size, ranks_per_machine):
             return module.missing
 
-    StrategyRegistry.register("broken", Broken)
-    try:
+    with registered("broken", Broken):
         refused = ranking(choose("--devices", "2", "--strategy", "broken", "--json"))["refused"]
-    finally:
-        StrategyRegistry.remove("broken")
     assert refused["broken"].startswith("its layout_options raised AttributeError: 'Sequential' object has no attr")
+
+
+def test_a_strategy_that_drives_several_devices_declares_by_itself_what_they_communicate(choose):
+    class Drives(SingleDeviceStrategy):
+        drives_several_devices = True
+
+    with registered("drives", Drives):
+        several, one = (
+            ranking(choose("--devices", count, "--strategy", "drives", "--json", of=machine(devices=2)))
+            for count in ("2", "1")
+        )
+    assert several["candidates"] == []
+    assert several["refused"]["drives"] == "it does not declare its communication_layout"
+    assert "drives" in {found["strategy"] for found in one["candidates"]}
+
+
+def test_a_third_partys_strategy_is_ranked_by_what_it_declares(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class SendsTwice(DDPStrategy):
+        def communication_layout(self, training):
+            layout = super().communication_layout(training)
+            return dataclasses.replace(layout, collectives=2 * layout.collectives)
+
+    with registered("acme", SendsTwice):
+        options = ("--devices", "2", "--strategy", "acme", "--strategy", "ddp", "--json")
+        found = {one["strategy"]: one["seconds"] for one in ranking(choose(*options))["candidates"]}
+    assert [name for name in found if "(" not in name] == ["ddp", "acme"]
+    assert found["acme"]["communication"] > found["ddp"]["communication"]
+    assert found["acme"]["compute"] == found["ddp"]["compute"]
+
+
+def test_of_strategies_that_are_the_same_the_usual_one_is_shown(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class Renamed(DDPStrategy):
+        pass
+
+    with registered("acme", Renamed):
+        options = ("--devices", "2", "--strategy", "acme", "--strategy", "ddp", "--json")
+        found = [one["strategy"] for one in ranking(choose(*options))["candidates"]]
+    assert [name for name in found if "(" not in name] == ["ddp"]
+
+
+@pytest.fixture
+def two_owners(site, monkeypatch):
+    """Another distribution offers ``ddp`` too."""
+    site.add("acme", site.component("ddp", target="dstrat_ddp.strategy:DDPStrategy", uses_torch_distributed=True))
+    monkeypatch.syspath_prepend(site.folder)
+    refresh_catalog()
+    yield
+    monkeypatch.undo()
+    refresh_catalog()
+
+
+def test_an_alias_of_two_distributions_is_compared_with_its_owners(choose, two_owners):
+    pytest.importorskip("dstrat_ddp")
+    shown = ranking(choose("--devices", "2", "--json"))
+    names = {one["strategy"] for one in shown["candidates"]} | shown["refused"].keys() | shown["unusable"].keys()
+    assert "ddp@dstrat-ddp" in names
+    assert "ddp" not in names
+    named = ranking(choose("--devices", "2", "--strategy", "ddp@acme", "--json"))["candidates"]
+    assert named[0]["strategy"] == "ddp@acme"
+    assert 'strategy="ddp@acme"' in named[0]["trainer"]
+    options = ("--devices", "2", "--strategy", "ddp@acme(bucket_cap_mb=50)", "--json")
+    assert ranking(choose(*options))["candidates"][0]["strategy"] == "ddp@acme(bucket_cap_mb=50)"
 
 
 def test_heads_that_do_not_divide_are_refused(choose):
@@ -322,6 +455,17 @@ def test_microbatches_may_differ_by_a_sample_and_each_has_one(choose):
     assert shown["refused"][names[1]].startswith("a batch of 12 samples cannot be divided into 16 microbatches: give")
 
 
+@pytest.mark.parametrize("options", ["", ", schedule='Interleaved1F1B', microbatches=4"])
+def test_a_pipeline_needs_what_its_fullest_rank_needs_as_explain_shows_it(choose, options):
+    pytest.importorskip("dstrat_mesh")
+    strategy = f"mesh(pp=2{options})"
+    (one,) = ranking(choose("--devices", "2", "--strategy", strategy, "--json", factory="LargeHead"))["candidates"]
+    model = ("--model", f"{MODULE}:LargeHead", "--accelerator", "cpu", "--strategy", strategy, "--batch", "16")
+    ranks = ranking(CliRunner().invoke(commands, ["explain", *model, "--nodes", "1", "--devices", "2", "--json"]))
+    first, last = (rank["peak"] for rank in ranks["memory"])
+    assert one["memory"]["peak"] == last > 2 * first
+
+
 def test_what_does_not_fit_in_the_smallest_batch_of_microbatches_is_refused_for_its_memory(choose):
     pytest.importorskip("dstrat_mesh")
     options = ("--devices", "2", "--strategy", "mesh(pp=2)", "--batch", "4", "--device-memory", "1MiB", "--json")
@@ -344,6 +488,20 @@ def test_strategies_that_cannot_run_there_are_named_and_explained_in_json(choose
     )
 
 
+def test_without_a_machine_more_devices_than_this_one_has_are_refused():
+    shown = CliRunner().invoke(commands, ["choose", f"{MODULE}:plain", "--devices", "4096"])
+    assert isinstance(shown.exception, RequestError)
+    assert "does not have --devices 4096: give --machine, one of h100x8, " in str(shown.exception)
+
+
+@pytest.mark.slow
+def test_without_a_machine_this_one_is_measured():
+    options = ("--devices", "1", "--strategy", "single_device", "--precision", "32-true", "--json")
+    shown = CliRunner().invoke(commands, ["choose", f"{MODULE}:plain", *options])
+    assert ranking(shown)["candidates"][0]["strategy"] == "single_device"
+    assert "measuring this machine" in shown.stderr
+
+
 def test_devices_that_are_no_whole_machines_are_an_error(choose):
     shown = choose("--devices", "5")
     assert isinstance(shown.exception, RequestError)
@@ -356,6 +514,23 @@ def test_machines_without_a_link_between_them_are_refused(choose):
     assert "has no link between machines: measure it with --num-nodes 2" in shown["refused"]["ddp"]
 
 
+def test_more_devices_are_advised_only_where_something_is_too_large(choose):
+    shown = choose("--devices", "4", "--strategy", "ddp")
+    assert shown.exit_code == 1
+    assert "has no link between machines" in " ".join(shown.stdout.split())
+    assert shown.stdout.endswith("\nno layout can be compared, for the reasons above\n")
+    assert "no layout fits" not in shown.stdout
+
+
+def test_a_machine_of_other_precisions_asks_for_one(choose):
+    half = machine(flops={"float16": 1e9})
+    shown = choose("--devices", "2", "--strategy", "ddp", of=half, all_precisions=True)
+    assert isinstance(shown.exception, RequestError)
+    assert "machine 'mine' has no rate of float32 or bfloat16: give a --precision that computes in float16" in str(
+        shown.exception
+    )
+
+
 @dataclasses.dataclass
 class Ranked:
     strategy: str
@@ -363,6 +538,10 @@ class Ranked:
     peak: int = 1
     offload: float = 0.0
     precision: str = "32-true"
+
+    @property
+    def training(self):
+        return SimpleNamespace(batch_size=8, accumulate_grad_batches=1)
 
     @property
     def alias(self):
@@ -413,28 +592,53 @@ def test_offload_is_last_of_what_takes_as_long():
 def test_the_first_layout_is_called_the_fastest_only_if_it_is():
     one, other = Ranked("usual", 1.01, peak=2), Ranked("mesh(tp=2)", 1.0, peak=1)
     workload = SimpleNamespace(machine=machine(), precisions=("32-true",))
-    assert reasons([one, other], workload) == [
+    assert reasons([one, other], [other], workload) == [
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes 1.0% less, and is not simpler.",
-        "With less than 0.0 GiB on each device, mesh(tp=2) is the fastest of these layouts.",
+        "With less than 0.0 GiB on each device the choice is mesh(tp=2).",
     ]
     near = Ranked("mesh(tp=2)", 1.00999, peak=3)
-    assert reasons([one, near], workload) == [
+    assert reasons([one, near], [], workload) == [
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes as long, and is not simpler."
     ]
-    assert reasons([other, one], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
+    assert reasons([other, one], [], workload) == ["mesh(tp=2) is the fastest; usual takes as long, to 2%."]
 
 
 def test_reasons_name_the_precisions_where_several_are_compared():
     one, same = Ranked("ddp", 1.01, peak=2, precision="bf16-mixed"), Ranked("ddp", 1.0, peak=3)
     other = Ranked("fsdp", 2.0, peak=1)
     workload = SimpleNamespace(machine=machine(), precisions=("32-true", "bf16-mixed"))
-    assert reasons([one, same, other], workload) == [
+    assert reasons([one, same, other], [other], workload) == [
         "ddp with bf16-mixed is as fast as any layout, to 2%: ddp with 32-true takes 1.0% less, and is not simpler.",
-        "With less than 0.0 GiB on each device, fsdp with 32-true is the fastest of these layouts.",
+        "With less than 0.0 GiB on each device the choice is fsdp with 32-true.",
     ]
-    first, *_ = reasons([same, one], workload)
+    first, *_ = reasons([same, one], [], workload)
     assert first == "ddp with 32-true is the fastest; ddp with bf16-mixed takes as long, to 2%."
-    assert reasons([one], workload) == ["ddp with bf16-mixed is the only layout that fits."]
+    assert reasons([one], [], workload) == ["ddp with bf16-mixed is the only layout that fits."]
+
+
+@dataclasses.dataclass
+class Sending(Ranked):
+    sent: float = 0.0
+    bandwidth: float = 1e8
+
+    @property
+    def time(self):
+        sending = self.sent / self.bandwidth
+        return StepTime(compute=self.seconds, communication=sending, idle=0.0, optimizer=0.0, offload=0.0)
+
+    def on(self, other):
+        return dataclasses.replace(self, bandwidth=other.links[0].bandwidth)
+
+
+def test_links_of_another_speed_that_would_change_the_choice_are_named():
+    def shown(*layouts):
+        workload = SimpleNamespace(machine=machine(), precisions=("32-true",))
+        return [one for one in reasons(layouts, [], workload) if one.startswith("With links")]
+
+    alone = Sending("alone", 1.0)
+    assert shown(alone, Sending("sends", 0.1, sent=1e8)) == ["With links twice as fast, sends is the fastest."]
+    assert shown(Sending("sends", 0.4, sent=5e7), alone) == ["With links half as fast, alone is the fastest."]
+    assert shown(Sending("sends", 0.2, sent=2e7), alone) == []
 
 
 def test_layouts_that_another_of_the_strategy_beats_are_left_out():
@@ -621,6 +825,15 @@ def test_idle_time_offload_and_shared_batches_are_parts_of_a_step(training):
     assert time.idle == pytest.approx(time.compute / 4)
     assert (alone.offload, time.offload) == (0, pytest.approx(2.0))
     assert (alone.optimizer > 0, time.optimizer) == (True, 0)
+
+
+def test_ranks_wait_for_passes_with_the_collectives_in_them(training):
+    sent = Collective(kind="send", bytes=10**7, messages=1, ranks=2)  # 100 ms
+    beside = dataclasses.replace(sent, kind="all_gather", overlaps=True)
+    layouts = [CommunicationLayout(collectives=several, idle=0.2) for several in ((), (beside,), (sent, beside))]
+    alone, hidden, waiting = (step_time(machine(), training, training.replicated, one) for one in layouts)
+    assert alone.idle == hidden.idle == pytest.approx(alone.compute / 4)
+    assert waiting.idle == pytest.approx((alone.compute + 0.1) / 4)
 
 
 def test_collectives_of_each_batch_are_hidden_beside_all_batches(training):

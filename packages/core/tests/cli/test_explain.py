@@ -100,6 +100,30 @@ def test_a_dry_run_has_the_time_of_a_known_machine():
     assert re.search(r"a step takes \d+ ms: compute \d+", shown)
 
 
+def test_a_dry_run_refuses_what_does_not_fit_into_most_of_a_device():
+    pytest.importorskip("dstrat_ddp")
+    peak = json.loads(dry_run("--strategy", "ddp", "--json").stdout)["memory"][0]["peak"]
+    assert dry_run("--strategy", "ddp", "--memory", str(peak / 0.89)).exit_code == 0
+    shown = dry_run("--strategy", "ddp", "--memory", str(peak / 0.91))
+    assert shown.exit_code == 1
+    assert "refused: a rank needs 0.0 GiB, and 90% of a device's 0.0 GiB are 0.0" in shown.stdout
+
+
+def enormous():
+    with torch.device("meta"):
+        return torch.nn.Linear(2**16, 2**16, bias=False), torch.zeros(1, 2**16)  # 16 GiB
+
+
+def test_a_dry_run_refuses_what_the_machine_does_not_have():
+    pytest.importorskip("dstrat_ddp")
+    shown = dry_run("--strategy", "ddp", "--model", f"{__name__}:enormous", "--machine", "h100x8")
+    assert shown.exit_code == 1
+    assert "and 90% of a device's 74.5 GiB are 67.1" in shown.stdout
+    many = dry_run("--strategy", "ddp", "--devices", "20", "--machine", "h100x8")
+    assert isinstance(many.exception, RequestError)
+    assert str(many.exception) == ("--devices 20 are 10 on each of 2 machines, and h100x8 has 8: give --nodes 4")
+
+
 def test_a_dry_run_refuses_a_batch_that_does_not_divide():
     pytest.importorskip("dstrat_ddp")
     shown = dry_run("--strategy", "ddp", "--batch", "6")

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import re
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -100,6 +104,13 @@ def test_latency_and_bandwidth_are_those_of_the_line_through_times():
     assert (latency, bandwidth) == (pytest.approx(2e-3), pytest.approx(5e8))
 
 
+@pytest.mark.parametrize("seconds", [(3e-3, 2e-3, 1e-3), (1e-3, 1e-3, 1e-3)])
+def test_the_bandwidth_of_times_that_do_not_grow_is_that_of_the_largest_size(seconds):
+    latency, bandwidth = fit_link([*zip((1e3, 1e6, 1e8), seconds, strict=True)])
+    assert latency >= 0
+    assert bandwidth == pytest.approx(1e8 / seconds[-1])
+
+
 @pytest.mark.parametrize(
     ("both", "share"),
     [(3.0, 1.0), (4.0, 0.0), (3.5, 0.5), (4.5, -0.5), (9.0, -1.0)],
@@ -134,6 +145,33 @@ def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path
     assert 0 <= machine.page_latency < 1e-3
     assert 0 <= machine.operand_overlap <= 1
     assert machine.unmeasured == []
+
+
+@pytest.mark.slow
+def test_links_between_two_machines_are_measured(tmp_path):
+    path = tmp_path / "machine.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = ("--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1]))
+    program = ("-m", "dstrat", "measure", "--accelerator", "cpu", "--devices", "1", "--num-nodes", "2")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *address)
+    # Both are this machine, and take each other for another one.
+    machines = [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={rank}", *program, "--output", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [machine.communicate(timeout=400)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], printed
+    assert re.search(r"all_to_all .* 2 machines, \d+ us at least", printed[0]), printed
+    measured = read_machine(str(path))
+    assert measured.devices == 1
+    assert {(link.kind, link.scope, link.ranks) for link in measured.links} == {(kind, "network", 2) for kind in KINDS}
+    assert measured.link("all_reduce", 16, crosses_machines=True) is not None
 
 
 @pytest.mark.variant

@@ -106,6 +106,21 @@ def python_hooks(
     return total
 
 
+def bytes_from_host(
+    training: TrainingSize, blocks: Sequence[Module], *, divisions: Divisions, frees_blocks: bool
+) -> int:
+    """Return the bytes of shards on the host that torch copies to the device in a step, after a first time.
+
+    It copies a shard for each gather; the arguments are those of :func:`sharded_collectives`.
+    """
+    total = 0
+    for unit, division, count in divided_units(training.module, blocks, divisions):
+        gathers = training.accumulate_grad_batches * (2 if frees_blocks and not unit.is_root else 1)
+        shard = sum(division.shard(parameter) * parameter.element_size() for parameter in unit.parameters)
+        total += count * (gathers - 1) * shard
+    return total
+
+
 def copied_bytes(collectives: Iterable[Collective]) -> int:
     """Return the bytes that torch reads and writes for the collectives of shards.
 

@@ -161,7 +161,7 @@ def sharded_layout(
         step_buffers=step_buffers,
         reduction_buffer=reduction_buffer,
     )
-    if not offloads or training.device_type == "cpu":  # a CPU is the host
+    if not offloads:
         return layout
     return MemoryLayout(
         parameters=training.module_buffers,

@@ -73,6 +73,16 @@ def offload_policy(value: Any, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offloads else OffloadPolicy()
 
 
+def offloads_to_host(value: Any, device_type: str) -> bool:
+    """Return whether shards are on another device than the training; a CPU is the host.
+
+    Args:
+        value: As for :func:`offload_policy`.
+        device_type: Type of the devices of the training.
+    """
+    return device_type != "cpu" and isinstance(offload_policy(value, torch.device(device_type)), CPUOffloadPolicy)
+
+
 def precision_policy(policy: Any, precision: Precision) -> MixedPrecisionPolicy:
     """Return torch's policy of dtypes: the user's, or that of the precision.
 

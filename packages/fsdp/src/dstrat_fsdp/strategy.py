@@ -6,9 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
@@ -16,12 +14,13 @@ from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives
+from dstrat_fsdp.communication import bytes_from_host, copied_bytes, python_hooks, sharded_collectives
 from dstrat_fsdp.memory import Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
     input_dtype,
     offload_policy,
+    offloads_to_host,
     precision_policy,
     prefetches_backward,
     refuse_unknown,
@@ -36,9 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
+    import torch
     from torch.distributed.fsdp import (
         BackwardPrefetch,
         CPUOffload,
+        CPUOffloadPolicy,
         MixedPrecision,
         MixedPrecisionPolicy,
         ShardingStrategy,
@@ -172,30 +173,32 @@ class FSDPStrategy(ShardedStrategy):
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
-        offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         return sharded_layout(
             training,
             estimated_blocks(training, self._auto_wrap_policy),
             divisions=Divisions(Division(shards=shape[-1])),
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward is not False,
-            offloads=isinstance(offload, CPUOffloadPolicy),
+            offloads=offloads_to_host(self._cpu_offload, training.device_type),
         )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
         divided: dict[str, Any] = {
             "divisions": Divisions(Division(shards=shape[-1])),
-            "num_replicas": math.prod(shape[:-1]),
             "frees_blocks": self._reshard_after_forward is not False,
         }
+        num_replicas = math.prod(shape[:-1])
         blocks = estimated_blocks(training, self._auto_wrap_policy)
         policy = precision_policy(self._mixed_precision, training.precision)
-        collectives = sharded_collectives(training, blocks, policy=policy, **divided)
+        collectives = sharded_collectives(training, blocks, policy=policy, num_replicas=num_replicas, **divided)
         return CommunicationLayout(
             collectives=collectives,
             copied=copied_bytes(collectives),
-            hooks=python_hooks(training, blocks, **divided),
+            copied_from_host=bytes_from_host(training, blocks, **divided)
+            if offloads_to_host(self._cpu_offload, training.device_type)
+            else 0,
+            hooks=python_hooks(training, blocks, num_replicas=num_replicas, **divided),
         )
 
     def _mesh_shape(self, world_size: int, per_machine: int) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
+    from dstrat.interfaces.communication import CommunicationLayout
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
 
@@ -138,6 +140,9 @@ class HivemindStrategy(SingleDeviceStrategy):
         self._failed = False
         self._peer: CollaborativeOptimizer | None = None
         self._dht: PeerDHT | None = None
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:  # noqa: ARG002 - it is not known
+        return None  # peers are other jobs, as many as there happen to be
 
     # The collaboration
 

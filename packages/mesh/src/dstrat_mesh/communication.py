@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def activation_collectives(
-    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str, experts: Sequence[Module]
+    training: TrainingSize,
+    blocks: Sequence[Module],
+    axes: Axes,
+    method: str,
+    experts: Sequence[Module],
+    *,
+    recomputes: bool,
 ) -> tuple[Collective, ...]:
     """Return the collectives of split layers and of divided sequences, of which split layers have the rank's part.
 
@@ -29,17 +35,22 @@ def activation_collectives(
         axes: The sizes of the mesh.
         method: Method of attention.
         experts: Layers of experts, which ``ep`` divides.
+        recomputes: Whether the forward pass of each block is computed once more before its backward pass.
     """
     split = split_collectives(training, blocks, axes.tp, unsplit=experts)
-    return (
+    in_both_passes = (
         *(dataclasses.replace(one, bytes=one.bytes // axes.cp) for one in split),
-        *_sequence_collectives(training, blocks, axes, method),
         *_expert_collectives(training, experts, axes),
     )
+    if recomputes:  # those of the forward pass, which are half of them, once more
+        in_both_passes = tuple(
+            dataclasses.replace(one, bytes=one.bytes * 3 // 2, messages=one.messages * 3 // 2) for one in in_both_passes
+        )
+    return (*in_both_passes, *_sequence_collectives(training, blocks, axes, method, forward_passes=1 + recomputes))
 
 
 def _sequence_collectives(
-    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str
+    training: TrainingSize, blocks: Sequence[Module], axes: Axes, method: str, forward_passes: int
 ) -> tuple[Collective, ...]:
     """Return what attention to divided sequences sends, if each block has one, with as many keys as queries.
 
@@ -51,9 +62,10 @@ def _sequence_collectives(
     batches, shards = training.accumulate_grad_batches, axes.cp * axes.tp
     output = sum(block_outputs(training, blocks)) // shards
     if method == "ulysses":
-        tensors, messages = 8, 8
+        tensors = messages = 4 * forward_passes + 4
     else:
-        tensors, messages = 2 * (axes.cp - 1) + 4 * axes.cp, 3 * axes.cp - 1
+        tensors = 2 * forward_passes * (axes.cp - 1) + 4 * axes.cp
+        messages = forward_passes * (axes.cp - 1) + 2 * axes.cp
     return (
         Collective(
             kind="all_to_all" if method == "ulysses" else "send",

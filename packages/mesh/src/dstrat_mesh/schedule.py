@@ -10,7 +10,7 @@ from dstrat.errors import ConflictError, RequestError
 from dstrat_mesh.axes import checked_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _ONE_STAGE, _SEVERAL_STAGES = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS")
 _ALL_FORWARD_FIRST = ("GPipe", "LoopedBFS")
@@ -93,11 +93,20 @@ class Schedule:
     @property
     def activation_share(self) -> float:
         """The largest share of a batch's activations on the first rank, which holds those of most microbatches."""
-        return self.batch_share(0) / self.ranks
+        return self.batch_share(0, [1] * self.stages_per_rank) / self.ranks
 
-    def batch_share(self, rank: int) -> float:
-        """Return the largest share of a batch whose activations a rank holds at one time, of its stages."""
-        return _batch_share(self, rank)
+    def batch_share(self, rank: int, saved: Sequence[int]) -> float:
+        """Return the largest share of a batch whose activations a rank holds at one time, of its stages.
+
+        Args:
+            rank: Position of the rank.
+            saved: Bytes of activations of a batch that each of its stages saves.
+        """
+        largest = max(
+            sum(count * size for count, size in zip(held, saved, strict=True))
+            for held in _held_microbatches(self, rank)
+        )
+        return largest / max(self.microbatches * sum(saved), 1)
 
     def passes(self, rank: int) -> Iterator[Pass]:
         """Yield the passes of a rank in their order.
@@ -127,12 +136,14 @@ class Schedule:
 
 
 @cache  # of a few schedules, which many layouts have
-def _batch_share(schedule: Schedule, rank: int) -> float:
-    largest = held = 0
+def _held_microbatches(schedule: Schedule, rank: int) -> frozenset[tuple[int, ...]]:
+    """Return how many microbatches each stage of a rank holds, whenever a backward pass is about to free one."""
+    held, counts = [0] * schedule.stages_per_rank, set()
     for one in schedule.passes(rank):
-        held += -1 if one.is_backward else 1
-        largest = max(largest, held)
-    return largest / (schedule.microbatches * schedule.stages_per_rank)
+        if one.is_backward:
+            counts.add(tuple(held))
+        held[one.chunk] += -1 if one.is_backward else 1
+    return frozenset(counts)
 
 
 def _check_name(name: str) -> None:

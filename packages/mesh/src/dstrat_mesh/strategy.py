@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
@@ -22,11 +21,17 @@ from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
-from dstrat_fsdp.communication import copied_bytes, python_hooks, sharded_collectives, split_activation_share
+from dstrat_fsdp.communication import (
+    bytes_from_host,
+    copied_bytes,
+    python_hooks,
+    sharded_collectives,
+    split_activation_share,
+)
 from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
-from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy, state_dict_type_name
+from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
@@ -46,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -370,12 +375,13 @@ class MeshStrategy(SharedBatchStrategy):
         blocks, experts = estimated_blocks(training, self._auto_wrap_policy), self._experts_in(training)
         share = split_activation_share(training, blocks, axes.tp, unsplit=experts)
         names = estimated_stages(training.module, self._pp, self._schedule.stages_per_rank).names
+        saved = [sum(training.saved.get(name, 0) for name in stage) for stage in names]
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
         return [
             Stage(
                 layers=tuple(name for stage in names[position :: self._pp] for name in stage),
                 ranks=range(position * ranks_of_stage, (position + 1) * ranks_of_stage),
-                batch_share=share * self._schedule.batch_share(position) / axes.cp,
+                batch_share=share * self._schedule.batch_share(position, saved[position :: self._pp]) / axes.cp,
             )
             for position in range(self._pp)
         ]
@@ -387,7 +393,6 @@ class MeshStrategy(SharedBatchStrategy):
         """
         axes = self._axes_of(training.world_size)
         experts = self._experts_in(training)
-        offload = offload_policy(self._cpu_offload, torch.device(training.device_type))
         blocks = estimated_blocks(training, self._auto_wrap_policy)
         layout = sharded_layout(
             self._with_microbatches(training),
@@ -396,7 +401,7 @@ class MeshStrategy(SharedBatchStrategy):
             num_stages=axes.pp,
             policy=precision_policy(self._mixed_precision, training.precision),
             frees_blocks=self._reshard_after_forward,
-            offloads=isinstance(offload, CPUOffloadPolicy),
+            offloads=offloads_to_host(self._cpu_offload, training.device_type),
         )
         return dataclasses.replace(
             layout,
@@ -418,21 +423,21 @@ class MeshStrategy(SharedBatchStrategy):
         blocks = estimated_blocks(training, self._auto_wrap_policy)
         divided: dict[str, Any] = {
             "divisions": _divisions(experts, axes),
-            "num_replicas": axes.dp_replicate,
             "frees_blocks": self._reshard_after_forward,
         }
         in_microbatches, units = self._with_microbatches(training), with_experts(experts, training.module, blocks)
         policy = precision_policy(self._mixed_precision, training.precision)
         gathers_once = self._pp > 1 and not self._reshard_after_forward
         gathering = training if gathers_once else in_microbatches
-        sharded = sharded_collectives(gathering, units, policy=policy, **divided)
-        of_activations = activation_collectives(training, blocks, axes, self._context_parallel, experts)
-        if self._recomputes:
-            # Those of the forward pass, which are half of them, once more.
-            of_activations = tuple(
-                dataclasses.replace(one, bytes=one.bytes * 3 // 2, messages=one.messages * 3 // 2)
-                for one in of_activations
-            )
+        sharded = sharded_collectives(gathering, units, policy=policy, num_replicas=axes.dp_replicate, **divided)
+        from_host = (
+            bytes_from_host(gathering, units, **divided)
+            if offloads_to_host(self._cpu_offload, training.device_type)
+            else 0
+        )
+        of_activations = activation_collectives(
+            training, blocks, axes, self._context_parallel, experts, recomputes=self._recomputes
+        )
         return CommunicationLayout(
             collectives=stage_collectives(
                 training,
@@ -445,7 +450,8 @@ class MeshStrategy(SharedBatchStrategy):
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,
             copied=copied_bytes(sharded) // axes.pp,
-            hooks=python_hooks(gathering, units, **divided) // axes.pp,
+            copied_from_host=from_host // axes.pp,
+            hooks=python_hooks(gathering, units, num_replicas=axes.dp_replicate, **divided) // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )

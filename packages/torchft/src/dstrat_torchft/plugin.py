@@ -19,6 +19,7 @@ _DILOCO = Component(
     alias="torchft_diloco",
     target="dstrat_torchft.diloco:TorchFTDiLoCoStrategy",
     summary="torchft: replica groups that train apart and rarely average, of which any may die and join again",
+    approximation="groups train apart between their averages, so that its losses are not those of one device",
     requires=("torchft>=0.2,<0.3",),
     uses_torch_distributed=True,
     drives_several_devices=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,6 +15,10 @@ from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.activation_memory import ActivationMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.nn import Module
+
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.memory import TrainingSize
@@ -59,8 +64,14 @@ class SingleDeviceStrategy(Strategy):
         if device is not None:
             self.add_components(parallel_devices=(torch.device(device),))
 
-    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:  # noqa: ARG002 - there is none
-        return CommunicationLayout()
+    @classmethod
+    def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - the same for all
+        recomputes = "activation_checkpointing" in inspect.signature(cls).parameters  # not of all subclasses
+        return ({}, {"activation_checkpointing": "full"}) if recomputes else ({},)
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        # A subclass that drives several devices has its own communication between them.
+        return CommunicationLayout() if training.world_size == 1 else None
 
     @property
     def assigned_device(self) -> torch.device:

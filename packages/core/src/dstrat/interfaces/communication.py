@@ -71,6 +71,7 @@ class CommunicationLayout:
         operation_share: Share of a batch's operations that a rank begins: 1 if it computes a part of each, and more if
             it does so for several microbatches.
         copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
+        copied_from_host: Bytes that a rank copies from the host for collectives, after a first copy of each of them.
         allocated: Bytes of memory that a rank allocates anew in a step, and writes to.
         hooks: What the strategy does in Python in a step, as the number of layers whose plain hooks take as long.
         idle: Share of the time in which a rank waits for others besides, such as the bubble of a pipeline.
@@ -81,6 +82,7 @@ class CommunicationLayout:
     ranks_per_batch: int = 1
     operation_share: float = 1.0
     copied: int = 0
+    copied_from_host: int = 0
     allocated: int = 0
     hooks: int = 0
     idle: float = 0.0

@@ -377,7 +377,8 @@ class Strategy(ABC):
     def stages(self, training: TrainingSize) -> Sequence[Stage]:
         """Return the layers of the ranks, where they have different ones; empty where each rank has all layers.
 
-        :meth:`memory_layout` is that of stages with equal layers; ``dstrat explain`` shows the memory of each.
+        :meth:`memory_layout` is that of stages with equal layers.  ``dstrat explain`` shows the memory of each stage,
+        and ``dstrat choose`` takes the largest.
 
         Args:
             training: Sizes of the training on one device, and the ranks that are to share it.

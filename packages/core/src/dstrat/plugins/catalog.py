@@ -159,6 +159,12 @@ class Catalog:
         self._check_strict()
         return self._visible[kind]
 
+    def name_of(self, offer: Offer) -> str:
+        """Return the shortest text by which :meth:`find` finds an available offer: with its owner if others have it."""
+        alias = offer.component.alias
+        offers = visible(self._by_name[offer.component.kind, alias], self.settings.preferred.get(alias))
+        return offer.alias_text if [one.owner for one in offers] == [offer.owner] else offer.full_alias
+
     def load(self, offer: Offer) -> type[Any]:
         """Import and return the class of an offered component.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dstrat.cli.choose.cost import step_time
 from dstrat.cli.choose.sizes import TrainingSizes
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory
+from dstrat.cli.estimate.ranks import memory_of_ranks
 from dstrat.errors import DstratError, RequestError
 from dstrat.plugins.options import options_text, parse_alias
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dstrat.cli.choose.cost import StepTime
+    from dstrat.cli.estimate.ranks import RankMemory
     from dstrat.cli.measure.machine import Machine
     from dstrat.interfaces.communication import CommunicationLayout
     from dstrat.interfaces.memory import MemoryLayout, SavedActivations, TrainingSize
@@ -71,7 +73,7 @@ class Candidate:
         strategy: Alias with its options.
         precision: Flag of the precision.
         training: Sizes of the training with the batch of a rank.
-        memory: What a rank holds.
+        memory: What the rank holds that needs most.
         communication: What a rank communicates.
         peak: Largest memory of a device, in bytes.
         time: Time of an optimizer step.
@@ -143,13 +145,15 @@ class Candidates:
         self._sizes: dict[Any, TrainingSizes] = {}
         self._stepped: dict[Any, TrainingSize] = {}  # whose optimizers have stepped, by dtype of the parameters
 
-    def rank(self, aliases: Sequence[str]) -> LayoutRanking:
-        """Return the ranking of the layouts.
+    def rank(self, aliases: Sequence[str], memory: int | None = None) -> LayoutRanking:
+        """Return the ranking of the layouts.  What one has measured of the training, another does not measure again.
 
         Args:
             aliases: Strategies to compare; empty for all that are installed, but for those that are legacy, and those
                 whose losses are not those of one device.
+            memory: Memory of a device in bytes; None for that of the workload.
         """
+        limit = MOST_OF_MEMORY * (self._workload.memory if memory is None else memory)
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
         refused: dict[str, str | TooLarge] = {}
@@ -160,18 +164,19 @@ class Candidates:
                 if isinstance(strategy, str):
                     unusable[alias] = strategy
                     continue
-                candidate = value_or_reason(partial(self._fitting, alias, strategy, cases))
+                candidate = value_or_reason(partial(self._fitting, alias, strategy, cases, limit))
                 if isinstance(candidate, Candidate):
                     candidates.append(candidate)
                 else:
                     refused[alias] = _closer(refused.get(alias), candidate)
-        preferences = {offer.component.alias: _preference(offer) for offer in self._catalog.offers("strategy")}
+        offers = self._catalog.offers("strategy")
+        preferences = {self._catalog.name_of(offer): _preference(offer) for offer in offers}
         # What fits in one of the precisions is neither refused nor unusable.
         names = {one.strategy for one in candidates}
         refused = {name: reason for name, reason in refused.items() if name not in names}
         unusable = {name: reason for name, reason in unusable.items() if name not in names | refused.keys()}
-        ranked = tuple(in_order(_distinct(candidates), preferences))
-        return LayoutRanking(candidates=ranked, refused=refused, unusable=unusable)
+        ranked = _distinct(in_order(candidates, preferences))
+        return LayoutRanking(candidates=tuple(ranked), refused=refused, unusable=unusable)
 
     def _cases(self, precision: str) -> Cases:
         workload = self._workload
@@ -183,20 +188,22 @@ class Candidates:
         self, cases: Cases, aliases: Sequence[str], refused: dict[str, str | TooLarge]
     ) -> Iterator[tuple[str, Callable[[], Strategy]]]:
         """Yield the layouts, each with a function that constructs its strategy; refuse those that must be named."""
-        for alias, make_strategy in cases.strategies(aliases):
-            offer = self._catalog.find("strategy", alias)
+        for offer, make_strategy in cases.strategies(aliases):
+            alias = self._catalog.name_of(offer)
             reason = offer.component.legacy or offer.component.approximation
             if reason and not aliases:
                 refused[alias] = f"{reason} (--strategy compares it)"
                 continue
-            if "(" in alias or self._catalog.missing_requirements(offer):
+            if offer.options or self._catalog.missing_requirements(offer):
                 yield alias, make_strategy
                 continue
             layouts = value_or_reason(partial(self._layout_options, offer, cases))
             if isinstance(layouts, str):
                 refused[alias] = _closer(refused.get(alias), layouts)
                 continue
-            yield from cases.strategies([f"{alias}{options_text(options)}" for options in layouts])
+            names = [f"{alias}{options_text(options)}" for options in layouts]
+            for name, (_, make_layout) in zip(names, cases.strategies(names), strict=True):
+                yield name, make_layout
 
     def _layout_options(self, offer: Offer, cases: Cases) -> list[Mapping[str, Any]]:
         sizes = self._sizes_with(cases.new_precision(), cases.new_precision, None)
@@ -213,8 +220,14 @@ class Candidates:
         # Another alias presets an option differently.
         return [options for options in layouts if not options.keys() & offer.component.options.keys()]
 
-    def _fitting(self, alias: str, strategy: Strategy, cases: Cases) -> Candidate | TooLarge:
+    def _fitting(self, alias: str, strategy: Strategy, cases: Cases, limit: float) -> Candidate | TooLarge:
         """Return the candidate with the fewest batches of a step that fits, or the memory that it needs at least.
+
+        Args:
+            alias: Alias with its options.
+            strategy: The strategy.
+            cases: The precision.
+            limit: Most memory that a rank may need, in bytes.
 
         Raises:
             DstratError: The strategy cannot train so, or does not say what it needs.
@@ -223,7 +236,6 @@ class Candidates:
         first, last = layouts[0], layouts[-1]
         strategy.check_training(first.training)
         # More batches need less memory, but for the second one, with which gradients are accumulated.
-        limit = MOST_OF_MEMORY * self._workload.memory
         smallest = 0
         if first.peak > limit:
             # Of a module that cannot train on one sample it is not known.
@@ -327,16 +339,22 @@ class _Layout:
         return dataclasses.replace(size, precision=self.precision)
 
     @cached_property
+    def fullest(self) -> RankMemory:
+        """Memory of the rank that needs most."""
+        fullest = max(memory_of_ranks(self.strategy, self.training), key=lambda one: one.peak, default=None)
+        return _declared(fullest, "memory_layout")
+
+    @property
     def memory(self) -> MemoryLayout:
-        return _declared(self.strategy.memory_layout(self.training), "memory_layout")
+        return self.fullest.memory
 
     @cached_property
     def communication(self) -> CommunicationLayout:
         return _declared(self.strategy.communication_layout(self.training), "communication_layout")
 
-    @cached_property
+    @property
     def peak(self) -> int:
-        return self.training.peak(self.memory)
+        return self.fullest.peak
 
 
 def _declared(layout: T | None, name: str) -> T:
@@ -375,7 +393,7 @@ def _too_large(layout: _Layout) -> TooLarge:
             "parameters": memory.parameters,
             "gradients": memory.gradients,
             "optimizer": memory.optimizer_state,
-            "activations": int(memory.activation_share * layout.training.activations),
+            "activations": layout.fullest.activations,
             "other": memory.buffers + memory.step_buffers + memory.reduction_buffer,
         },
     )
@@ -413,8 +431,8 @@ def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     return remaining
 
 
-def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return one candidate of those with the same memory, communication and time: the first, such as of variants."""
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first candidate of those with the same memory, communication and time, such as variants of one."""
     first: dict[Any, Candidate] = {}
     for one in candidates:
         key = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import re
 import shutil
 import sys
@@ -17,10 +18,10 @@ from dstrat.cli.components import loaded_catalog
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, read_size
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.cli.runs.charts import check_suffix
-from dstrat.errors import RequestError
+from dstrat.errors import DstratError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dstrat.cli.choose.candidates import Candidate, LayoutRanking, TooLarge, Workload
     from dstrat.cli.measure.machine import Machine
@@ -41,7 +42,11 @@ _VERBS = {
 @click.command(short_help="Choose the layout for a model and a machine.")
 @click.argument("training", metavar="TRAINING")
 @click.option("--devices", required=True, type=click.IntRange(1), help="Number of devices, of all machines together.")
-@click.option("--machine", "machine_name", required=True, help="Known machine such as h100x8, or a file.")
+@click.option(
+    "--machine",
+    "machine_name",
+    help="Known machine such as h100x8, or a file.  By default this one, which is measured.",
+)
 @click.option("--device-memory", help="Memory of a device, such as 80GiB.  By default the machine's.")
 @click.option("--batch", type=click.IntRange(1), help="Samples of a step.  By default the factory's on each device.")
 @click.option("--precision", help='Such as "bf16-mixed".  By default 32-true and bf16-mixed are compared.')
@@ -56,7 +61,7 @@ _VERBS = {
 def choose(
     training: str,
     devices: int,
-    machine_name: str,
+    machine_name: str | None,
     device_memory: str | None,
     batch: int | None,
     precision: str | None,
@@ -69,19 +74,22 @@ def choose(
     TRAINING is script.py:factory or package.module:factory, the function of dstrat estimate.  Every installed strategy
     and every mesh of the devices is compared, with the largest batch that fits.  The time is that of a model: work of a
     step on tensors without values, over rates of the machine, and what each strategy says that it communicates.
-    Machines are known by datasheets, or described by a file of dstrat measure.  The table has the fastest layouts, of
-    each strategy those that need less memory than its faster ones.  Exits with 1 if nothing fits.
+    Machines are known by datasheets, or described by a file of dstrat measure; without --machine this one is measured.
+    The table has the fastest layouts, of each strategy those that need less memory than its faster ones.  Exits with 1
+    if nothing fits.
     """
-    from dstrat.cli.choose.candidates import Candidates, Workload, undominated
+    from dstrat.cli.choose.candidates import Candidates, TooLarge, Workload, undominated
     from dstrat.cli.measure.machine import read_machine
 
-    machine = read_machine(machine_name)
+    if plot is not None:
+        check_suffix(plot, "--plot")
+    machine = _measured_machine(devices) if machine_name is None else read_machine(machine_name)
     if devices > machine.devices and devices % machine.devices:
         raise RequestError(
             f"--devices {devices} are no number of whole machines: {machine_name} has {machine.devices} devices, so "
             f"that --devices {machine.devices * (devices // machine.devices)} is possible"
         )
-    if machine_name.endswith(".json") and machine.unmeasured:
+    if machine_name is not None and machine_name.endswith(".json") and machine.unmeasured:
         click.echo(
             f"{machine_name} has no {' and no '.join(machine.unmeasured)}, which counts as nothing: `dstrat measure "
             f"--output {machine_name}` measures it",
@@ -95,9 +103,12 @@ def choose(
         precisions=_precisions(machine) if precision is None else (precision,),
         memory=machine.memory if device_memory is None else read_size(device_memory, "--device-memory"),
     )
-    if plot is not None:
-        check_suffix(plot, "--plot")
-    ranking = Candidates(loaded_catalog(), workload).rank(aliases)
+    compared = Candidates(loaded_catalog(), workload)
+    ranking = compared.rank(aliases)
+    smaller: Sequence[Candidate] = ()
+    if ranking.candidates:
+        less = int((ranking.candidates[0].peak - 1) / MOST_OF_MEMORY)
+        smaller = compared.rank(aliases, less).candidates
     if plot is not None and ranking.candidates:
         from dstrat.cli.choose.picture import save_picture
 
@@ -105,17 +116,59 @@ def choose(
     if as_json:
         listed = [_as_dict(one, workload) for one in ranking.candidates]
         refused = {name: str(reason) for name, reason in ranking.refused.items()}
-        print_json({"candidates": listed, "refused": refused, "unusable": ranking.unusable})
+        too_large = {name: asdict(one) for name, one in ranking.refused.items() if isinstance(one, TooLarge)}
+        why = reasons(ranking.candidates, smaller, workload) if ranking.candidates else []
+        print_json(
+            {
+                "candidates": listed,
+                "reasons": why,
+                "refused": refused,
+                "too_large": too_large,
+                "unusable": ranking.unusable,
+            }
+        )
     else:
-        _print(ranking, workload)
+        _print(ranking, smaller, workload)
     if not ranking.candidates:
         sys.exit(1)
+
+
+def _measured_machine(devices: int) -> Machine:
+    """Measure this machine.
+
+    Raises:
+        RequestError: It does not have so many devices.
+    """
+    from dstrat.cli.measure import benchmarks
+    from dstrat.cli.measure.machine import known_machines
+    from dstrat.launch.job import usable_processors
+    from dstrat.own_loop.loop import OwnLoop, build
+    from dstrat.parallel.strategy import ParallelStrategy
+
+    try:
+        strategy = build(strategy=ParallelStrategy(start_method="fork"), devices=devices)
+        has_them = strategy.root_device.type != "cpu" or devices <= usable_processors()
+    except DstratError:
+        has_them = False
+    if not has_them:
+        raise RequestError(
+            f"this machine, which is measured without --machine, does not have --devices {devices}: give --machine, "
+            f"one of {', '.join(known_machines())}, or a file of `dstrat measure`"
+        )
+    click.echo("measuring this machine; `dstrat measure --output machine.json` keeps what is measured", err=True)
+    return OwnLoop(strategy).launch(benchmarks.measure, platform.node())
 
 
 def _precisions(machine: Machine) -> tuple[str, ...]:
     """Return the precisions that keep parameters in float32, of those whose products the machine has a rate of."""
     dtypes = {"32-true": "float32", "bf16-mixed": "bfloat16"}
-    return tuple(flag for flag, dtype in dtypes.items() if dtype in machine.flops)
+    flags = tuple(flag for flag, dtype in dtypes.items() if dtype in machine.flops)
+    if not flags:
+        raise RequestError(
+            f"machine {machine.name!r} has no rate of float32 or bfloat16: give a --precision that computes in "
+            f"{' or '.join(machine.flops) or 'something else'}, or add a rate to its file"
+        )
+    return flags
 
 
 def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
@@ -135,8 +188,8 @@ def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
 # The text
 
 
-def _print(ranking: LayoutRanking, workload: Workload) -> None:
-    from dstrat.cli.choose.candidates import undominated
+def _print(ranking: LayoutRanking, smaller: Sequence[Candidate], workload: Workload) -> None:
+    from dstrat.cli.choose.candidates import TooLarge, undominated
 
     candidates = ranking.candidates
     width = shutil.get_terminal_size().columns
@@ -151,13 +204,15 @@ def _print(ranking: LayoutRanking, workload: Workload) -> None:
         if len(candidates) > len(shown):
             click.echo(f"and {len(candidates) - len(shown)} more that fit")
         click.echo()
-        for sentence in (*reasons(candidates, workload), *_assumptions(candidates[0])):
+        for sentence in (*reasons(candidates, smaller, workload), *_assumptions(candidates[0])):
             click.echo(textwrap.fill(sentence, width))
     _print_refused(ranking, width)
     if candidates:
         click.echo(f"\n{trainer_line(candidates[0], workload)}")
-    else:
+    elif any(isinstance(reason, TooLarge) for reason in ranking.refused.values()):
         click.echo("no layout fits: take more devices, a smaller --batch or a lower --precision")
+    else:
+        click.echo("no layout can be compared, for the reasons above")
 
 
 def _row(one: Candidate) -> tuple[str, ...]:
@@ -172,8 +227,14 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value else ""
 
 
-def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
-    """Return sentences that say why the first candidate wins, and what would change the choice."""
+def reasons(candidates: Sequence[Candidate], smaller: Sequence[Candidate], workload: Workload) -> list[str]:
+    """Return sentences that say why the first candidate wins, and what would change the choice.
+
+    Args:
+        candidates: The candidates in order.
+        smaller: Those for devices on which the first one does not fit, in order.
+        workload: The training and the devices.
+    """
     from dstrat.cli.choose.candidates import SAME_TIME, undominated
 
     def name(one: Candidate) -> str:
@@ -183,7 +244,7 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     # One of another strategy says more than the same one in another precision.
     remaining = [one for one in undominated(candidates) if one.strategy != first.strategy] or candidates[1:]
     if not remaining:
-        return [f"{name(first)} is the only layout that fits."]
+        return [f"{name(first)} is the only layout that fits.", *_with_less_memory(first, smaller, name)]
     second = remaining[0]
     slower = second.time.total / first.time.total - 1
     saved = {name: getattr(second.time, name) - getattr(first.time, name) for name in _VERBS}
@@ -198,19 +259,23 @@ def reasons(candidates: Sequence[Candidate], workload: Workload) -> list[str]:
     else:
         more = f"it {_VERBS[slowest]} {_milliseconds(saved[slowest])} ms more"
         sentences = [f"{name(first)} is the fastest; {name(second)} takes {slower:.1%} longer: {more}."]
-    smaller = [one for one in candidates if one.peak < first.peak]
-    if smaller:
-        needed = first.peak / MOST_OF_MEMORY / _GIB
-        sentences.append(
-            f"With less than {needed:.1f} GiB on each device, {name(_fastest(smaller))} is the fastest of these "
-            "layouts."
-        )
+    sentences += _with_less_memory(first, smaller, name)
     for factor, change in ((0.5, "half as fast"), (2.0, "twice as fast")):
         machine = _with_links(workload.machine, factor)
         faster = _fastest([one.on(machine) for one in candidates])
         if name(faster) != name(first) and (1 + SAME_TIME) * faster.time.total < first.on(machine).time.total:
             sentences.append(f"With links {change}, {name(faster)} is the fastest.")
     return sentences
+
+
+def _with_less_memory(
+    first: Candidate, smaller: Sequence[Candidate], name: Callable[[Candidate], str]
+) -> Iterator[str]:
+    if smaller:
+        batches = smaller[0].training.accumulate_grad_batches
+        of_several = f" with {batches} batches of {smaller[0].training.batch_size}" if batches > 1 else ""
+        needed = first.peak / MOST_OF_MEMORY / _GIB
+        yield f"With less than {needed:.1f} GiB on each device the choice is {name(smaller[0])}{of_several}."
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:

@@ -73,13 +73,20 @@ def step_time(
     offloaded = memory.host > 0
     # Of activations, in both directions, beside computation.
     copied = 2 * (training.host(memory) - memory.host) / machine.host_bandwidth
+    # Ranks wait for whole passes of others, which are longer by the collectives in them.
+    passes = compute + sum(
+        collective_seconds(machine, one, training.ranks_per_machine)
+        for one in communication.collectives
+        if not one.overlaps
+    )
     return StepTime(
         compute=compute,
         communication=_exposed(machine, training, communication, compute),
-        idle=compute * communication.idle / (1 - communication.idle),
+        idle=passes * communication.idle / (1 - communication.idle),
         optimizer=0.0 if offloaded else stepping,
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
-        offload=2 * memory.host / machine.host_bandwidth + max(0.0, batches * copied - compute),
+        offload=(2 * memory.host + communication.copied_from_host) / machine.host_bandwidth
+        + max(0.0, batches * copied - compute),
     )
 
 

@@ -160,7 +160,8 @@ def make_estimates(
     sizes: dict[Any, TrainingSize] = {}
     estimates: list[Estimate] = []
     silent: dict[str, str] = {}
-    for alias, make_strategy in cases.strategies(aliases):
+    for offer, make_strategy in cases.strategies(aliases):
+        alias = catalog.name_of(offer)
         try:
             strategy = make_strategy()
             plugin = strategy.precision_for(precision) or cases.new_precision()
@@ -200,7 +201,7 @@ def read_size(text: str, argument: str = "--memory") -> int:
 
 def in_order(estimates: Sequence[Estimate], limit: int | None, catalog: Catalog) -> list[Estimate]:
     """Return the estimates in the order of :func:`ranked`, legacy strategies last."""
-    components = {offer.component.alias: offer.component for offer in catalog.offers("strategy")}
+    components = {catalog.name_of(offer): offer.component for offer in catalog.offers("strategy")}
     priorities = {alias: component.auto or 0 for alias, component in components.items()}
     legacy = {alias for alias, component in components.items() if component.legacy}
     return sorted(ranked(estimates, limit, priorities), key=lambda one: one.strategy.partition("(")[0] in legacy)
@@ -342,8 +343,8 @@ class Cases:
         """Return a new object of the precision, as each is connected to a module."""
         return self._select_precision().instance
 
-    def strategies(self, aliases: Sequence[str]) -> Iterator[tuple[str, Callable[[], Strategy]]]:
-        """Yield aliases, each with a function that constructs the strategy.
+    def strategies(self, aliases: Sequence[str]) -> Iterator[tuple[Offer, Callable[[], Strategy]]]:
+        """Yield offers, each with a function that constructs the strategy.
 
         The function raises ConflictError if the strategy does not fit the devices or the precision.
 
@@ -351,7 +352,7 @@ class Cases:
             aliases: The requested aliases; empty for all that are installed.
         """
         for offer in self._offers(aliases):
-            yield offer.alias_text, partial(self._strategy, offer)
+            yield offer, partial(self._strategy, offer)
 
     def _offers(self, aliases: Sequence[str]) -> Iterable[Offer]:
         if aliases:

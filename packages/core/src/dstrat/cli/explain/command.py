@@ -33,14 +33,20 @@ _GIB = 2**30
 @click.option("--num-nodes", default=1, show_default=True, help="Number of machines.")
 @click.option("--precision", default=None, help='Such as "bf16-mixed".')
 @click.option("--model", help="Function that returns the training, as package.module:factory: shows memory per rank.")
-@click.option("--memory", help="Memory of a device, such as 80GiB.  By default that of this machine's.")
+@click.option(
+    "--memory",
+    help="Memory of a device, such as 80GiB.  By default that of this machine's, or in a dry run --machine's.",
+)
 @click.option(
     "--nodes",
     type=click.IntRange(1),
     help="Dry run on so many machines, with --devices of all of them together; none need be there.",
 )
 @click.option("--batch", type=click.IntRange(1), help="In a dry run, samples of a step of all ranks.")
-@click.option("--machine", help="In a dry run, a machine of dstrat choose, such as h100x8: shows the time of a step.")
+@click.option(
+    "--machine",
+    help="In a dry run, a machine of dstrat choose, such as h100x8: shows the time of a step, and whether it fits.",
+)
 @json_option
 def explain(
     strategy: str,
@@ -66,6 +72,7 @@ def explain(
     """
     if nodes is not None:
         from dstrat.cli.explain.dry_run import show_dry_run
+        from dstrat.cli.measure.machine import read_machine
 
         if num_nodes != 1:
             raise ConflictError("--nodes and --num-nodes are both numbers of machines: leave --num-nodes out")
@@ -81,7 +88,7 @@ def explain(
             model=model,
             batch_size=batch,
             memory=None if memory is None else read_size(memory, "--memory"),
-            machine_name=machine,
+            machine=None if machine is None else read_machine(machine),
             as_json=as_json,
         )
         sys.exit(0 if accepted else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import textwrap
 from dataclasses import asdict, dataclass
@@ -13,9 +12,9 @@ import click
 
 from dstrat.cli.choose.candidates import value_or_reason
 from dstrat.cli.choose.cost import step_time
-from dstrat.cli.estimate.command import Cases, measure_factory, training_maker
+from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory, training_maker
 from dstrat.cli.estimate.fake_step import measure_module
-from dstrat.cli.measure.machine import read_machine
+from dstrat.cli.estimate.ranks import memory_of_ranks
 from dstrat.cli.output import print_json, print_table
 from dstrat.errors import RequestError
 
@@ -23,35 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dstrat.cli.choose.cost import StepTime
+    from dstrat.cli.estimate.ranks import RankMemory
+    from dstrat.cli.measure.machine import Machine
     from dstrat.interfaces.communication import Collective, CommunicationLayout
-    from dstrat.interfaces.memory import MemoryLayout, Stage, TrainingSize
-    from dstrat.interfaces.strategy import Strategy
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.plugins.catalog import Catalog
 
 _GIB = 2**30
 _MOST_LAYERS = 2
 """Names of consecutive layers that are shown in full."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
-    """Memory of some ranks with the same layers.
-
-    Attributes:
-        layers: Names of the layers; empty for all.
-        ranks: The ranks.
-        memory: What each of them holds.
-        activations: Largest memory of its activations, in bytes.
-        host: Its memory on the host, in bytes.
-        peak: Largest memory of its device, in bytes.
-    """
-
-    layers: tuple[str, ...]
-    ranks: Sequence[int]
-    memory: MemoryLayout
-    activations: int
-    host: int
-    peak: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +63,7 @@ def show_dry_run(
     model: str,
     batch_size: int | None,
     memory: int | None,
-    machine_name: str | None,
+    machine: Machine | None,
     as_json: bool,
 ) -> bool:
     """Print a dry run, and return whether the job would run.
@@ -98,15 +77,23 @@ def show_dry_run(
         precision: Flag of the precision.
         model: Name of the function that returns the training.
         batch_size: Samples of an optimizer step of all ranks; None for the function's batch on each group of ranks.
-        memory: Memory of a device in bytes, above which a layout is refused; None for any.
-        machine_name: The machine, for the time of a step; None for none.
+        memory: Memory of a device in bytes; None for that of the machine, or any without one.
+        machine: The machine, for the time of a step; None for none.
         as_json: Whether JSON is printed.
     """
     if devices % num_nodes:
         raise RequestError(f"--devices {devices} do not divide among --nodes {num_nodes}: give a multiple of it")
     per_machine = devices // num_nodes
+    if machine is not None and per_machine > machine.devices:
+        fewest = next(n for n in range(num_nodes, devices + 1) if devices % n == 0 and devices // n <= machine.devices)
+        raise RequestError(
+            f"--devices {devices} are {per_machine} on each of {num_nodes} machines, and {machine.name} has "
+            f"{machine.devices}: give --nodes {fewest}"
+        )
+    if machine is not None and memory is None:
+        memory = machine.memory
     cases = Cases(catalog, accelerator, per_machine, num_nodes, precision)
-    ((alias, make_strategy),) = cases.strategies([strategy])
+    ((offer, make_strategy),) = cases.strategies([strategy])
     planned = make_strategy()
     described = planned.describe_layout(devices, per_machine)
     plugin = planned.precision_for(precision) or cases.new_precision()
@@ -126,13 +113,14 @@ def show_dry_run(
     problem = value_or_reason(partial(planned.check_training, training))
     if problem is not None:
         refused.append(problem)
-    of_ranks = _memory_of_ranks(planned, training)
+    of_ranks = memory_of_ranks(planned, training)
     peak = max((one.peak for one in of_ranks), default=0)
-    if memory is not None and peak > memory:
-        refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and a device has {memory / _GIB:.1f} GiB")
+    if memory is not None and peak > MOST_OF_MEMORY * memory:
+        limit = f"{MOST_OF_MEMORY:.0%} of a device's {memory / _GIB:.1f} GiB are {MOST_OF_MEMORY * memory / _GIB:.1f}"
+        refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and {limit}")
     run = DryRun(
         rows=[
-            ("strategy", alias, catalog.find("strategy", strategy).owner_label),
+            ("strategy", offer.alias_text, offer.owner_label),
             ("processes", str(devices), f"{per_machine} on each of {num_nodes} machines"),
             *described,
             ("batch", f"{samples} samples", f"{training.batch_size} for each of {groups} groups of ranks"),
@@ -142,7 +130,7 @@ def show_dry_run(
         communication=communication,
         refused=refused,
     )
-    time = None if machine_name is None else _time(run, machine_name)
+    time = None if machine is None else _time(run, machine)
     if as_json:
         print_json(_as_dict(run, time))
     else:
@@ -150,65 +138,15 @@ def show_dry_run(
     return not refused
 
 
-# Memory
-
-
-def _memory_of_ranks(strategy: Strategy, training: TrainingSize) -> list[RankMemory]:
-    layout = strategy.memory_layout(training)
-    if layout is None:
-        return []
-    stages = value_or_reason(partial(strategy.stages, training))
-    if isinstance(stages, str) or not stages:  # a reason is that of check_training, which is shown
-        return [_rank_memory(training, layout, (), range(training.world_size))]
-    saved = sum(training.saved.get(name, 0) for stage in stages for name in stage.layers)
-    total = sum(parameter.numel() for parameter in training.module.parameters())
-    return [_memory_of_stage(training, layout, stage, len(stages), saved, total) for stage in stages]
-
-
-def _memory_of_stage(
-    training: TrainingSize, layout: MemoryLayout, stage: Stage, count: int, saved: int, total: int
-) -> RankMemory:
-    """Return the memory of the ranks of a stage.
-
-    Args:
-        training: Sizes of the training on one device.
-        layout: Memory of a rank if all stages had equal layers.
-        stage: The stage.
-        count: Number of stages.
-        saved: Bytes of activations that the layers of all stages save.
-        total: Number of elements of all parameters.
-    """
-    layers = [training.module.get_submodule(name) for name in stage.layers]
-    numel = sum(parameter.numel() for parameter in {one for layer in layers for one in layer.parameters()})
-    names = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries", "accumulated", "host")
-    sizes: dict[str, Any] = {name: int(count * numel / max(total, 1) * getattr(layout, name)) for name in names}
-    share = sum(training.saved.get(name, 0) for name in stage.layers) / max(saved, 1)
-    of_stage = dataclasses.replace(layout, **sizes, activation_share=stage.batch_share * share)
-    return _rank_memory(training, of_stage, stage.layers, stage.ranks)
-
-
-def _rank_memory(
-    training: TrainingSize, layout: MemoryLayout, layers: tuple[str, ...], ranks: Sequence[int]
-) -> RankMemory:
-    return RankMemory(
-        layers=layers,
-        ranks=ranks,
-        memory=layout,
-        activations=int(layout.activation_share * training.activations),
-        host=training.host(layout),
-        peak=training.peak(layout),
-    )
-
-
 # Time, and traffic
 
 
-def _time(run: DryRun, machine_name: str) -> StepTime | None:
+def _time(run: DryRun, machine: Machine) -> StepTime | None:
     """Return the time of a step on a machine; None if it is not known."""
     if run.communication is None or not run.memory:
         return None
     fullest = max(run.memory, key=lambda one: one.peak)
-    return step_time(read_machine(machine_name), run.training, fullest.memory, run.communication)
+    return step_time(machine, run.training, fullest.memory, run.communication)
 
 
 def traffic(collectives: Iterable[Collective], ranks_per_machine: int) -> dict[str, float]:

@@ -317,7 +317,10 @@ def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     sizes, seconds = (torch.tensor(values, dtype=torch.float64) for values in zip(*points, strict=True))
     rows = torch.stack([1 / seconds, sizes / seconds], dim=1)  # least squares of (latency + size / bandwidth) / seconds
     latency, inverse = torch.linalg.lstsq(rows, torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0].tolist()
-    return max(latency, 0.0), 1 / inverse
+    largest, duration = max(points)
+    # Other programs may delay small ones, so that the line does not rise.
+    rises = inverse * largest > 1e-3 * duration
+    return max(latency, 0.0), 1 / inverse if rises else largest / duration
 
 
 def _overlap(clock: _Clock) -> float:
