@@ -138,12 +138,34 @@ def test_what_it_knows_is_in_checkpoints_and_a_run_goes_on_from_there(fit, tmp_p
     fit([ModelCheckpoint(tmp_path, "{epoch}"), EarlyStopping("score")], [5, 3, 4], **options)
     key = "EarlyStopping(monitor='score', mode='min')"
     saved = read_checkpoint(tmp_path / "epoch=2.ckpt")["callbacks"][key]
-    assert saved == {"best_score": 3.0, "wait_count": 1, "stopped_epoch": 0, "stopping_reason": None}
+    assert saved == {
+        "best_score": 3.0,
+        "wait_count": 1,
+        "stopped_epoch": 0,
+        "stopping_reason": None,
+        "comes_from_validation": True,
+    }
     second = EarlyStopping("score")
     options |= {"max_epochs": 9, "ckpt_path": tmp_path / "epoch=2.ckpt"}
     trainer = fit([ModelCheckpoint(tmp_path / "b"), second], [4, 4, 1], **options)
     assert trainer.current_epoch == 5
     assert (second.best_score, second.wait_count, second.stopped_epoch) == (3.0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("saving", "options"),
+    [({}, {"check_val_every_n_epoch": 2}), ({"save_on_train_epoch_end": False}, {})],
+    ids=["rare validation", "saved after a validation"],
+)
+def test_a_value_that_was_judged_before_a_save_is_not_judged_again(fit, tmp_path, saving, options):
+    options |= {"enable_checkpointing": True, "max_epochs": 6}
+    saves = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=-1, **saving)
+    fit([saves, EarlyStopping("score", patience=1)], [6, 5, 4, 3, 2, 1], **options)
+    resumed = EarlyStopping("score", patience=1)
+    scores = [5, 4] if "check_val_every_n_epoch" in options else [4, 3, 2, 1]
+    trainer = fit([resumed], scores, ckpt_path=tmp_path / "epoch=1.ckpt", **options)
+    assert trainer.current_epoch == 6
+    assert (resumed.wait_count, resumed.stopping_reason) == (0, None)
 
 
 def test_two_on_one_value_go_on_each_from_its_own_state(fit, tmp_path):

@@ -238,6 +238,33 @@ def test_epochs_without_validation_are_not_ranked_by_an_old_value(fit, tmp_path)
     assert names(tmp_path) == ["epoch=1-score=0.5.ckpt", "epoch=3-score=0.25.ckpt"]
 
 
+@pytest.mark.parametrize("resumed_at", [2, 4, 5, 7, 8, 9, 10])
+@pytest.mark.parametrize(
+    ("when", "options", "interval"),  # in steps, of validations
+    [
+        ({"every_n_train_steps": 2}, {"limit_train_batches": 6, "val_check_interval": 3, "max_epochs": 2}, 3),
+        ({}, {"limit_train_batches": 3, "check_val_every_n_epoch": 2, "max_epochs": 4}, 6),
+    ],
+    ids=["steps", "epochs"],
+)
+def test_a_resumed_run_ranks_the_values_that_one_ranks_that_never_stopped(
+    fit, tmp_path, when, options, interval, resumed_at
+):
+    def callback(name):
+        return ModelCheckpoint(
+            tmp_path / name, "{step}-{score}", monitor="score", save_top_k=-1, state_key="ranked", **when
+        )
+
+    scores = [0.1, 0.2, 0.3, 0.4][: 12 // interval]
+    each = ModelCheckpoint(tmp_path / "each", "{step}", every_n_train_steps=1, save_top_k=-1, state_key="each")
+    fit([callback("whole"), each], scores, **options)
+    path = tmp_path / "each" / f"step={resumed_at}.ckpt"
+    fit(callback("resumed"), scores[(resumed_at - 1) // interval :], ckpt_path=path, **options)
+    # The validation after the step of the checkpoint is run again.
+    later = [name for name in names(tmp_path / "whole") if int(name.split("-")[0].removeprefix("step=")) >= resumed_at]
+    assert names(tmp_path / "resumed") == later
+
+
 def test_values_of_the_sanity_check_rank_nothing(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}-{score}", monitor="score", save_top_k=-1, every_n_train_steps=1)
     fit(callback, [0.5], max_epochs=1, limit_train_batches=2)

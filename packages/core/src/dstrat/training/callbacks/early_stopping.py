@@ -114,6 +114,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             "stopping_reason": self.stopping_reason,
+            "comes_from_validation": self._comes_from_validation,
         }
 
     @override
@@ -122,6 +123,8 @@ class EarlyStopping(Callback):
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
+        # Checkpoints of older versions have none.
+        self._comes_from_validation = state_dict.get("comes_from_validation", False)
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -246,6 +246,9 @@ class ModelCheckpoint(Callback):
             "dirpath": "" if self.dirpath is None else str(self.dirpath),
             "current_score": self._current_score,
             "ranked_at_step": self._ranked_at_step,
+            "comes_from_validation": self._comes_from_validation,
+            "validated_at_step": self._validated_at_step,
+            "is_due": self._is_due,
             "driven_out": list(self._evicted),
             **self._retained.state_dict(),
         }
@@ -259,11 +262,14 @@ class ModelCheckpoint(Callback):
         self._is_fresh = False
         if not self._is_running:  # the state of ranks in other processes, after their run
             self.dirpath = as_path(state_dict["dirpath"])
+        # Checkpoints of older versions have only some of these.
         self._current_score = state_dict.get("current_score")
-        self._ranked_at_step = state_dict.get("ranked_at_step", 0)  # older versions have none
+        self._ranked_at_step = state_dict.get("ranked_at_step", 0)
+        self._comes_from_validation = state_dict.get("comes_from_validation", False)
+        self._validated_at_step = state_dict.get("validated_at_step", -1)
+        self._is_due = state_dict.get("is_due", False)
         in_same_folder = str(self.dirpath) == state_dict["dirpath"]
         self._retained.load_state_dict(state_dict, in_same_folder=in_same_folder)
-        # Checkpoints of older versions have no "driven_out".
         self._pending_removals = list(state_dict.get("driven_out", ())) if in_same_folder else []
 
     def format_checkpoint_name(
