@@ -251,16 +251,18 @@ def set_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None)
     targets: list[Any] = [loader, sampler, batches, getattr(batches, "sampler", None), getattr(loader, "dataset", None)]
-    for target in {id(target): target for target in targets}.values():  # each once: both may be one object
-        if hasattr(target, "set_epoch"):
-            target.set_epoch(epoch)
     dataset = targets[-1]
     while isinstance(dataset, ShardedIterableDataset):
         dataset = dataset.dataset
-    # A stream of Hugging Face has its epoch in a tensor of shared memory.
+    # A stream of Hugging Face has its epoch in a tensor of shared memory, which workers see change.
     values = getattr(dataset, "__dict__", {}).values()
-    is_shared = any(isinstance(value, torch.Tensor) and value.is_shared() for value in values)
-    if hasattr(dataset, "set_epoch") and not is_shared:
+    shared = [one for one in values if isinstance(one, torch.Tensor) and one.is_shared() and not one.is_inference()]
+    before = [value._version for value in shared]  # noqa: SLF001 - torch's count of changes, without a public name
+    for target in {id(target): target for target in targets}.values():  # each once: both may be one object
+        if hasattr(target, "set_epoch"):
+            target.set_epoch(epoch)
+    reaches_workers = [value._version for value in shared] != before  # noqa: SLF001 - likewise
+    if hasattr(dataset, "set_epoch") and not reaches_workers:
         _restart_workers(loader)
 
 

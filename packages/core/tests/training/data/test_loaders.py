@@ -511,7 +511,14 @@ class SharedEpochs(Epochs):
         return int(self.shared), os.getpid()
 
 
-@pytest.mark.parametrize("dataset", [Epochs, SharedEpochs])
+class SharedSamples(Epochs):
+    """Its samples are in shared memory, and its epoch is not."""
+
+    def __init__(self):
+        self.samples = torch.ones(2).share_memory_()
+
+
+@pytest.mark.parametrize("dataset", [Epochs, SharedEpochs, SharedSamples])
 def test_set_epoch_reaches_persistent_workers(quiet_trainer, line_class, dataset):
     seen, workers = [], set()
 
@@ -525,4 +532,4 @@ def test_set_epoch_reaches_persistent_workers(quiet_trainer, line_class, dataset
     loader = DataLoader(dataset(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     quiet_trainer(max_epochs=3).fit(Seeing(), loader)
     assert seen == [0, 0, 1, 1, 2, 2]
-    assert len(workers) == (3 if dataset is Epochs else 1)  # only where the epoch is not shared they start again
+    assert len(workers) == (1 if dataset is SharedEpochs else 3)  # only where the epoch is not shared they start again
