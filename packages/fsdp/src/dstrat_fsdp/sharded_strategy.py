@@ -270,8 +270,9 @@ class ShardedStrategy(ParallelStrategy):
         return _without_meta(self.module.state_dict())
 
     def local_weights(self) -> dict[str, Any]:
-        """Return parameters and buffers by name; parameters are DTensors of this rank's shards."""
+        """Return parameters and buffers by name; parameters are DTensors of this rank's shards; collective."""
         self._leave_step()
+        self._share_buffers()
         return _without_meta(named_weights(self.module))
 
     def _share_buffers(self) -> None:
