@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from dstrat import Callback, CSVLogger, LearningRateMonitor
-from dstrat.errors import RequestError
+from dstrat.errors import MisuseError, RequestError
 
 
 @pytest.fixture
@@ -117,6 +117,14 @@ def test_optimizers_and_groups_have_names_of_their_own(rates, scripted):
             "rate": 3.0,
         }
     ]
+
+
+def test_two_groups_of_an_optimizer_with_one_name_are_an_error(rates):
+    def make(module):
+        return torch.optim.SGD([{"params": [one], "name": "body"} for one in module.layer.parameters()], lr=1.0)
+
+    with pytest.raises(MisuseError, match="several parameter groups of SGD have the name 'body', by which Learn"):
+        rates(make)
 
 
 def test_two_schedulers_of_one_optimizer_are_one_rate(rates):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from dstrat.errors import RequestError
+from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.loggers.defaults import call_loggers
 
@@ -46,6 +46,7 @@ class LearningRateMonitor(Callback):
 
     Raises:
         RequestError: The interval is not one of these.
+        MisuseError: Two groups of an optimizer have the same name; raised at the start of a fit.
     """
 
     def __init__(
@@ -149,6 +150,14 @@ def _groups(strategy: Strategy) -> Iterator[_Group]:
         if configs:
             interval = "step" if any(config.interval == "step" for config in configs) else "epoch"
         several = len(optimizer.param_groups) > 1
-        for number, settings in enumerate(optimizer.param_groups, 1):
-            group_name = settings.get("name", f"pg{number}" if several else None)
+        names = [
+            settings.get("name", f"pg{number}" if several else None)
+            for number, settings in enumerate(optimizer.param_groups, 1)
+        ]
+        if shared := [group_name for group_name, times in Counter(names).items() if times > 1]:
+            raise MisuseError(
+                f"several parameter groups of {type(optimizer).__name__} have the name {shared[0]!r}, by which "
+                "LearningRateMonitor writes the rate of each: give them different names"
+            )
+        for group_name, settings in zip(names, optimizer.param_groups, strict=True):
             yield _Group(name=f"{name}/{group_name}" if group_name else name, settings=settings, interval=interval)
