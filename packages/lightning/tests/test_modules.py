@@ -501,7 +501,9 @@ def test_an_own_loop_logs_to_a_logger_of_lightning_or_fabric(library, tmp_path):
         assert (Path(logger.log_dir) / "metrics.csv").exists()
 
 
-@pytest.mark.parametrize(("alias", "method"), [("ddp_fork", "fork"), ("ddp_spawn", "spawn"), ("ddp", "popen")])
+@pytest.mark.parametrize(
+    ("alias", "method"), [("ddp_fork", "fork"), ("ddp_notebook", "fork"), ("ddp_spawn", "spawn"), ("ddp", "popen")]
+)
 def test_an_alias_keeps_its_start_method(library, alias, method):
     from dstrat_lightning.strategy import strategy_class
 

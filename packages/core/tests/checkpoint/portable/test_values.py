@@ -157,6 +157,11 @@ def test_tensors_whose_names_would_be_the_same_are_refused():
         encode({"s": {0: torch.ones(1), "0": torch.ones(1)}})
 
 
+def test_a_document_outside_ascii_is_refused():
+    with pytest.raises(ValueError, match="it is not JSON in ASCII"):
+        parse_json('{"rate": 1, "é": 2}'.encode())
+
+
 @pytest.mark.parametrize(
     "document",
     [

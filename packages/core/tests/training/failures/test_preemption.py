@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.warm_program import WarmProgram
 
-from dstrat import ModelCheckpoint, OnExceptionCheckpoint
+from dstrat import CSVLogger, ModelCheckpoint, OnExceptionCheckpoint
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.errors import ClusterError, ConflictError, RequestError
 from dstrat.training.loops.stopping import Interruption
@@ -221,6 +221,31 @@ def test_job_is_queued_again_after_its_checkpoint_by_that_signal_alone(
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     assert caught.value.code == 128 + number
     assert queue.saved == ([["on_exception.ckpt"]] if requeues else [])
+
+
+@pytest.mark.parametrize("version", [None, "mine"])
+def test_job_that_is_queued_again_resumes_from_its_checkpoint_in_the_folder_of_a_logger(
+    quiet_trainer, loader, make_line, tmp_path, version
+):
+    def trainer():
+        logger = CSVLogger(tmp_path / "logs", version=version)
+        return quiet_trainer(
+            callbacks=[ModelCheckpoint()],
+            logger=logger,
+            default_root_dir=tmp_path / "root",
+            preemption_deadline=10,
+            plugins=Queue(tmp_path),
+            max_epochs=2,
+        )
+
+    with pytest.raises(SystemExit):
+        trainer().fit(make_line(interrupting(type(make_line()), signal.SIGUSR1)), loader(), resume="auto")
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    (saved,) = (tmp_path / "logs").rglob("on_exception.ckpt")
+    again = trainer()
+    again.fit(make_line(), loader(), resume="auto")
+    assert again.ckpt_path == str(saved)
+    assert again.global_step == 2 * len(loader())
 
 
 def test_job_that_is_not_queued_again_logs_why(quiet_trainer, loader, make_line, tmp_path, caplog):
