@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.differential.differences import close, differences, first_difference
 from tests.differential.divisions import compare_division
-from tests.differential.programs import global_batch_program, random_program
+from tests.differential.programs import Draw, global_batch_program, monitor_rare_validations, random_program
 from tests.differential.running import DEFAULTS, Program, library_of, train
 
 from dstrat.errors import DstratError
@@ -51,6 +51,7 @@ def resume_differences(seed: int, folder: Path) -> list[str]:
     spec["logs"] = [entry for entry in spec["logs"] if entry["where"] != "on_train_start"]
     if draw.random() < 0.25 and not spec["manual"] and spec["optimizer"] != "lbfgs" and not spec.get("ema"):
         spec["swa"] = {"swa_lrs": 0.01, "swa_epoch_start": draw.choice([1, 2, 0.5]), "annealing_epochs": 2}
+    monitor_rare_validations(spec, Draw(seed))
     path = folder / "saved.ckpt"
     # Both have their checkpoints in one folder, which is at first as it was when the checkpoint was saved.
     checkpoints, snapshot = folder / "checkpoints", folder / "snapshot"

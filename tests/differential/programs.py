@@ -321,13 +321,27 @@ def _can_resume(spec: Spec) -> bool:
     return is_plain and options["max_epochs"] > 1 and not {"max_steps", "fast_dev_run"} & options.keys()
 
 
-def epoch_values(spec: Spec) -> list[str]:
-    """Return the names that each epoch logs, with a value of that epoch."""
+def monitor_rare_validations(spec: Spec, draw: Draw) -> None:
+    """Let callbacks monitor values also where not each epoch has one, or several, which Lightning judges otherwise."""
+    if epoch_values(spec):
+        return
+    names = epoch_values(spec, of_each_epoch=False)
+    modes = {"mode": draw.one_of("min", "max")}
+    for options in spec["mc"]:
+        if names and draw.happens(0.6):
+            options |= {"monitor": draw.one_of(*names), **modes}
+    if names and draw.happens(0.3) and not spec.get("skip"):
+        spec["es"] = {"monitor": draw.one_of(*names), "patience": draw.between(0, 2), "strict": False, **modes}
+
+
+def epoch_values(spec: Spec, *, of_each_epoch: bool = True) -> list[str]:
+    """Return the names of logged values, of those that each epoch has once or of all."""
     options, names = spec["trainer"], []
     # Lightning loses values of LBFGS's first computation if hooks log between two computations.
     is_repeated = spec["optimizer"] == "lbfgs" and any(entry["where"].startswith("on_") for entry in spec["logs"])
     validates = bool(spec.get("val_n")) and options.get("limit_val_batches") != 0
     is_regular = options.get("check_val_every_n_epoch", 1) == 1 and "val_check_interval" not in options
+    is_regular |= not of_each_epoch
     for entry in spec["logs"]:
         ending = "_epoch" if entry["kw"].get("on_step") else ""
         if entry["name"] == "val_loss" and validates and is_regular and entry["kw"]["on_epoch"]:
