@@ -38,6 +38,8 @@ class Weights(Callback):
         self.seen.append({"before": weights_of(trainer.strategy)})
 
     def on_validation_start(self, trainer, module):
+        with trainer.strategy.evaluation_context():  # another one within it, which leaves the mean
+            pass
         self.seen[-1]["within"] = weights_of(trainer.strategy)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

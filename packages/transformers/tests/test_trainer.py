@@ -494,9 +494,12 @@ optimizer = torch.optim.AdamW(model.parameters())
     [
         ("mesh(pp=2)", "which the loops of programs with Accelerate take apart"),
         ("ddp_spawn", "needs processes that run the program"),
+        ("diloco(inner='ddp')", "processes of DiLoCoStrategy train different weights, and a loop with Accelerate does"),
     ],
 )
 def test_a_strategy_that_cannot_run_these_loops_is_an_error(tmp_path, strategy, message):
+    if strategy.startswith("diloco"):
+        pytest.importorskip("dstrat_diloco", reason="this environment has no dstrat-diloco")
     use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices=2)\n"
     ended = start(tmp_path, use + LLAMA + "accelerator.prepare(model, optimizer)")
     assert ended.returncode == 1
@@ -690,12 +693,49 @@ torch.manual_seed(1)
 data = [{"x": torch.randn(4), "labels": torch.randn(2)} for _ in range(32)]
 options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 4}
 args = TrainingArguments("unused", max_steps=3, learning_rate=0.1, **options)
-trainer = dstrat_transformers.DstratTrainer(model=Net(), args=args, train_dataset=data)
+trainer = dstrat_transformers.DstratTrainer(model=Net(), args=args, train_dataset=data, eval_dataset=data)
 trainer.train()
+trainer.evaluate()
 weights = [None, None]
 torch.distributed.all_gather_object(weights, trainer.model.layer.weight.tolist())
 print("EQUAL", weights[0] == weights[1])
 """
+
+
+APART_AND_RESUMED = """
+import json
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.arange(256).reshape(64, 4).remainder(7)]
+def trained(folder, resume=None):
+    torch.manual_seed(1)
+    options = {"report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4, "logging_steps": 1}
+    options |= {"save_strategy": "steps", "save_steps": 6, "max_steps": 8, "learning_rate": 0.1, "output_dir": folder}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    args = TrainingArguments(**options)
+    trainer = dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-2:]
+    return losses, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+whole, resumed = trained("whole"), trained("again", "whole/checkpoint-6")
+same = all(torch.equal(value, resumed[1][name]) for name, value in whole[1].items())
+print("LOSSES", json.dumps([whole[0], resumed[0], same]))
+saved = LlamaForCausalLM.from_pretrained("whole/checkpoint-8").state_dict()
+print("MEAN", all(torch.equal(value, saved[name]) for name, value in whole[1].items()))
+"""
+
+
+def test_groups_that_train_apart_resume_in_the_middle_of_a_round(tmp_path):
+    pytest.importorskip("dstrat_diloco", reason="this environment has no dstrat-diloco")
+    use = "dstrat_transformers.use('diloco(groups=2, every=4, inner=\"ddp\")', accelerator='cpu', devices=2)\n"
+    ended = start_two(tmp_path, use + APART_AND_RESUMED)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    losses = [line.removeprefix("LOSSES ") for line in ended.stdout.splitlines() if line.startswith("LOSSES ")]
+    for whole, resumed, same in map(json.loads, losses):
+        assert resumed == whole
+        assert same
+    assert ended.stdout.count("MEAN True") == 2
 
 
 def test_groups_that_train_apart_have_the_same_weights_at_the_end(tmp_path):

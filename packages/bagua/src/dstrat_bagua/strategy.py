@@ -120,7 +120,7 @@ class BaguaStrategy(ParallelStrategy):
     def _set_differing(self, differs: bool) -> None:
         # One process alone cannot write the average, nor another one's gradients.
         self.replicates_state = not differs
-        self.saves_gradients = differs
+        self.saves_gradients = self.trains_apart = differs
 
     @property
     def _differs(self) -> bool:

@@ -244,6 +244,11 @@ class DiLoCoStrategy(GroupedStrategy):
     # The mean of the groups, for evaluations, checkpoints, and after the training
 
     @property
+    def trains_apart(self) -> bool:  # type: ignore[override]  # it depends on the number of groups
+        """Whether there are several groups, whose weights differ between exchanges."""
+        return self.groups.division.num_groups > 1
+
+    @property
     def _differ(self) -> bool:
         """Whether the groups have different weights."""
         return not self._group_weights and any(not outer.in_sync for _, outer in self._outer)
@@ -296,11 +301,13 @@ class DiLoCoStrategy(GroupedStrategy):
     def evaluation_context(self) -> Iterator[None]:
         """Return the context of an evaluation, in which the module has the mean of the groups; collective."""
         with super().evaluation_context():
+            is_shown = bool(self._group_weights)  # after the end of a training, and in another evaluation
             self._show_average()
             try:
                 yield
             finally:
-                self._show_group()
+                if not is_shown:
+                    self._show_group()
 
     # State: the module's is the mean of the groups, and that of an inner optimizer the first group's
 

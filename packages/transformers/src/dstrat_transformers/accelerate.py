@@ -182,6 +182,12 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             earlier.release()
         strategy = self._strategy if last is None else current_session().make_strategy(self.mixed_precision)
         convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
+        if optimizers and strategy.trains_apart and not self._runs_steps:
+            raise ConflictError(
+                f"processes of {type(strategy).__name__} train different weights, and a loop with Accelerate does "
+                "not say when it evaluates and ends, for which they are averaged: use transformers' Trainer, "
+                "dstrat.Trainer or dstrat.OwnLoop"
+            )
         prepared = PreparedModel(model, strategy, names, convert, earlier, runs_steps=self._runs_steps)
         self._references = [ref(one) for one in (*self._preparations, prepared)]
         # A model that is evaluated beside the trained one, such as the reference of trl's DPOTrainer, has its own.

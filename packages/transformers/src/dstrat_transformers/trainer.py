@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,6 +88,11 @@ class StrategyTrainer:
     def _is_sharded(self) -> bool:
         """Whether each process has shards of the model now."""
         return PreparedModel.of(self.model) is not None and not self.strategy.replicates_state
+
+    @property
+    def _saves_state_of_all(self) -> bool:
+        """Whether the state of the training is that of all processes together, rather than of any of them."""
+        return self._is_sharded or (PreparedModel.of(self.model) is not None and self.strategy.trains_apart)
 
     def create_accelerator_and_postprocess(self) -> None:
         check_version()
@@ -376,7 +382,9 @@ class StrategyTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self._is_sharded:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            # In an evaluation the model has the mean of what processes train apart.
+            with self.strategy.evaluation_context() if self._saves_state_of_all else nullcontext():
+                super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         trainer: Any = self
         folder = Path(output_dir or self.args.output_dir)
@@ -402,7 +410,7 @@ class StrategyTrainer:
         if self.strategy.broadcast(path.exists()):
             self.strategy.remove_checkpoint(path)
             self.strategy.barrier("remove_checkpoint")
-        if not self._is_sharded:
+        if not self._saves_state_of_all:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         checkpoint.save(self.strategy, path, {}, (), ())
@@ -433,7 +441,7 @@ class StrategyTrainer:
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        if not self._is_sharded:
+        if not self._saves_state_of_all:
             super()._load_best_model()  # type: ignore[misc]
             return
         path = Path(self.state.best_model_checkpoint, SHARDS)
