@@ -95,7 +95,7 @@ class PreparedModel:
             self.module.joins_logits = True  # until the new loop says that it reads none
         # Of a model that was sharded before, a process may have no elements of a parameter.
         sizes = {name: parameter.numel() for name, parameter in base_model(model).named_parameters()}
-        known = {} if earlier is None else earlier._num_elements  # noqa: SLF001
+        known = {} if earlier is None else earlier._num_elements  # noqa: SLF001 - of this class
         self._num_elements: dict[str, int] = {name: size or known.get(name, 0) for name, size in sizes.items()}
         self.replaced_names = WeakIdKeyDictionary({p: name for name, p in model.named_parameters()})
         strategy.connect(self.module)

@@ -121,7 +121,7 @@ class AveragedWeights:
             torch._foreach_copy_(buffers, values)
 
     def states(self, strategy: Strategy) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the average and the weights of the training by name, where they are not those of the module.
+        """Return the average and the weights of the training by name, where they are not the module's; collective.
 
         The tensors are sharded like the strategy's weights.
         """
