@@ -22,6 +22,9 @@ class Counting(nn.Module):
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
 
+    def reset_parameters(self):
+        self.seen.zero_()
+
     def forward(self, x):
         if self.training:
             self.seen += 1
@@ -35,6 +38,9 @@ def mean_loss(output, batch):
 class Net(TrainModule):
     def __init__(self):
         super().__init__()
+        self.make_net()
+
+    def make_net(self):
         torch.manual_seed(0)
         layers = [nn.Linear(6, 16), Counting(), nn.Linear(16, 16), nn.Linear(16, 16), Counting(), nn.Linear(16, 1)]
         self.net = nn.Sequential(*layers)
@@ -55,6 +61,16 @@ class Net(TrainModule):
 class Split(Net):
     def configure_model(self):
         parallelize_module(self.net, self.device_mesh["tp"], {"2": ColwiseParallel(), "3": RowwiseParallel()})
+
+
+class OnMeta(Net):
+    def make_net(self):
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            with torch.device("meta"):
+                super().make_net()
 
 
 class Record(Callback):
@@ -94,7 +110,9 @@ def on_two_ranks(cluster, options, module_class, folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "module_class"), [({"pp": 2, "microbatches": 1}, Net), ({"tp": 2}, Split)], ids=str
+    ("options", "module_class"),
+    [({"pp": 2, "microbatches": 1}, Net), ({"pp": 2, "microbatches": 1}, OnMeta), ({"tp": 2}, Split)],
+    ids=str,
 )
 def test_the_average_is_that_of_one_device_also_after_a_resume(tmp_path, options, module_class):
     expected = averages(None, "single_device", Net, path=tmp_path / "one device")

@@ -43,8 +43,8 @@ def materialize(
         device: Device of the shards.
         existing_shard: Returns this rank's shard of a layer's parameter from an earlier run, or None.
         full_module: The module that has further layers, which this rank does not compute; None if there are none.
-        foreign: Those of them that were made on the meta device.  They are computed too, one by one, and dropped: so
-            random numbers are those of one device.  Those that read their values are left out.
+        foreign: Those of them that were made on the meta device.  Their buffers are computed, and their parameters too,
+            one by one, and dropped: so random numbers are those of one device.
 
     Raises:
         MisuseError: A layer has no ``reset_parameters``.
@@ -56,8 +56,8 @@ def materialize(
     for layer in _inner_first(module if full_module is None else full_module):
         if layer in names:
             _fill(layer, names[layer], owned[layer], existing_shard)
-        elif layer in foreign and parameter_reader(layer) is None:
-            _reset_layer(layer, _meta_names(layer), set(), device)
+        elif layer in foreign:
+            _fill_buffers(layer, device)
 
 
 def made_on_meta(modules: Iterable[Module]) -> set[Module]:
@@ -103,16 +103,35 @@ def _fill(
 ) -> None:
     shards = {name: existing_shard(layer, name) for name in owned}
     missing = [name for name, shard in shards.items() if shard is None]
-    read = parameter_reader(layer)
-    if read is not None:
-        for name in missing:
-            for box in local_boxes(getattr(layer, name), name):
-                box.tensor.copy_(read(name, box.slices))
+    if parameter_reader(layer) is not None:
+        _read(layer, missing)
     elif missing:
         _reset_layer(layer, names, owned)
     for name, shard in shards.items():
         if shard is not None:
             local_tensor(getattr(layer, name)).copy_(shard)
+
+
+@torch.no_grad()
+def _fill_buffers(layer: Module, device: torch.device) -> None:
+    """Compute the buffers of a layer that other ranks compute: every rank has all of them."""
+    names = _meta_names(layer)
+    buffers = [name for name, buffer in layer.named_buffers(recurse=False) if buffer.is_meta]
+    for name in buffers:
+        setattr(layer, name, torch.empty_like(getattr(layer, name), device=device))
+    if parameter_reader(layer) is not None:
+        _read(layer, buffers)
+    else:
+        _reset_layer(layer, names, set(buffers), device)
+
+
+def _read(layer: Module, names: Iterable[str]) -> None:
+    """Read this rank's shards of tensors of a layer that has ``read_parameter``."""
+    read = parameter_reader(layer)
+    assert read is not None  # noqa: S101 - callers have checked it
+    for name in names:
+        for box in local_boxes(getattr(layer, name), name):
+            box.tensor.copy_(read(name, box.slices))
 
 
 def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch.device | None = None) -> None:

@@ -149,6 +149,7 @@ class ShardedStrategy(ParallelStrategy):
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
         existing = parked.shard if parked else _any_shard if self._has_no_values else _no_shard
         materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=foreign)
+        internals.move(module.buffers(), self.root_device)  # those that were on the meta device
         self._has_no_values = False
         self.model = self._sharded.root
 

@@ -114,11 +114,12 @@ class AveragedWeights:
     @torch.no_grad()
     def share_buffers(self, strategy: Strategy) -> None:
         """Broadcast the averaged buffers of global rank 0, which are those in checkpoints; collective."""
-        buffers = [average for name, average in self._averages.items() if name in self._buffer_names]
+        buffers = {name: average for name, average in self._averages.items() if name in self._buffer_names}
         if buffers and strategy.world_size > 1:
             # From the CPU: tensors on a GPU would be unpickled on rank 0's GPU on every rank.
-            values = strategy.broadcast([buffer.cpu() for buffer in buffers])
-            torch._foreach_copy_(buffers, values)
+            values = strategy.broadcast({name: buffer.cpu() for name, buffer in buffers.items()})
+            for name, buffer in buffers.items():
+                buffer.copy_(values[name])
 
     def states(self, strategy: Strategy) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the average and the weights of the training by name, where they are not the module's; collective.
