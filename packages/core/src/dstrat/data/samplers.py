@@ -254,16 +254,24 @@ def set_epoch(loader: Any, epoch: int) -> None:
     dataset = targets[-1]
     while isinstance(dataset, ShardedIterableDataset):
         dataset = dataset.dataset
-    # A stream of Hugging Face has its epoch in a tensor of shared memory, which workers see change.
-    values = getattr(dataset, "__dict__", {}).values()
-    shared = [one for one in values if isinstance(one, torch.Tensor) and one.is_shared() and not one.is_inference()]
-    before = [value._version for value in shared]  # noqa: SLF001 - torch's count of changes, without a public name
+    attributes = dict(getattr(dataset, "__dict__", {}))
+    shared = [one for one in attributes.values() if isinstance(one, torch.Tensor) and one.is_shared()]
+    versions = [_version(one) for one in shared]
     for target in {id(target): target for target in targets}.values():  # each once: both may be one object
         if hasattr(target, "set_epoch"):
             target.set_epoch(epoch)
-    reaches_workers = [value._version for value in shared] != before  # noqa: SLF001 - likewise
-    if hasattr(dataset, "set_epoch") and not reaches_workers:
+    if not hasattr(dataset, "set_epoch"):
+        return
+    # A stream of Hugging Face has its epoch in a tensor of shared memory, which workers see change; what is assigned
+    # to an attribute they do not see.
+    is_assigned = any(attributes.get(name) is not value for name, value in getattr(dataset, "__dict__", {}).items())
+    if is_assigned or [_version(one) for one in shared] == versions:
         _restart_workers(loader)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return torch's count of a tensor's changes, which has no public name; None for one that does not count."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - see above
 
 
 def _restart_workers(loader: Any) -> None:

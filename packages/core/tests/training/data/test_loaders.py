@@ -518,7 +518,15 @@ class SharedSamples(Epochs):
         self.samples = torch.ones(2).share_memory_()
 
 
-@pytest.mark.parametrize("dataset", [Epochs, SharedEpochs, SharedSamples])
+class SharedMasks(SharedSamples):
+    """It also changes its samples in shared memory."""
+
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch)
+        self.samples.fill_(-epoch)
+
+
+@pytest.mark.parametrize("dataset", [Epochs, SharedEpochs, SharedSamples, SharedMasks])
 def test_set_epoch_reaches_persistent_workers(quiet_trainer, line_class, dataset):
     seen, workers = [], set()
 
