@@ -33,10 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class RunBeginning:
-    """The state in which a run has begun: random numbers, and attributes of module, data module and callbacks.
+    """The state in which a run has begun: random numbers, and what modules, data module and callbacks have.
 
-    A later beginning in the same process is like that in a new one: attributes that the run has set are as before, and
-    then the checkpoint's state is loaded.  An object that was changed in place, such as a list, keeps its content.
+    A later beginning in the same process is like that in a new one: attributes that the run has set, and buffers, are
+    as before, and then the checkpoint's state is loaded.  An object that was changed in place, such as a list, keeps
+    its content.
 
     Args:
         run: A run that has not prepared anything yet.
@@ -44,15 +45,21 @@ class RunBeginning:
 
     def __init__(self, run: Run) -> None:
         self._random_state = RandomState.capture()
-        objects = [run.module, *([run.datamodule] if run.datamodule else []), *run.callbacks]
+        objects = [*run.module.modules(), *([run.datamodule] if run.datamodule else []), *run.callbacks]
         self._attributes = [(each, dict(each.__dict__)) for each in objects]
+        self._buffers = {name: buffer.clone() for name, buffer in run.module.named_buffers() if not buffer.is_meta}
         self._module = run.module
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Restore random numbers and attributes, and reset metric objects."""
+        """Restore random numbers, attributes and buffers, and reset metric objects."""
         for each, attributes in self._attributes:
             each.__dict__.clear()
             each.__dict__.update(attributes)
+        for name, buffer in self._module.named_buffers():
+            first = self._buffers.get(name)
+            if first is not None and first.shape == buffer.shape:  # another shape is a cache that has grown
+                buffer.copy_(first)
         for layer in self._module.modules():
             if is_metric(layer):
                 layer.reset()  # type: ignore[operator]  # of torchmetrics
