@@ -1,11 +1,18 @@
 """Post-local SGD: gradients averaged for a while, and then parameters, now and then."""
 
+import io
+import logging
+
 import pytest
 import torch
 from tests.hand_loop import Net, batches, one_pass, parts, share, single_device_losses, start, train
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import quiet_trainer
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.utils.data import DataLoader, TensorDataset
 
+from dstrat import EMAWeightAveraging, TrainModule
+from dstrat.errors import ConflictError
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat_ddp import DDPStrategy
 
@@ -116,3 +123,65 @@ def drift_of_two_modules(cluster):
 
 def test_iterations_of_modules_that_take_turns_are_counted_for_each():
     assert in_ranks(drift_of_two_modules) == [0, 0]
+
+
+class Drifting(TrainModule):
+    """Its replicas differ from the first step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        self.before_the_end = None
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+
+    def on_train_end(self):
+        self.before_the_end = self.layer.weight.item()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def drifting_fit(cluster, callbacks=(), max_steps=5, **paths):
+    state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+    strategy = DDPStrategy(ddp_comm_hook="post_localSGD", ddp_comm_state=state, model_averaging_period=100)
+    module = Drifting()
+    trainer = quiet_trainer(strategy, cluster, callbacks=list(callbacks), max_steps=max_steps)
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(20.0)[:, None]), batch_size=2), **paths)
+    return trainer, module
+
+
+def ends_of_training(cluster):
+    _, module = drifting_fit(cluster)
+    return module.before_the_end, module.layer.weight.item()
+
+
+def test_a_training_ends_with_the_mean():
+    (first, end), (second, other_end) = in_ranks(ends_of_training)
+    assert first != second
+    assert end == other_end == pytest.approx((first + second) / 2)
+
+
+def averages_refused(cluster):
+    with pytest.raises(ConflictError, match=r"post_localSGD.*lets each rank train weights of its own.*diloco"):
+        drifting_fit(cluster, [EMAWeightAveraging()])
+
+
+def test_averages_of_weights_are_refused():
+    in_ranks(averages_refused)
+
+
+def warnings_of_a_resume(cluster, path):
+    trainer, _ = drifting_fit(cluster)
+    trainer.save_checkpoint(path)
+    log = io.StringIO()
+    logging.getLogger("dstrat_ddp").addHandler(logging.StreamHandler(log))
+    drifting_fit(cluster, max_steps=6, ckpt_path=path)
+    return log.getvalue()
+
+
+def test_a_resume_says_that_the_state_of_the_hook_begins_anew(tmp_path):
+    first, second = in_ranks(warnings_of_a_resume, path=tmp_path / "end")
+    assert "ddp_comm_state, which checkpoints do not have, resumes as in a new training and its ranks from" in first
+    assert second == ""

@@ -17,6 +17,9 @@ from dstrat.parallel.internals import new_connections
 from dstrat.plugins.settings import nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -291,6 +294,12 @@ class ParameterAveraging:
         """Count a step of an optimizer, and average its parameters after each period."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._averager(optimizer).average_parameters(iter(parameters))
+
+    def average_now(self, parameters: Iterable[Tensor]) -> None:
+        """Average parameters at the end of a training, which may come between two averagings; collective."""
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+        average_parameters(iter(parameters), self._state.process_group or dist.group.WORLD)
 
     def close(self) -> None:
         """Drop the subgroup that was created here, as it ends with the process group."""

@@ -324,7 +324,26 @@ class DDPStrategy(ParallelStrategy):
             self._averaging.after_step(optimizer)
         return output
 
+    def finish_training(self) -> None:
+        super().finish_training()
+        if self._averaging is not None:
+            self._averaging.average_now(parameter for parameter in self.module.parameters() if parameter.requires_grad)
+
     # State
+
+    def local_weights(self) -> dict[str, Any]:
+        if self._averaging is not None:
+            raise ConflictError(
+                "ddp_comm_hook 'post_localSGD' lets each rank train weights of its own between two averagings; "
+                'strategy="diloco(outer_lr=1.0, outer_momentum=0.0)" averages as often, and has their mean'
+            )
+        return super().local_weights()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._comm_hook is not None and self._comm_hook.state is not None and self.is_global_zero:
+            weights = " and its ranks from the weights of global rank 0" if self._averaging is not None else ""
+            _logger.warning("ddp_comm_state, which checkpoints do not have, resumes as in a new training%s", weights)
 
     def sharded_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters; collective.
