@@ -19,9 +19,8 @@ from dstrat.plugins.settings import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
 
@@ -295,11 +294,12 @@ class ParameterAveraging:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._averager(optimizer).average_parameters(iter(parameters))
 
-    def average_now(self, parameters: Iterable[Tensor]) -> None:
+    def average_now(self, parameters: Iterable[Parameter]) -> None:
         """Average parameters at the end of a training, which may come between two averagings; collective."""
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        average_parameters(iter(parameters), self._state.process_group or dist.group.WORLD)
+        group: Any = self._state.process_group  # None is that of all ranks
+        average_parameters(iter(parameters), group)
 
     def close(self) -> None:
         """Drop the subgroup that was created here, as it ends with the process group."""
