@@ -14,8 +14,10 @@ from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.data.prefetch import prefetch
+from dstrat.interfaces.pipeline import Pipeline
 from dstrat.testing import simulated_gpu
 from dstrat_fsdp import FSDPStrategy
+from dstrat_mesh import MeshStrategy
 
 DEVICE = "simgpu:0"
 
@@ -242,3 +244,46 @@ def test_random_numbers_of_a_device_follow_the_seed():
     one, again, other = (in_ranks(first_mask, seed=seed) for seed in (1, 1, 2))
     assert one == again
     assert one != other
+
+
+class Dropped(nn.Module):
+    """Drops features, and keeps which."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def forward(self, values):
+        output = functional.dropout(values, 0.5)
+        self.masks.append((output == 0).cpu().flatten().tolist())
+        return output
+
+
+class Stages(Net):
+    """Has a layer with dropout in each of two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropped = nn.ModuleList([Dropped(), Dropped()])
+        first, second = self.dropped
+        self.layers = nn.Sequential(nn.Linear(6, 8), first, nn.Linear(8, 8), nn.Linear(8, 8), second, nn.Linear(8, 3))
+
+    def configure_pipeline(self):
+        return Pipeline(model=self.layers, loss=lambda output, batch: functional.mse_loss(output, batch[1]))
+
+
+def masks_of_stages(cluster):
+    net = Stages()
+    trainer = make_trainer(cluster, strategy=MeshStrategy(pp=2), max_epochs=1)
+    torch.rand(cluster.global_rank, device=trainer.strategy.root_device)  # so that the ranks begin with other states
+    trainer.fit(net, loader())
+    states = [torch.get_rng_state(), trainer.strategy.get_random_state()]
+    return [mask for layer in net.dropped for mask in layer.masks], [state.tolist() for state in states]
+
+
+def test_layers_of_stages_draw_from_states_of_their_own():
+    (first, states), (second, others) = in_ranks(masks_of_stages)
+    masks = first + second
+    assert len(first) == len(second) > 0
+    assert len(set(map(str, masks))) == len(masks)
+    assert states == others

@@ -1,10 +1,21 @@
 """Tensor parallelism together with sharding, on a mesh of two by two."""
 
+import re
 import time
 
 import pytest
 import torch
-from tests.hand_loop import Block, BlockNet, Run, misuse_in_a_step, parts, single_device_losses, train
+from tests.hand_loop import (
+    Block,
+    BlockNet,
+    Run,
+    batches,
+    misuse_in_a_step,
+    one_pass,
+    parts,
+    single_device_losses,
+    train,
+)
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT, WAYS
 from torch import nn
@@ -18,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dstrat.errors import MisuseError
 from dstrat_fsdp import ModelParallelStrategy
 from dstrat_fsdp import mesh as fsdp_mesh
 
@@ -146,6 +158,32 @@ def test_a_replica_with_the_gradient_of_a_part_of_the_features_is_refused():
     cases = {kind: {"module_class": kind, "tensor_parallel_size": 2} for kind in (GatedNet, LongGatedNet)}
     for found in in_ranks(each, 4, function=error_of_gates, cases=cases):
         assert found == dict.fromkeys(cases, expected)
+
+
+class DroppingNet(BlockNet):
+    def layers(self, x):
+        return super().layers(nn.functional.dropout(x, 0.5, self.training))
+
+
+def error_after_drawing_in_one_rank(cluster):
+    strategy = started(cluster, module_class=DroppingNet, tensor_parallel_size=2)
+    first, second, *_ = batches(2)
+    one_pass(strategy, first, 0, 1)
+    if strategy.is_global_zero:  # as a hook that samples from the model does
+        torch.rand(())
+    with pytest.raises(MisuseError) as error:
+        one_pass(strategy, second, 1, 1)
+    strategy.teardown()
+    return str(error.value)
+
+
+def test_ranks_of_a_batch_that_draw_other_numbers_in_a_layer_are_an_error():
+    for message in in_ranks(error_after_drawing_in_one_rank):
+        assert re.match(
+            r"the gradient of parameter '.*' differs in step 2 between the 2 ranks that share a batch: they have drawn "
+            r"other random numbers in a layer, such as for dropout",
+            message,
+        )
 
 
 def losses_with_summed_gates(cluster, module_class):

@@ -11,6 +11,7 @@ from tests.hand_loop import BlockNet, Run, batches, one_pass, parts, single_devi
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import SHORT
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dstrat import Pipeline
 from dstrat.errors import DstratError, RequestError
@@ -247,6 +248,38 @@ class Listed(MixtureNet):
 class Unrouted(MixtureNet):
     def layers(self, x):
         self.mixtures[0].experts(x.unsqueeze(1), torch.zeros(len(x), 1), torch.ones(len(x), 1))
+
+
+class DroppingExperts(Experts):
+    def forward(self, tokens, index, weights):
+        return nn.functional.dropout(super().forward(tokens, index, weights), 0.5, self.training)
+
+
+class DroppingNet(MixtureNet):
+    def make_layers(self):
+        super().make_layers()
+        for mixture in self.mixtures:
+            mixture.experts = DroppingExperts()
+
+
+def error_of_random_experts(cluster):
+    strategy = MeshStrategy(tp=2, ep=2)
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+    net = DroppingNet()
+    for block in net.blocks:
+        parallelize_module(block, strategy.device_mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    strategy.connect(net)
+    strategy.setup(Run(net))
+    with pytest.raises(DstratError) as error:
+        strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)
+    strategy.teardown()
+    return str(error.value)
+
+
+def test_experts_that_draw_random_numbers_are_refused_with_tensor_parallelism():
+    for message in in_ranks(error_of_random_experts):
+        assert message.startswith("the experts 'mixtures.0.experts' draw random numbers, such as for dropout, which ep")
 
 
 def refusal(cluster, module_class, **options):

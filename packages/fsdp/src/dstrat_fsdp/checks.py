@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_STEPS_BETWEEN_CHECKS = 128
+
 
 def refuse_copy(_memo: Any) -> Any:
     """Raise an error for a ``deepcopy`` of a module that is sharded."""
@@ -213,17 +215,24 @@ def check_split_shapes(module: Module) -> None:
             )
 
 
+def is_compared(number: int) -> bool:
+    """Return whether ranks compare what they share in a step: in steps 1, 2, 4, 8 ... and in each 128th."""
+    return not number % _STEPS_BETWEEN_CHECKS or not number & (number - 1)
+
+
 @torch.no_grad()
-def check_replicas(module: Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+def check_replicas(module: Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh, number: int) -> None:
     """Check that the ranks of split layers have the same gradients of all other parameters; collective.
 
     A rank that computes such a parameter's gradient from its part of the features has a summand of it.  That is not
-    known before, as split layers give plain tensors to the layers between them.
+    known before, as split layers give plain tensors to the layers between them.  Ranks that draw other random numbers
+    in a layer, such as for dropout, have other gradients from some step on.
 
     Args:
         module: The sharded module, with reduced gradients.
         mesh: The ranks over which parameters that are not split are sharded.
         tensor_mesh: The ranks over which layers are split.
+        number: Number of the step, from 1.
 
     Raises:
         MisuseError: A gradient differs; on all ranks of both meshes.
@@ -247,6 +256,12 @@ def check_replicas(module: Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) ->
     for dimension in range(mesh.ndim):  # ranks with other shards raise the same error
         dist.all_reduce(differs, dist.ReduceOp.MAX, mesh.get_group(dimension))
     for name, is_different in zip(replicas, differs.tolist(), strict=True):
+        if is_different and number > 1:
+            raise MisuseError(
+                f"the gradient of parameter {name!r} differs in step {number} between the {tensor_mesh.size()} ranks "
+                "that share a batch: they have drawn other random numbers in a layer, such as for dropout, as some of "
+                "them had drawn more before, such as in a hook of rank 0. Let that draw from a generator of its own"
+            )
         if is_different:
             raise MisuseError(
                 f"the gradient of parameter {name!r} differs between the {tensor_mesh.size()} ranks that share a "

@@ -21,6 +21,7 @@ from dstrat_fsdp.checks import (
     check_replicas,
     check_split_shapes,
     explain_shards,
+    is_compared,
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
@@ -154,7 +155,7 @@ class ShardedModule:
         self._guard: ParameterGuard | None = None
         self._gathers_root = gathers_root
         self._synchronizes, self._accumulates = True, False
-        self._mesh, self._unchecked_mesh = sharding.mesh, sharding.tensor_mesh
+        self._mesh, self._tensor_mesh, self._num_steps = sharding.mesh, sharding.tensor_mesh, 0
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
@@ -249,9 +250,10 @@ class ShardedModule:
             self._scalars.reduce_gradients()
         self._scalars.make_sharded()
         # Once only, as the result takes a wait for the device.
-        if self._synchronizes and self._unchecked_mesh is not None:
-            check_replicas(self._module, self._mesh, self._unchecked_mesh)
-            self._unchecked_mesh = None
+        if self._synchronizes and self._tensor_mesh is not None:
+            self._num_steps += 1
+            if is_compared(self._num_steps):
+                check_replicas(self._module, self._mesh, self._tensor_mesh, self._num_steps)
 
     def pending_gradients(self) -> dict[str, Any]:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RankRandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.collectives import broadcast_tensors, name_of_operation
+from dstrat_fsdp.checks import is_compared
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dstrat.interfaces.strategy import StepName, TrainerLike
-
-
-_STEPS_BETWEEN_CHECKS = 128
 
 
 class Comparison(NamedTuple):
@@ -115,9 +113,9 @@ class SharedBatchStrategy(ShardedStrategy):
         if self.data_parallel_size == self.world_size:
             return
         of_ranks: list[Any] = [None] * self.world_size
-        dist.all_gather_object(of_ranks, (self._reader, RandomState.capture()))
+        dist.all_gather_object(of_ranks, (self._reader, RankRandomState.capture(self)))
         first = next(state for reader, state in of_ranks if reader == self._reader)
-        first.restore()
+        first.restore(self)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -147,7 +145,7 @@ class SharedBatchStrategy(ShardedStrategy):
         self._raise_for_other_batches()
         self._num_steps[name] += 1
         number = self._num_steps[name]
-        if number % _STEPS_BETWEEN_CHECKS and number & (number - 1):
+        if not is_compared(number):
             return
         digest = torch.tensor([_digest(batch)], device=self.root_device)
         for group in self._batch_groups():

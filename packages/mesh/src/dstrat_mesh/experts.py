@@ -18,16 +18,17 @@ from dstrat_fsdp import internals
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_mesh.axes import EXPERT, REPLICATE, SHARD
 from dstrat_mesh.exchange import exchange_rows
+from dstrat_mesh.stages import generator_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
+    from dstrat.parallel.strategy import ParallelStrategy
     from dstrat_mesh.axes import Axes
 
 _CONTRACT = "configure_experts"
@@ -41,8 +42,7 @@ class ExpertParallelism:
         module: The user's module, whose ``configure_experts`` returns the layers; not divided yet.
         axes: The sizes of the mesh.
         tensor_group: The ranks that share a batch, of which each sends a part of the tokens; None if there are none.
-        device_type: Type of the processes' devices.
-        timeout: How long a rank waits for another one.
+        strategy: Of the run.
 
     Attributes:
         layers: The layers.
@@ -57,18 +57,17 @@ class ExpertParallelism:
         module: Module,
         axes: Axes,
         tensor_group: ProcessGroup | None,
-        device_type: str,
-        timeout: timedelta,
+        strategy: ParallelStrategy,
     ) -> None:
         counts = experts_of(module, axes.ep)
         self.layers, names = list(counts), {layer: name for name, layer in module.named_modules()}
         sizes = axes.mesh_of_experts
-        self._mesh = open_mesh(device_type, tuple(sizes.values()), tuple(sizes), timeout)
+        self._mesh = open_mesh(strategy.root_device.type, tuple(sizes.values()), tuple(sizes), strategy.timeout)
         self._replicates = axes.dp_replicate > 1
         self._replaced = {layer: vars(layer).get("forward") for layer in self.layers}
         group, batches = self._mesh.get_group(EXPERT), axes.ep // axes.tp
         for layer, count in counts.items():
-            experts = RoutedExperts(layer, names[layer], count, group, tensor_group, batches=batches)
+            experts = RoutedExperts(layer, names[layer], count, group, tensor_group, strategy, batches=batches)
             layer.forward = experts.compute
 
     @property
@@ -195,6 +194,7 @@ class RoutedExperts:
         count: Number of experts of all ranks.
         group: The ranks, in the order of their experts.
         tensor_group: The ranks that have the same tokens; None if there are none.
+        strategy: Of the run.
         batches: Number of ranks of the group whose tokens are of different batches, or other parts of one.
     """
 
@@ -205,10 +205,11 @@ class RoutedExperts:
         count: int,
         group: ProcessGroup,
         tensor_group: ProcessGroup | None,
+        strategy: ParallelStrategy,
         *,
         batches: int,
     ) -> None:
-        self._layer, self._name, self._forward = layer, name, layer.forward
+        self._layer, self._name, self._forward, self._strategy = layer, name, layer.forward, strategy
         self._count, self._group, self._tensor_group, self._batches = count, group, tensor_group, batches
 
     def compute(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -220,7 +221,8 @@ class RoutedExperts:
             weights: The factors of their outputs, likewise.
 
         Raises:
-            MisuseError: The tensors have other shapes, or are sharded.
+            MisuseError: The tensors have other shapes, or are sharded; or the experts draw random numbers, and other
+                ranks have the same tokens.
         """
         if isinstance(tokens, DTensor) or tokens.dim() != 2 or index.shape != weights.shape or index.dim() != 2:
             raise MisuseError(
@@ -241,7 +243,7 @@ class RoutedExperts:
         sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
         rows = exchange_rows(tokens[order // index.shape[1]], sent, received, self._group)
         numbers = torch.arange(arriving.shape[1], device=index.device).repeat(arriving.shape[0])
-        with self._local_experts():
+        with self._local_experts(), self._drawing_nothing():
             outputs = self._compute_rows(rows, numbers.repeat_interleave(arriving.flatten()))
         outputs = exchange_rows(outputs, received, sent, self._group)
         selected = outputs[order.argsort()].unflatten(0, index.shape)
@@ -271,6 +273,23 @@ class RoutedExperts:
                 attributes[_COUNT] = total
             for owner, name in shadowed:
                 del vars(owner)[name]
+
+    @contextmanager
+    def _drawing_nothing(self) -> Iterator[None]:
+        """In this context experts may draw no random numbers, if the ranks of tensor parallelism compute with them.
+
+        Each would draw for its own tokens, and compute the layers that come after with other numbers than the others.
+        """
+        if self._tensor_group is None:
+            yield
+            return
+        before = generator_states(self._strategy)
+        yield
+        if not all(map(torch.equal, before, generator_states(self._strategy))):
+            raise MisuseError(
+                f"the experts {self._name!r} draw random numbers, such as for dropout, which ep does not do together "
+                "with tp: apply dropout to their output, or leave tp out"
+            )
 
     def _compute_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Return the output of one expert for each row."""

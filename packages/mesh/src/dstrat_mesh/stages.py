@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dstrat.interfaces.pipeline import Pipeline
+    from dstrat.interfaces.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,33 +196,52 @@ def _bounds(sizes: Sequence[int], count: int) -> list[int]:
 
 
 class LayerRandomNumbers:
-    """A random state of torch on the CPU, from which the layers of a rank draw.
+    """Random states of torch on the CPU and the device, from which the layers of a rank draw.
 
-    Ranks of different stages or experts draw different amounts, such as for dropout.  From the process's state they
+    Ranks of different stages or experts draw different amounts, such as for dropout.  From the process's states they
     would leave different ones, from which the loaders of all ranks of a batch draw next.
 
+    Args:
+        strategy: Of the run.
+        states: The states of the generators.
+
     Attributes:
-        state: The state of torch's generator, a uint8 tensor.
+        states: The states of the generators: of the CPU, and of the device if it has one.
     """
 
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
+    def __init__(self, strategy: Strategy, states: Sequence[Tensor]) -> None:
+        self._strategy = strategy
+        self.states = states
 
     @classmethod
-    def of_stage(cls, stage: int) -> Self:
-        """Return those of a stage; they follow from the process's state, which does not change."""
-        generator = torch.Generator()
-        generator.set_state(torch.get_rng_state())
-        seeds = torch.empty(stage + 1, dtype=torch.int64).random_(generator=generator)
-        return cls(generator.manual_seed(int(seeds[-1])).get_state())
+    def of_stage(cls, strategy: Strategy, stage: int) -> Self:
+        """Return those of a stage; they follow from the process's states, which do not change."""
+        outside = generator_states(strategy)
+        seeds = torch.empty(stage + 1, dtype=torch.int64).random_()
+        torch.manual_seed(int(seeds[-1]))  # devices, too
+        states = generator_states(strategy)
+        _set_generators(strategy, outside)
+        return cls(strategy, states)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """In this context random numbers are those of the layers."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.state)
+        outside = generator_states(self._strategy)
+        _set_generators(self._strategy, self.states)
         try:
             yield
         finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self.states = generator_states(self._strategy)
+            _set_generators(self._strategy, outside)
+
+
+def generator_states(strategy: Strategy) -> list[Tensor]:
+    """Return the states of torch's generators: of the CPU, and of the device if it has one."""
+    of_device = strategy.get_random_state()
+    return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
+
+
+def _set_generators(strategy: Strategy, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for of_device in states[1:]:
+        strategy.set_random_state(of_device)

@@ -474,13 +474,16 @@ class MeshStrategy(SharedBatchStrategy):
 
     def rank_state(self) -> dict[str, Any]:
         numbers = self._random_numbers
-        return {**super().rank_state(), "random": None if numbers is None else numbers.state}
+        return {**super().rank_state(), "layer_random": None if numbers is None else numbers.states}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         super().load_rank_state(state)
-        saved, layout = state.get("random"), self._rank_layout  # in another one, other ranks draw the same numbers
+        saved, layout = (
+            state.get("layer_random"),
+            self._rank_layout,
+        )  # in another one, other ranks draw the same numbers
         if saved is not None and {name: state.get(name) for name in layout} == layout:
-            self._random_numbers = LayerRandomNumbers(saved)
+            self._random_numbers = LayerRandomNumbers(self, saved)
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
@@ -491,7 +494,7 @@ class MeshStrategy(SharedBatchStrategy):
             self._sequences = Sequences(self.module, group, self._context_parallel)
         if self._ep > 1:
             group = self.device_mesh.get_group(TENSOR) if self._tp > 1 else None
-            self._experts = ExpertParallelism(self.module, self.axes, group, self.root_device.type, self.timeout)
+            self._experts = ExpertParallelism(self.module, self.axes, group, self)
         super().wrap_model(trainer)
         if self._pipeline is not None:
             self._pipeline.start(self._train_stage, self._evaluate_stage, log=self.is_global_zero)
@@ -543,7 +546,7 @@ class MeshStrategy(SharedBatchStrategy):
             return nullcontext()
         if self._random_numbers is None:
             stage = int(self.device_mesh[PIPELINE].get_local_rank())
-            self._random_numbers = LayerRandomNumbers.of_stage(stage)
+            self._random_numbers = LayerRandomNumbers.of_stage(self, stage)
         return self._random_numbers.drawing()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
