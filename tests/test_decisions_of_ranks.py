@@ -110,8 +110,20 @@ class ByRank(WeightAveraging):
         return step_idx == 0 or (step_idx == 1 and self.rank == 1)
 
 
+class InTurns(ByRank):
+    """Each rank updates once, after a step of its own."""
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return step_idx == self.rank
+
+
 def averaged(cluster, kind, **options):
-    kinds = {"by rank": lambda: ByRank(cluster.global_rank), "swa": lambda: StochasticWeightAveraging(0.05, 0.5)}
+    rank = cluster.global_rank
+    kinds = {
+        "by rank": lambda: ByRank(rank),
+        "in turns": lambda: InTurns(rank),
+        "swa": lambda: StochasticWeightAveraging(0.05, 0.5),
+    }
     return fitted(cluster, [kinds[kind]()], **options)
 
 
@@ -123,6 +135,14 @@ def test_averages_of_different_steps_are_an_error_on_all_ranks():
     for rank, found in enumerate(in_ranks(each, function=averaged, cases=cases)):
         for message in found.values():
             assert f"ByRank.should_update has returned True {1 + rank} times on rank {rank} of 2" in message
+
+
+def test_as_many_averages_of_different_steps_are_an_error():
+    expected = (
+        "InTurns.should_update has returned True 1 times on rank {} of 2, and after other steps on others: decide"
+    )
+    for rank, found in enumerate(in_ranks(each, function=averaged, cases={"": {"kind": "in turns"}})):
+        assert expected.format(rank) in found[""]
 
 
 def test_stochastic_averages_begin_in_the_same_epoch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,7 @@ class WeightAveraging(Callback):
 
     def _begin(self) -> None:
         self._updated_at_step, self._updated_at_epoch = 0, -1
+        self._checksum_of_updates = 0  # of the steps after which it was updated
         self._num_saved_updates = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:  # noqa: ARG002 - for subclasses
@@ -100,13 +102,15 @@ class WeightAveraging(Callback):
         """
         updates, strategy = 0 if self._average is None else self._average.num_updates, trainer.strategy
         if strategy.world_size > 1:
-            counts = strategy.from_host(torch.tensor([updates, -updates]))
-            most, least = strategy.reduce(counts, reduce_op="max").tolist()
-            if most != -least:
+            checksum = self._checksum_of_updates
+            counts = strategy.from_host(torch.tensor([updates, -updates, checksum, -checksum]))
+            most, least, *checksums = strategy.reduce(counts, reduce_op="max").tolist()
+            if most != -least or checksums[0] != -checksums[1]:
+                times = f"between {-least} and {most} times on all" if most != -least else "after other steps on others"
                 raise MisuseError(
                     f"{type(self).__name__}.should_update has returned True {updates} times on rank "
-                    f"{strategy.global_rank} of {strategy.world_size}, and between {-least} and {most} times on all: "
-                    "decide by what all ranks have in common, such as step_idx and epoch_idx"
+                    f"{strategy.global_rank} of {strategy.world_size}, and {times}: decide by what all ranks have in "
+                    "common, such as step_idx and epoch_idx"
                 )
         return updates > 0
 
@@ -177,6 +181,7 @@ class WeightAveraging(Callback):
     def _update(self, trainer: Trainer) -> None:
         assert self._average is not None  # noqa: S101 - on_fit_start has made it
         self._average.update(trainer.strategy)
+        self._checksum_of_updates = zlib.crc32(b"%d" % trainer.global_step, self._checksum_of_updates)
 
     @override
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
