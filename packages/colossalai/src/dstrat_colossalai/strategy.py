@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from dstrat.errors import ConflictError, MisuseError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import load_by_names, load_named_state, named_state, named_weights
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
@@ -30,8 +32,12 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Components, StepName, TrainerLike
+
+
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes, of DistributedDataParallel
 
 
 class ColossalAIStrategy(ParallelStrategy):
@@ -151,6 +157,17 @@ class ColossalAIStrategy(ParallelStrategy):
     @property
     def _is_sharded(self) -> bool:
         return self.plugin != "torch_ddp"
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        if self.plugin != "torch_ddp":  # chunks and buckets of the others are Colossal-AI's to choose
+            return None
+        ranks, gradients, buffers = training.world_size, training.trainable_parameters, training.module_buffers
+        buckets = 1 + math.ceil(max(0, gradients - _FIRST_BUCKET) / _BUCKET)
+        reduction = Collective(kind="all_reduce", bytes=gradients, messages=buckets, ranks=ranks, overlaps=True)
+        collectives = [reduction]
+        if buffers and self._options.get("broadcast_buffers", True):
+            collectives.append(Collective(kind="broadcast", bytes=buffers, messages=1, ranks=ranks))
+        return CommunicationLayout(collectives=tuple(collectives), copied=4 * gradients)
 
     def set_components(self, components: Components) -> None:
         super().set_components(components)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, PeerError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import load_named_state, named_state
 from dstrat.launch.rank import this_rank
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT, join_job, leave_job
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Components, TrainerLike
     from dstrat.parallel.job import Channel
 
 T = TypeVar("T")
+
+_FUSION_BYTES = 128 * 2**20  # Horovod's default of HOROVOD_FUSION_THRESHOLD
 
 _REPORT_SECONDS = 3.0  # in which another rank writes its error and ends
 
@@ -112,6 +117,21 @@ class HorovodStrategy(ParallelStrategy):
         self._adasum: AdasumUpdates | None = None
         self._frozen: list[Parameter] = []
         self._is_accumulating = False
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        options, size = self.reduction_options, training.trainable_parameters
+        if options.op == "Adasum" or options.compression not in ("none", "fp16"):
+            return None
+        if options.compression == "fp16":
+            size = min(size, 2 * training.trainable_numel)
+        gradients = Collective(
+            kind="all_reduce",
+            bytes=size,
+            messages=max(1, math.ceil(size / _FUSION_BYTES)),
+            ranks=training.world_size,
+            overlaps=True,
+        )
+        return CommunicationLayout(collectives=(gradients,), copied=4 * size)  # into a buffer of several, and back
 
     @property
     def communication(self) -> Communication:

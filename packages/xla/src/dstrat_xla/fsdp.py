@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import load_named_state, named_state, parameter_names
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_checks import state_after_one_step
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Components, StepName, TrainerLike
 
@@ -128,6 +130,36 @@ class XLAFSDPStrategy(XLAStrategy):
                 "flatten_parameters=True is not possible: optimizers and checkpoints need parameters by their names; "
                 "leave it out"
             )
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        policy = self._auto_wrap_policy
+        if callable(policy):  # which layers it selects is torch_xla's to say
+            return None
+        in_blocks = {
+            parameter: None
+            for layer in training.module.modules()
+            if isinstance(layer, tuple(policy or ()))
+            for parameter in layer.parameters()
+        }
+        parameters = list(training.module.parameters())
+        item = (self._options.get("compute_dtype") or torch.float32).itemsize
+        # A block is gathered again in the backward pass; the module itself stays gathered.
+        again = in_blocks if self._options.get("reshard_after_forward", True) else {}
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        gather = Collective(
+            kind="all_gather",
+            bytes=training.accumulate_grad_batches * item * sum(one.numel() for one in (*parameters, *again)),
+            messages=training.accumulate_grad_batches * (len(parameters) + len(again)),
+            ranks=training.world_size,
+            in_each_batch=True,
+        )
+        reduction = Collective(
+            kind="reduce_scatter",
+            bytes=(4 if self._options.get("fp32_reduce_scatter") else item) * sum(one.numel() for one in trained),
+            messages=len(trained),
+            ranks=training.world_size,
+        )
+        return CommunicationLayout(collectives=(gather, reduction))
 
     # The life cycle
 

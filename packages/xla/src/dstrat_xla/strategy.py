@@ -8,6 +8,7 @@ import torch
 
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, DeviceError
+from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.parallel.gradient_sync import GradientSyncStrategy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_xla import runtime
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Components, TrainerLike
 
@@ -151,6 +153,14 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
                 f"the job has {self.world_size} processes, and XLA's runtime sees {seen} devices with one process "
                 "each, so that gradients would not be averaged: choose 'xla_spmd', or one process for each device"
             )
+
+    def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
+        # One operation of the graph for all gradients, after the backward pass; buffers are those of global rank 0.
+        ranks, gradients, buffers = training.world_size, training.trainable_parameters, training.module_buffers
+        collectives = [Collective(kind="all_reduce", bytes=gradients, messages=1, ranks=ranks)]
+        if buffers:
+            collectives.append(Collective(kind="broadcast", bytes=buffers, messages=1, ranks=ranks))
+        return CommunicationLayout(collectives=tuple(collectives), copied=2 * gradients)  # they are scaled
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self.sync_module_states:

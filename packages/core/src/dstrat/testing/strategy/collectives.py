@@ -57,6 +57,8 @@ class Collectives(StrategyTests):
             not_declared(f"{self.alias} does not declare its communication (communication_layout returns None)")
         if layout.assumption:
             not_declared(f"{self.alias} declares its communication for some modules: {layout.assumption}")
+        if not self.subject.make().uses_torch_distributed:
+            not_declared(f"{self.alias} has collectives of its own, and those of torch.distributed alone are counted")
         declared, sent = _bytes_by_kind(layout.collectives), _bytes_by_kind(collectives)
         for kind in sorted({*declared, *sent}):
             if abs(sent[kind] - declared[kind]) > _UNDECLARED_BYTES + _UNDECLARED_SHARE * declared[kind]:
