@@ -432,9 +432,11 @@ def test_heads_that_do_not_divide_are_refused(choose):
 
 def test_a_module_that_does_not_define_what_a_layout_needs_is_refused(choose):
     pytest.importorskip("dstrat_mesh")
-    options = ("--devices", "2", "--strategy", "mesh(tp=2)", "--strategy", "mesh(pp=2)", "--json")
+    names = ("mesh(tp=2)", "mesh(pp=2)", "model_parallel")
+    options = ("--devices", "2", *(word for name in names for word in ("--strategy", name)), "--json")
     refused = ranking(choose(*options, factory="Whole"))["refused"]
     assert refused["mesh(tp=2)"].startswith("Whole has no configure_model")
+    assert refused["model_parallel"].startswith("Whole has no configure_model, in which tensor_parallel_size needs")
     assert refused["mesh(pp=2)"].startswith("Whole has no configure_pipeline")
 
 

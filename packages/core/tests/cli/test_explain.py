@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from dstrat import Trainer
 from dstrat.cli.explain.dry_run import _traffic_row
 from dstrat.cli.main import commands
+from dstrat.cli.measure.machine import Link, Machine
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.communication import Collective
 
@@ -148,7 +149,7 @@ def test_contradictory_options_of_a_dry_run_are_refused(options, message):
 def test_the_batch_of_a_dry_run_needs_its_machines():
     shown = explain("--batch", "8")
     assert isinstance(shown.exception, ConflictError)
-    assert "--batch and --machine are for a dry run: give --nodes" in str(shown.exception)
+    assert "--batch is for a dry run: give --nodes" in str(shown.exception)
 
 
 def deep():
@@ -167,6 +168,13 @@ def test_the_plan_of_auto_recommends_a_strategy_by_memory():
     assert json.loads(explain(*MODEL, "--json").stdout)["recommended"]["strategy"] == "ddp"
 
 
+def test_a_strategy_that_cannot_train_the_model_is_not_recommended():
+    pytest.importorskip("dstrat_fsdp")
+    shown = explain(*MODEL, "--memory", "22MiB")  # into which model_parallel would fit
+    assert isinstance(shown.exception, RequestError)
+    assert "no strategy fits into 0.0 GiB with a tenth to spare; fsdp needs" in str(shown.exception)
+
+
 def test_auto_by_memory_takes_the_recommended_strategy():
     pytest.importorskip("dstrat_fsdp")
     shown = explain("--strategy", "auto(memory)", *MODEL, "--memory", "36MiB")
@@ -176,6 +184,37 @@ def test_auto_by_memory_takes_the_recommended_strategy():
     none = explain("--strategy", "auto(memory)", *MODEL, "--memory", "1MiB")
     assert isinstance(none.exception, RequestError)
     assert "no strategy fits into 0.0 GiB with a tenth to spare" in str(none.exception)
+
+
+def test_the_plan_of_auto_recommends_the_fastest_on_a_machine(tmp_path):
+    pytest.importorskip("dstrat_fsdp")
+    path = tmp_path / "machine.json"
+    link = Link(kind="any", scope="machine", ranks=2, latency=0.0, bandwidth=1e6)
+    machine = Machine(
+        name="two",
+        device="made up",
+        device_type="cpu",
+        devices=2,
+        memory=2**30,
+        flops={"float32": 1e9},
+        memory_bandwidth=1e9,
+        operation_latency=0.0,
+        host_bandwidth=1e8,
+        overlap=0.5,
+        links=(link,),
+        source="this test",
+    )
+    path.write_text(machine.to_json())
+    on_two = json.loads(explain(*MODEL, "--machine", str(path), "--json").stdout)["recommended"]
+    arguments = ["choose", f"{__name__}:deep", "--devices", "2", "--machine", str(path), "--precision", "32-true"]
+    ranked = json.loads(CliRunner().invoke(commands, [*arguments, "--json"]).stdout)["candidates"]
+    assert on_two["strategy"] == ranked[0]["strategy"]
+    assert on_two["reason"].startswith("dstrat choose ranks it first: a step takes ")
+    for options, message in (
+        ((*MODEL, "--machine", "h100x8"), "h100x8 has 8 devices of type cuda, and the plan 2 of cpu"),
+        (("--machine", "h100x8"), "--machine is for a dry run, with --nodes, or for --strategy auto with --model"),
+    ):
+        assert message in str(explain(*options).exception)
 
 
 def test_auto_by_memory_needs_the_model():

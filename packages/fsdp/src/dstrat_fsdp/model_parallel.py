@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import RequestError
 from dstrat.interfaces.communication import CommunicationLayout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import (
@@ -18,7 +19,7 @@ from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_bl
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
-from dstrat_fsdp.shared_batch import SharedBatchStrategy
+from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_configures_model
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
@@ -113,6 +114,20 @@ class ModelParallelStrategy(SharedBatchStrategy):
     def tensor_parallel_size(self) -> int:
         """Number of ranks that share a batch."""
         return self._sizes[1]
+
+    def check_training(self, training: TrainingSize) -> None:
+        _, tensor = parallel_sizes(
+            *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
+        )
+        if tensor == 1:
+            return
+        check_configures_model(training.module, "tensor_parallel_size")
+        for heads in training.heads:
+            if heads % tensor:
+                raise RequestError(
+                    f"tensor_parallel_size={tensor} does not divide the {heads} heads of "
+                    f"{type(training.module).__name__}: choose a smaller one"
+                )
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over the ranks that share a batch.

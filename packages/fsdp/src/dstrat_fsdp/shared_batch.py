@@ -16,6 +16,8 @@ from dstrat.data.random_state import RankRandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.collectives import broadcast_tensors, name_of_operation
+from dstrat.training.hooks import overrides
+from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.checks import is_compared
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
 
     from dstrat.interfaces.strategy import StepName, TrainerLike
 
@@ -229,6 +232,20 @@ class SharedBatchStrategy(ShardedStrategy):
         # The base class compares a sum of votes with the world size, and reduce counts ranks that share a batch once.
         vote = torch.tensor(float(decision), device=self.root_device)
         return bool(super().reduce(vote, reduce_op="min" if all else "max"))
+
+
+def check_configures_model(module: Module, option: str) -> None:
+    """Check that a module can split its layers, before anything runs.
+
+    Args:
+        module: The module.
+        option: Name of the option that divides layers, for a message.
+
+    Raises:
+        MisuseError: It has no ``configure_model``.
+    """
+    if not overrides(module, "configure_model", ModuleHooks):
+        raise MisuseError(f"{type(module).__name__} has no configure_model, in which {option} needs parallelize_module")
 
 
 def _digest(batch: Any) -> int:

@@ -19,8 +19,6 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
-from dstrat.training.hooks import overrides
-from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.communication import (
     bytes_from_host,
     copied_bytes,
@@ -33,7 +31,7 @@ from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_bl
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
-from dstrat_fsdp.shared_batch import SharedBatchStrategy
+from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_configures_model
 from dstrat_fsdp.wrap_policy import blocks_of
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
@@ -352,8 +350,8 @@ class MeshStrategy(SharedBatchStrategy):
                     f"a batch of {size} samples cannot be divided into {count} microbatches: give batches of {count} "
                     "samples or more, or fewer microbatches"
                 )
-        if self._tp > 1 and not overrides(module, "configure_model", ModuleHooks):
-            raise MisuseError(f"{name} has no configure_model, in which tp needs parallelize_module")
+        if self._tp > 1:
+            check_configures_model(module, "tp")
         if self._cp > 1 and not training.heads:
             raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
         if self._ep > 1:

@@ -57,6 +57,7 @@ class Estimate:
         host: Memory on the host, to which a strategy offloads.
         fits: Whether the peak fits into ``--memory``; None without it.
         assumption: Condition of the sizes, for a message; empty without one.
+        problem: Why the module cannot be trained so as it is, so that this is not recommended; empty if it can.
     """
 
     strategy: str
@@ -70,6 +71,7 @@ class Estimate:
     host: int
     fits: bool | None = None
     assumption: str = ""
+    problem: str = ""
 
 
 @click.command(short_help="Estimate memory per rank, for each strategy.")
@@ -174,12 +176,22 @@ def make_estimates(
         key = (plugin.param_dtype, plugin.compute_dtype, strategy.saved_activations)
         if key not in sizes:
             sizes[key] = measure(plugin, strategy.saved_activations)
-        layout = strategy.memory_layout(dataclasses.replace(sizes[key], precision=plugin))
+        training = dataclasses.replace(sizes[key], precision=plugin)
+        layout = strategy.memory_layout(training)
         if layout is None:
             silent[alias] = "it does not declare its memory_layout"
         else:
-            estimates.append(_estimate(alias, sizes[key], layout, limit))
+            one = _estimate(alias, sizes[key], layout, limit)
+            estimates.append(dataclasses.replace(one, problem=_problem(strategy, training)))
     return estimates, silent
+
+
+def _problem(strategy: Strategy, training: TrainingSize) -> str:
+    try:
+        strategy.check_training(training)
+    except DstratError as error:
+        return str(error)
+    return ""
 
 
 def read_size(text: str, argument: str = "--memory") -> int:
@@ -209,7 +221,7 @@ def in_order(estimates: Sequence[Estimate], limit: int | None, catalog: Catalog)
 
 def recommendation(estimates: Iterable[Estimate], limit: int) -> str | None:
     """Return the first strategy that fits with memory to spare, of estimates in order; None without one."""
-    return next((one.strategy for one in estimates if _has_room(one, limit)), None)
+    return next((one.strategy for one in estimates if _has_room(one, limit) and not one.problem), None)
 
 
 # The training

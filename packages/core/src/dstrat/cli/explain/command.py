@@ -15,6 +15,7 @@ from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.errors import ConflictError, RequestError
 
 if TYPE_CHECKING:
+    from dstrat.cli.measure.machine import Machine
     from dstrat.plugins.catalog import Catalog
     from dstrat.resolve import Plan, Request
 
@@ -45,7 +46,8 @@ _GIB = 2**30
 @click.option("--batch", type=click.IntRange(1), help="In a dry run, samples of a step of all ranks.")
 @click.option(
     "--machine",
-    help="In a dry run, a machine of dstrat choose, such as h100x8: shows the time of a step, and whether it fits.",
+    help="A machine of dstrat choose, such as h100x8 or a file: a dry run shows the time of a step, and whether it "
+    'fits; for "auto" the recommended strategy is the one that dstrat choose ranks first.',
 )
 @json_option
 def explain(
@@ -64,7 +66,7 @@ def explain(
     """Explain what a Trainer with these options would run, and why.
 
     The function of --model is that of dstrat estimate.  With it the plan has the memory of a rank, and for "auto" the
-    strategy that is recommended, by the memory of a device.
+    strategy that is recommended, by the memory of a device, or with --machine by the time of a step.
 
     --nodes shows a job on machines that are not there: the groups of ranks, the layers and the memory of each stage,
     what ranks send in a step inside machines and between them, and what would be refused.  Nothing is computed and no
@@ -92,9 +94,11 @@ def explain(
             as_json=as_json,
         )
         sys.exit(0 if accepted else 1)
-    if batch is not None or machine is not None:
-        raise ConflictError("--batch and --machine are for a dry run: give --nodes, or leave them out")
-    _explain_plan(strategy, accelerator, devices, num_nodes, precision, model, memory, as_json=as_json)
+    if batch is not None:
+        raise ConflictError("--batch is for a dry run: give --nodes, or leave it out")
+    if machine is not None and (strategy != "auto" or model is None):
+        raise ConflictError("--machine is for a dry run, with --nodes, or for --strategy auto with --model")
+    _explain_plan(strategy, accelerator, devices, num_nodes, precision, model, memory, machine, as_json=as_json)
 
 
 def _explain_plan(
@@ -105,9 +109,11 @@ def _explain_plan(
     precision: str | None,
     model: str | None,
     memory: str | None,
+    machine_name: str | None,
     *,
     as_json: bool,
 ) -> None:
+    from dstrat.cli.measure.machine import read_machine
     from dstrat.resolve import Request, make_plan
     from dstrat.resolve.strategies import AUTO_BY_MEMORY
 
@@ -126,7 +132,10 @@ def _explain_plan(
     recommended = reason = None
     if model is not None and request.strategy == "auto":
         limit = _memory_of_device(plan) if memory is None else read_size(memory, "--memory")
-        recommended, reason = _recommend(plan, catalog, model, limit)
+        if machine_name is None:
+            recommended, reason = _recommend(plan, catalog, model, limit)
+        else:
+            recommended, reason = _recommend_fastest(plan, catalog, model, limit, read_machine(machine_name))
         if by_memory:
             plan = _with_strategy(recommended, reason, request, catalog)
     rows = [(row.subject, row.value, row.reason, row.owner) for row in plan.choices]
@@ -161,13 +170,18 @@ def _memory_of_device(plan: Plan) -> int:
     import torch
 
     from dstrat.cli.measure.benchmarks import device_memory
+
+    return device_memory(torch.device(_type_of_device(plan)), plan.num_devices)
+
+
+def _type_of_device(plan: Plan) -> str:
     from dstrat.plugins.catalog import get_catalog
     from dstrat.resolve.compatibility import device_type_of
     from dstrat.resolve.selection import select_offer
 
     catalog = get_catalog()
     selection = select_offer(catalog.find("accelerator", plan.to_dict()["catalog_names"]["accelerator"]), catalog)
-    return device_memory(torch.device(device_type_of(selection)), plan.num_devices)
+    return device_type_of(selection)
 
 
 def _recommend(plan: Plan, catalog: Catalog, model: str, limit: int) -> tuple[str, str]:
@@ -190,7 +204,7 @@ def _recommend(plan: Plan, catalog: Catalog, model: str, limit: int) -> tuple[st
     recommended = recommendation(estimates, limit)
     sizes = {one.strategy: f"{one.peak / _GIB:.1f} GiB" for one in estimates}
     if recommended is None:
-        smallest = min(estimates, key=lambda one: one.peak)
+        smallest = min((one for one in estimates if not one.problem), key=lambda one: one.peak)
         raise RequestError(
             f"no strategy fits into {limit / _GIB:.1f} GiB with a tenth to spare; {smallest.strategy} needs "
             f"{sizes[smallest.strategy]}: give more --devices or --memory, or a smaller model or batch"
@@ -199,6 +213,38 @@ def _recommend(plan: Plan, catalog: Catalog, model: str, limit: int) -> tuple[st
     if plan.strategy in sizes and plan.strategy != recommended:
         reason += f", and {plan.strategy} {sizes[plan.strategy]}"
     return recommended, reason
+
+
+def _recommend_fastest(plan: Plan, catalog: Catalog, model: str, limit: int, machine: Machine) -> tuple[str, str]:
+    """Return the layout that ``dstrat choose`` ranks first on a machine, with the reason.
+
+    Raises:
+        RequestError: The machine has other devices, or nothing fits.
+    """
+    from dstrat.cli.choose.candidates import Candidates, Workload
+
+    if machine.devices < plan.num_devices or machine.device_type != _type_of_device(plan):
+        raise RequestError(
+            f"--machine {machine.name} has {machine.devices} devices of type {machine.device_type}, and the plan "
+            f"{plan.num_devices} of {plan.accelerator}: give the machine of the plan, or --nodes for a dry run"
+        )
+    workload = Workload(
+        model=model,
+        machine=machine,
+        devices=plan.num_devices * plan.num_nodes,
+        batch_size=None,
+        precisions=(plan.precision,),
+        memory=limit,
+    )
+    candidates = Candidates(catalog, workload).rank(()).candidates
+    if not candidates:
+        raise RequestError(f"no layout fits into {limit / _GIB:.1f} GiB: `dstrat choose` says what each needs")
+    first = candidates[0]
+    reason = f"dstrat choose ranks it first: a step takes {1000 * first.time.total:.3g} ms by its model"
+    of_plan = next((one for one in candidates if one.strategy == plan.strategy), first)
+    if of_plan is not first:
+        reason += f", and {1000 * of_plan.time.total:.3g} ms with {plan.strategy}"
+    return first.strategy, reason
 
 
 def _with_strategy(strategy: str, reason: str, request: Request, catalog: Catalog) -> Plan:
