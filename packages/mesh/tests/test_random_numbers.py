@@ -145,6 +145,21 @@ def test_a_dataset_with_other_samples_in_each_rank_is_an_error():
     assert "divide data by strategy.distributed_sampler_kwargs" in message
 
 
+def with_column(samples):
+    inputs = torch.stack([sample for sample, _ in samples])
+    return inputs, inputs[:, :3], torch.zeros(2 * len(samples), 1)[::2]
+
+
+def fitted(cluster):
+    trainer = quiet_trainer(MeshStrategy(pp=2), cluster, max_steps=1)
+    trainer.fit(Net(), DataLoader(Noisy(), batch_size=4, collate_fn=with_column))
+    return trainer.global_step
+
+
+def test_batches_with_a_column_that_has_a_stride_are_compared():
+    assert in_ranks(fitted) == [1, 1]
+
+
 def validate(cluster):
     trainer = quiet_trainer(MeshStrategy(pp=2), devices=cluster.world_size, plugins=[cluster], limit_val_batches=1)
     trainer.validate(Net(), DataLoader(OfRank(), batch_size=4))

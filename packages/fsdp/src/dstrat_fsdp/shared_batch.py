@@ -253,6 +253,6 @@ def _digest(batch: Any) -> int:
     checksum = 0
     for tensor in tensors_in(batch):
         if tensor.layout is torch.strided and not isinstance(tensor, DTensor):
-            values = tensor.detach().cpu().flatten()
+            values = tensor.detach().cpu().flatten().contiguous()  # flatten keeps the stride of a column
             checksum = zlib.crc32(values.view(torch.uint8).numpy().data, checksum)
     return checksum
