@@ -3,6 +3,8 @@
 import re
 
 import pytest
+from tests.hand_loop import BlockNet, parts, start
+from tests.ranks import each, in_ranks
 from torch import nn
 
 from dstrat import Trainer
@@ -45,6 +47,19 @@ REFUSED = [
 def test_what_cannot_be_done_is_refused_at_once(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         DiLoCoStrategy(**options)
+
+
+def refused(cluster, inner):
+    with pytest.raises(ConflictError) as error:
+        start(DiLoCoStrategy(inner=inner, groups=2), BlockNet(), parts(cluster))
+    return str(error.value)
+
+
+def test_an_inner_strategy_whose_ranks_share_batches_is_refused():
+    cases = {inner: {"inner": inner} for inner in ("mesh(tp=2)", "model_parallel(tensor_parallel_size=2)")}
+    for found in in_ranks(each, 4, function=refused, cases=cases):
+        for message in found.values():
+            assert "lets ranks share batches with these options, as tensor and context parallelism do" in message
 
 
 def test_an_alias_has_options_of_both_strategies():

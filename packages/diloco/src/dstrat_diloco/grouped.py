@@ -245,6 +245,12 @@ class GroupedStrategy(ParallelStrategy):
                 f"inner={type(self.inner).__name__} compiles training steps with these options, or runs pipelines, and "
                 "a group cannot be trained so: leave that out"
             )
+        division = self._division(self.world_size, len(self.parallel_devices))
+        if self.inner.distributed_sampler_kwargs.get("num_replicas", 1) != division.size:
+            raise ConflictError(
+                f"inner={type(self.inner).__name__} lets ranks share batches with these options, as tensor and context "
+                "parallelism do, and a group cannot be trained so: leave that out"
+            )
         with self._in_group():
             self.inner.setup(trainer)
 
