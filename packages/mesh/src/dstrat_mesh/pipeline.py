@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -242,10 +243,11 @@ class PipelineRun:
 
         @functools.wraps(model.forward)  # by whose signature libraries decide what they pass, such as a mask
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            value = args[0] if args else self._pipeline.inputs(kwargs)
+            batch = self._called_with(args, kwargs)
+            value = args[0] if args else self._pipeline.inputs(batch)
             restore()  # a stage may call the model's own
             try:
-                return evaluator.evaluate(value, args[0] if args else kwargs)
+                return evaluator.evaluate(value, batch)
             finally:
                 model.forward = forward
 
@@ -254,6 +256,30 @@ class PipelineRun:
             yield
         finally:
             restore()
+
+    def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model is called with in an evaluation, as ``compute`` gets it.
+
+        Raises:
+            MisuseError: A part of it would reach no layer.
+        """
+        if len(args) + len(kwargs) > 1 and (self._pipeline.compute is None or (args and kwargs)):
+            names = [*_names_of_positional(self._pipeline.model, len(args)), *(f"{name}=" for name in kwargs)]
+            reason, advice = (
+                ("calls layers with one tensor after the other", "pass compute= to Pipeline, which gets all arguments")
+                if self._pipeline.compute is None
+                else (
+                    "passes either positional arguments to compute, as a tuple, or keywords, as a dict",
+                    "call the model with one kind of them",
+                )
+            )
+            raise MisuseError(
+                f"{type(self._pipeline.model).__name__} was called with {', '.join(names)} in an evaluation step, and "
+                f"its pipeline {reason}: {advice}"
+            )
+        if not args:
+            return kwargs
+        return args[0] if len(args) == 1 else args
 
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
@@ -302,6 +328,12 @@ class PipelineRun:
             for layer in layers:
                 for buffer in layer.buffers():
                     self.links.from_position(buffer, stage % len(self.links.ranks))
+
+
+def _names_of_positional(model: Module, count: int) -> list[str]:
+    """Return the names of the first arguments of a model."""
+    names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind < 2]
+    return [*names, *(f"argument {number}" for number in range(len(names) + 1, count + 1))][:count]
 
 
 def _call_in_order(layers: Sequence[Module], value: Any, _batch: Any) -> Any:

@@ -333,6 +333,8 @@ def _checked_loss(loss: Any) -> Tensor:
 
 def _numbers(batch: Any) -> tuple[tuple[str, int], ...]:
     """Return the integers in a batch, such as the number of tokens whose output is wanted."""
+    if isinstance(batch, tuple):  # several positional arguments
+        batch = {str(index): value for index, value in enumerate(batch)}
     if not isinstance(batch, Mapping):
         return ()
     return tuple((name, value) for name, value in batch.items() if isinstance(value, int))

@@ -42,7 +42,8 @@ class Pipeline:
             batches count by their numbers too.
         compute: Function of the layers of a stage, its input and the microbatch that returns the output of the last of
             these layers; None calls them one after the other.  Layers of other stages have no values.  In an
-            evaluation the microbatch is what the model is called with: its first argument, or a dict of keywords.
+            evaluation the microbatch is what the model is called with: its argument, a tuple of several positional
+            ones, or a dict of keywords.
         on_loss: Function that each process calls with the loss of a training batch, such as to log it.
     """
 
