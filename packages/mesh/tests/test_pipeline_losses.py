@@ -1,0 +1,109 @@
+"""Losses of a pipeline: values for each sample that are no tensors, dtypes, logging, and loss scaling."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tests.ranks import in_ranks
+from tests.trainer_runs import quiet_trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dstrat import TrainModule
+from dstrat.errors import MisuseError
+from dstrat.interfaces.pipeline import Pipeline, split_batch
+from dstrat_mesh import MeshStrategy
+
+
+class Net(TrainModule):
+    """Its targets are a list of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+        self.losses = []
+
+    def loss(self, output, batch):
+        return torch.stack(
+            [(row - target).square().mean() for row, target in zip(output, batch[1], strict=True)]
+        ).mean()
+
+    def configure_pipeline(self):
+        return Pipeline(model=self.net, loss=self.loss)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net(batch[0]), batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].detach())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def collate(rows):
+    return torch.stack([inputs for inputs, _ in rows]), [target for _, target in rows]
+
+
+def batches(size=4):
+    generator = torch.Generator().manual_seed(0)
+    rows = [(torch.randn(6, generator=generator), float(index % 5)) for index in range(16)]
+    return DataLoader(rows, batch_size=size, collate_fn=collate)
+
+
+def losses(cluster, module_class=Net, pipeline=None, **options):
+    strategy = "single_device" if cluster is None else MeshStrategy(pp=2, **pipeline or {})
+    module = module_class()
+    quiet_trainer(strategy, cluster, **options).fit(module, batches())
+    return module.losses
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_a_list_of_targets_is_divided_with_its_samples(microbatches):
+    expected = losses(None)
+    for found in in_ranks(losses, 2, pipeline={"microbatches": microbatches}):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+class Image(NamedTuple):
+    pixels: torch.Tensor
+    size: tuple[int, int] = (4, 4)
+
+
+@dataclasses.dataclass
+class Record:
+    names: tuple[str, ...]
+    targets: np.ndarray
+    classes: list[str]
+
+
+def test_what_has_a_value_for_each_sample_is_divided_and_everything_else_is_in_each_microbatch():
+    record = Record(names=("a", "b", "c"), targets=np.arange(6).reshape(3, 2), classes=["cat", "dog"])
+    batch = {
+        "image": Image(torch.arange(3.0)),
+        "record": record,
+        "boxes": [[1, 2], [3], []],
+        "scalars": [torch.tensor(1), torch.tensor(2), torch.tensor(3)],
+        "factor": torch.tensor(2.0),
+        "name": "abc",
+        "shape": torch.Size((3, 1, 1)),
+    }
+    first, second = split_batch(batch, 2)
+    assert (first["image"].pixels.tolist(), second["image"].pixels.tolist()) == ([0.0, 1.0], [2.0])
+    assert first["image"].size == second["image"].size == (4, 4)
+    assert (first["record"].names, second["record"].names) == (("a", "b"), ("c",))
+    assert second["record"].targets.tolist() == [[4, 5]]
+    assert second["record"].classes == ["cat", "dog"]
+    assert (first["boxes"], second["boxes"]) == ([[1, 2], [3]], [[]])
+    assert second["scalars"] == [3]
+    for name in ("factor", "name", "shape"):
+        assert first[name] is second[name] is batch[name]
+    assert split_batch(batch, 1) == [batch]
+
+
+def test_a_square_of_lists_is_refused():
+    with pytest.raises(MisuseError, match="a batch of 2 samples has 2 lists of 2 values, and either may be"):
+        split_batch((torch.zeros(2, 1), [[1, 2], [3, 4]]), 2)
