@@ -107,3 +107,44 @@ def test_what_has_a_value_for_each_sample_is_divided_and_everything_else_is_in_e
 def test_a_square_of_lists_is_refused():
     with pytest.raises(MisuseError, match="a batch of 2 samples has 2 lists of 2 values, and either may be"):
         split_batch((torch.zeros(2, 1), [[1, 2], [3, 4]]), 2)
+
+
+class LoggingNet(Net):
+    """Logs in its loss, or when the loss of a batch is known."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def loss(self, output, batch):
+        if self.place == "loss":
+            self.log("positive", (output > 0).float().mean())
+        return super().loss(output, batch)
+
+    def configure_pipeline(self):
+        on_loss = (lambda loss: self.log("loss", loss)) if self.place == "on_loss" else None
+        return Pipeline(model=self.net, loss=self.loss, on_loss=on_loss)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def logged(cluster, place):
+    trainer = quiet_trainer("single_device" if cluster is None else MeshStrategy(pp=2), cluster)
+    trainer.fit(LoggingNet(place), batches())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_the_loss_of_a_batch_is_logged_on_all_ranks():
+    expected = logged(None, "on_loss")
+    for found in in_ranks(logged, 2, place="on_loss"):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_values_that_the_last_stage_alone_would_log_are_refused():
+    with pytest.raises(pytest.fail.Exception) as failure:
+        in_ranks(logged, 2, place="loss")
+    assert "rank 1 of 2" in str(failure.value)
+    assert "log('positive') in the loss or a layer of the pipeline would give values of" in str(failure.value)

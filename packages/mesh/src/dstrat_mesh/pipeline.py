@@ -24,6 +24,7 @@ from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import Tensor
@@ -195,6 +196,7 @@ class PipelineRun:
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool], None],
         weigh: Callable[[Tensor], Tensor],
+        capture_logs: Callable[[], AbstractContextManager[Sequence[Any]]],
     ) -> Any:
         """Run the passes of a batch, and return its loss, with its weight if the pipeline counts one.
 
@@ -203,6 +205,10 @@ class PipelineRun:
             scale: As for :meth:`StageRunner.train`.
             before_backward: Likewise.
             weigh: Returns the factor of the loss of a batch with a weight.
+            capture_logs: Returns the context in which values that layers and loss log are collected instead.
+
+        Raises:
+            MisuseError: They log any.
         """
         assert self._runner is not None  # noqa: S101 - from start on
         pipeline, device = self._pipeline, self.links.device
@@ -217,14 +223,22 @@ class PipelineRun:
             total = weights.sum()
             factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
         inputs = [pipeline.inputs(microbatch) for microbatch in microbatches]
-        loss = self._runner.train(
-            inputs,
-            microbatches,
-            factors,
-            scale if factor is None else lambda loss: scale(loss * factor),
-            before_backward,
-            tuple(parameter.requires_grad for parameter in self._module.parameters()),
-        )
+        with capture_logs() as logged:
+            loss = self._runner.train(
+                inputs,
+                microbatches,
+                factors,
+                scale if factor is None else lambda loss: scale(loss * factor),
+                before_backward,
+                tuple(parameter.requires_grad for parameter in self._module.parameters()),
+            )
+        if logged:
+            names = ", ".join(sorted({f"log({call.name!r})" for call in logged}))
+            raise MisuseError(
+                f"{names} in the loss or a layer of the pipeline would give values of microbatches on the ranks of one "
+                "stage, which others do not have: log the loss of a batch in Pipeline(on_loss=...), which each rank "
+                "calls, and other values in validation_step"
+            )
         if pipeline.on_loss is not None:
             pipeline.on_loss(loss)
         return loss if factor is None else {"loss": loss, "weight": total}
