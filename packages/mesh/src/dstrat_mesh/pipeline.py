@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
-from dstrat.parallel.shards import local_tensor
+from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
@@ -303,10 +303,12 @@ class PipelineRun:
             parameter = shared.parameter
             if position not in shared.positions or not parameter.requires_grad:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local = local_tensor(parameter.grad)
-            summands = {position: local.to(self.links.device, copy=True, memory_format=torch.contiguous_format)}
+            gradient = parameter.grad
+            local = torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
+            # The last element is the number of ranks with a gradient.  Only those without one read it, to step as one
+            # device does: a message on the host would make the ranks wait for each other in every step.
+            count = local.new_full((1,), 0 if gradient is None else 1)
+            summands = {position: torch.cat([local.flatten(), count]).to(self.links.device)}
             exchange = []
             for other in shared.positions:
                 if other != position:
@@ -316,7 +318,10 @@ class PipelineRun:
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
             # In the order of the ranks: the sum is the same on each, bit for bit.
-            local.copy_(torch.stack([summands[other] for other in shared.positions]).sum(dim=0))
+            total = torch.stack([summands[other] for other in shared.positions]).sum(dim=0)
+            if gradient is not None or total[-1] > 0:
+                local.copy_(total[:-1].view_as(local))
+                parameter.grad = with_local(parameter, local) if gradient is None else gradient
 
     @property
     def counted_elsewhere(self) -> set[int]:
