@@ -68,6 +68,21 @@ def test_a_list_of_targets_is_divided_with_its_samples(microbatches):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+class WeightedNet(Net):
+    """The loss of a batch is a mean over numbers of targets."""
+
+    def configure_pipeline(self):
+        return dataclasses.replace(super().configure_pipeline(), weight=lambda batch: len(batch[1]))
+
+
+@pytest.mark.parametrize("module_class", [Net, WeightedNet])
+def test_losses_of_float64_have_its_digits(module_class):
+    expected = losses(None, precision="64-true")
+    assert expected[0].dtype == torch.float64
+    for found in in_ranks(losses, 2, module_class=module_class, precision="64-true", pipeline={"microbatches": 3}):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+
+
 class Image(NamedTuple):
     pixels: torch.Tensor
     size: tuple[int, int] = (4, 4)

@@ -130,15 +130,23 @@ class PipelineRun:
         schedule: Order of the passes.
         device: The device of this rank.
         timeout: How long a stage waits for another one.
+        loss_dtype: The dtype in which losses of microbatches are added.
 
     Attributes:
         layers: A module with the layers of this rank's stages only, under their names in the user's module.
     """
 
     def __init__(
-        self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: Schedule, device: torch.device, timeout: timedelta
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        axes: Axes,
+        schedule: Schedule,
+        device: torch.device,
+        timeout: timedelta,
+        loss_dtype: torch.dtype,
     ) -> None:
-        self._module, self._schedule = module, schedule
+        self._module, self._schedule, self._loss_dtype = module, schedule, loss_dtype
         self._pipeline = pipeline_of(module)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
@@ -185,8 +193,9 @@ class PipelineRun:
             output = compute(chunk, value, batch)
             return loss_of(output, batch) if chunk == last else output
 
-        self._runner = StageRunner(self.links, self._schedule, lambda *args: train(compute_loss, *args))
-        self._evaluator = StageRunner(self.links, self._schedule, lambda *args: evaluate(compute, *args))
+        common = self.links, self._schedule, self._loss_dtype
+        self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
+        self._evaluator = StageRunner(*common, lambda *args: evaluate(compute, *args))
 
     # Steps
 
@@ -219,7 +228,9 @@ class PipelineRun:
             factors: Any = [size / sum(sizes) for size in sizes]
         else:
             counted = [pipeline.weight(microbatch) for microbatch in microbatches]
-            weights = torch.stack([torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in counted])
+            weights = torch.stack(
+                [torch.as_tensor(weight, dtype=self._loss_dtype, device=device) for weight in counted]
+            )
             total = weights.sum()
             factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
         inputs = [pipeline.inputs(microbatch) for microbatch in microbatches]

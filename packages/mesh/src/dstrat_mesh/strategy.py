@@ -310,7 +310,13 @@ class MeshStrategy(SharedBatchStrategy):
         layers = self.module
         if self._pp > 1:
             self._pipeline = PipelineRun(
-                self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
+                self.module,
+                self.device_mesh,
+                self.axes,
+                self._schedule,
+                self.root_device,
+                self.timeout,
+                loss_dtype=torch.float64 if self.precision_plugin.compute_dtype is torch.float64 else torch.float32,
             )
             layers = self._pipeline.layers
         blocks = blocks_of(layers, self._auto_wrap_policy, root=self.module)
