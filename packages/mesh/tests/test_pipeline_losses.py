@@ -6,14 +6,20 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from packages.mesh.tests.test_pipeline import HalfFrozen, PipeNet
+from tests.hand_loop import batches as hand_batches
+from tests.hand_loop import one_pass, parts, start
 from tests.ranks import in_ranks
 from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dstrat import TrainModule
+from dstrat.builtin.precision.mixed import MixedPrecision
+from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError
 from dstrat.interfaces.pipeline import Pipeline, split_batch
+from dstrat.parallel.shards import local_tensor
 from dstrat_mesh import MeshStrategy
 
 
@@ -163,3 +169,48 @@ def test_values_that_the_last_stage_alone_would_log_are_refused():
         in_ranks(logged, 2, place="loss")
     assert "rank 1 of 2" in str(failure.value)
     assert "log('positive') in the loss or a layer of the pipeline would give values of" in str(failure.value)
+
+
+# Loss scaling
+
+
+def scaled(cluster, frozen=False, **options):
+    """Train with a scale at which gradients overflow at first; return losses, scales, and which steps were skipped."""
+    strategy = SingleDeviceStrategy() if cluster is None else MeshStrategy(pp=2, **options)
+    # Between scales at which all gradients are finite, and at which some never are.
+    factors = {"growth_factor": 2.0**10, "backoff_factor": 2.0**-10}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**23, growth_interval=3, **factors)
+    precision = MixedPrecision("16-mixed", scaler=scaler)
+    start(
+        strategy, (HalfFrozen if frozen else PipeNet)(), dataclasses.replace(parts(cluster), precision_plugin=precision)
+    )
+    found, [optimizer] = [], strategy.optimizers
+    for index, batch in enumerate(hand_batches(12)):
+        before = [local_tensor(weight).clone() for weight in strategy.local_weights().values()]
+
+        def closure(batch=batch, index=index):
+            optimizer.zero_grad()
+            loss = one_pass(strategy, batch, index, accumulate=1)
+            strategy.clip_gradients(optimizer, 0.5)
+            return loss
+
+        loss = strategy.reduce(strategy.optimizer_step(optimizer, closure, strategy.model))
+        after = map(local_tensor, strategy.local_weights().values())
+        skipped = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        found.append((float(loss), precision.state_dict()["scale"], skipped))
+    strategy.teardown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, {}), (2, {"frozen": True}), (4, {"dp_shard": 2, "microbatches": 4})]
+)
+def test_all_stages_skip_the_steps_in_which_a_gradient_overflows(ranks, options):
+    expected = scaled(None, frozen=options.get("frozen", False))
+    assert [step for step, (*_, skipped) in enumerate(expected) if skipped] == [0, 4, 8]
+    found = in_ranks(scaled, ranks, **options)
+    for of_rank in found:
+        assert [loss for loss, *_ in of_rank] == pytest.approx([loss for loss, *_ in expected], rel=0.02)
+        assert [scale for _, scale, _ in of_rank] == [scale for _, scale, _ in expected]
+    # A rank of a frozen stage never changes its weights.
+    assert [skipped for *_, skipped in found[-1]] == [skipped for *_, skipped in expected]

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-    from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_mesh.axes import Axes
     from dstrat_mesh.schedule import Schedule
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def check_pipeline(module: Module, precision: Precision, trainer: TrainerLike) -> None:
+def check_pipeline(module: Module, trainer: TrainerLike) -> None:
     """Check that a module and its training can have stages.
 
     Raises:
         MisuseError: It defines no pipeline, or has statistics of batches.
-        ConflictError: Its optimization is manual, or the precision scales losses.
+        ConflictError: Its optimization is manual.
     """
-    check_module(module, precision)
+    check_module(module)
     if trainer.is_fitting and not getattr(module, "automatic_optimization", True):
         raise ConflictError(
             f"{type(module).__name__} has automatic_optimization=False, and a pipeline runs forward and backward "
@@ -54,12 +53,11 @@ def check_pipeline(module: Module, precision: Precision, trainer: TrainerLike) -
         )
 
 
-def check_module(module: Module, precision: Precision) -> None:
-    """Check that a module can have stages with a precision.
+def check_module(module: Module) -> None:
+    """Check that a module can have stages.
 
     Raises:
         MisuseError: It defines no pipeline, or has statistics of batches.
-        ConflictError: The precision scales losses.
     """
     name = type(module).__name__
     if not hasattr(module, "configure_pipeline"):
@@ -71,11 +69,6 @@ def check_module(module: Module, precision: Precision) -> None:
         raise MisuseError(
             f"{name} has a {type(layers[0]).__name__}, which normalizes over a batch, and a pipeline divides it into "
             "microbatches, so that results would be others: use a layer norm or group norm, or leave pp out"
-        )
-    if precision.compute_dtype is torch.float16:
-        raise ConflictError(
-            f"precision {precision.flag!r} scales losses, which stages would have to adapt together: choose "
-            "bf16-mixed, or leave pp out"
         )
 
 
@@ -234,6 +227,8 @@ class PipelineRun:
             total = weights.sum()
             factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
         inputs = [pipeline.inputs(microbatch) for microbatch in microbatches]
+        if not self.links.is_last:
+            scale(torch.zeros((), device=device))  # the last rank's scale adapts with its losses, and this one alike
         with capture_logs() as logged:
             loss = self._runner.train(
                 inputs,

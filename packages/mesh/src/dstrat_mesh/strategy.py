@@ -350,7 +350,7 @@ class MeshStrategy(SharedBatchStrategy):
     def check_training(self, training: TrainingSize) -> None:
         module, name = training.module, type(training.module).__name__
         if self._pp > 1:
-            check_module(module, training.precision)
+            check_module(module)
             estimated_stages(module, self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
             if size < count:
@@ -490,7 +490,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
-            check_pipeline(self.module, self.precision_plugin, trainer)
+            check_pipeline(self.module, trainer)
         if self._cp > 1:
             with new_connections():
                 group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
@@ -500,6 +500,7 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts = ExpertParallelism(self.module, self.axes, group, self.root_device.type, self.timeout)
         super().wrap_model(trainer)
         if self._pipeline is not None:
+            self.precision_plugin.peers_have_gradients = True
             self._pipeline.start(self._train_stage, self._evaluate_stage, log=self.is_global_zero)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
