@@ -16,6 +16,7 @@ from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.shards import local_tensor, with_local
+from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
@@ -87,6 +88,24 @@ def pipeline_of(module: Any) -> Pipeline:
     return pipeline
 
 
+def check_not_compiled(module: Module, pipeline: Pipeline) -> None:
+    """Check that no compiled code has layers of several stages.
+
+    Raises:
+        MisuseError: A module is compiled that has several layers of the pipeline, or is its model.
+    """
+    for name, container in module.named_modules():
+        wrapped = wrapped_module(container)
+        if wrapped is None and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
+            continue
+        inside = set((container if wrapped is None else wrapped).modules())
+        if pipeline.model in (container, wrapped) or len(inside.intersection(pipeline.chain)) > 1:
+            raise MisuseError(
+                f"{plain_name(name) or type(module).__name__} is compiled as a whole, and a pipeline divides its "
+                "layers over ranks: compile each layer instead, for layer in layers: layer.compile()"
+            )
+
+
 def number_of_layers(module: Any) -> int:
     """Return the number of layers of a module's pipeline; 0 if it has none whose order is known."""
     try:
@@ -141,6 +160,7 @@ class PipelineRun:
     ) -> None:
         self._module, self._schedule, self._loss_dtype = module, schedule, loss_dtype
         self._pipeline = pipeline_of(module)
+        check_not_compiled(module, self._pipeline)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
         num_new = 3 if schedule.stages_per_rank > 1 else 1
