@@ -14,7 +14,7 @@ from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dstrat import TrainModule
+from dstrat import TrainModule, grad_norm
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError
@@ -214,3 +214,46 @@ def test_all_stages_skip_the_steps_in_which_a_gradient_overflows(ranks, options)
         assert [scale for _, scale, _ in of_rank] == [scale for _, scale, _ in expected]
     # A rank of a frozen stage never changes its weights.
     assert [skipped for *_, skipped in found[-1]] == [skipped for *_, skipped in expected]
+
+
+# Norms of gradients
+
+
+class NormNet(Net):
+    """Logs the norm of the gradients before they are clipped."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        before = torch.nn.utils.get_total_norm(
+            parameter.grad for parameter in self.parameters() if not parameter.is_meta
+        )
+        norm = self.trainer.strategy.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.log("norm", before if norm is None else norm, on_step=True)
+
+
+def logged_norm(cluster):
+    trainer = quiet_trainer("single_device" if cluster is None else MeshStrategy(pp=2), cluster, gradient_clip_val=0.1)
+    trainer.fit(NormNet(), batches())
+    return float(trainer.callback_metrics["norm"])
+
+
+def test_a_logged_norm_is_that_of_the_gradients_of_all_stages():
+    expected = logged_norm(None)
+    assert in_ranks(logged_norm) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+class StageNormNet(Net):
+    """Logs the norm of the gradients of its own layers."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, 2))
+
+
+def error_of_norms(cluster):
+    with pytest.raises(MisuseError) as error:
+        quiet_trainer(MeshStrategy(pp=2), cluster).fit(StageNormNet(), batches())
+    return str(error.value)
+
+
+def test_norms_of_the_layers_of_one_stage_are_refused():
+    for message in in_ranks(error_of_norms):
+        assert message.startswith("grad_norm(module) would give the norms of a part of StageNormNet: net.")
