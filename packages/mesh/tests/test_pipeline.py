@@ -301,6 +301,48 @@ def test_a_parameter_of_two_stages_is_trained_as_one():
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
 
 
+class Unused(SharedNet):
+    """Its layers with the shared parameter are in use later: neither of them at first, and then one."""
+
+    used = ()
+
+    def forward(self, x):
+        return self.compute([self.first, self.enter, *self.blocks, self.leave, self.last], x)
+
+    def compute(self, layers, value, _batch=None):
+        for layer in layers:
+            if layer not in (self.enter, self.leave) or layer in self.used:
+                value = layer(value)
+        return value
+
+    def configure_pipeline(self):
+        return dataclasses.replace(super().configure_pipeline(), compute=self.compute)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def unused_losses(cluster=None, **options):
+    if cluster is None:
+        strategy = SingleDeviceStrategy()
+        start(strategy, Unused(), parts())
+    else:
+        strategy = started(cluster, module_class=Unused, **options)
+    module, found = strategy.module, []
+    for used in ((), (module.leave,), (), (module.enter,), (module.enter, module.leave)):
+        module.used = used
+        found += train(strategy, steps=2, clip=0.1)
+    strategy.teardown()
+    return found
+
+
+def test_a_parameter_of_two_stages_without_a_gradient_is_not_stepped():
+    expected = pytest.approx(unused_losses(), rel=1e-6, abs=0)
+    cases = {str(options): options for options in ({"pp": 2, "dp_shard": 2}, {"pp": 4})}
+    for found in in_ranks(each, 4, function=unused_losses, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -483,7 +525,7 @@ def test_what_a_pipeline_cannot_do_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2, "schedule": "ZBVZeroBubble"}, "would not be averaged over the data-parallel ranks"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble"}, "the sharding of each stage takes them, also where it has one"),
         (
             {"pp": 2, "schedule": "1f1b"},
             "schedule='1f1b' is not known: choose among '1F1B', 'GPipe', 'Interleaved1F1B'",

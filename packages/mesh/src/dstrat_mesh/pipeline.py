@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
-from dstrat.parallel.shards import local_tensor
+from dstrat.parallel.shards import local_tensor, with_local
+from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
@@ -23,13 +25,13 @@ from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-    from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_mesh.axes import Axes
     from dstrat_mesh.schedule import Schedule
@@ -37,14 +39,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def check_pipeline(module: Module, precision: Precision, trainer: TrainerLike) -> None:
+def check_pipeline(module: Module, trainer: TrainerLike) -> None:
     """Check that a module and its training can have stages.
 
     Raises:
         MisuseError: It defines no pipeline, or has statistics of batches.
-        ConflictError: Its optimization is manual, or the precision scales losses.
+        ConflictError: Its optimization is manual.
     """
-    check_module(module, precision)
+    check_module(module)
     if trainer.is_fitting and not getattr(module, "automatic_optimization", True):
         raise ConflictError(
             f"{type(module).__name__} has automatic_optimization=False, and a pipeline runs forward and backward "
@@ -52,12 +54,11 @@ def check_pipeline(module: Module, precision: Precision, trainer: TrainerLike) -
         )
 
 
-def check_module(module: Module, precision: Precision) -> None:
-    """Check that a module can have stages with a precision.
+def check_module(module: Module) -> None:
+    """Check that a module can have stages.
 
     Raises:
         MisuseError: It defines no pipeline, or has statistics of batches.
-        ConflictError: The precision scales losses.
     """
     name = type(module).__name__
     if not hasattr(module, "configure_pipeline"):
@@ -69,11 +70,6 @@ def check_module(module: Module, precision: Precision) -> None:
         raise MisuseError(
             f"{name} has a {type(layers[0]).__name__}, which normalizes over a batch, and a pipeline divides it into "
             "microbatches, so that results would be others: use a layer norm or group norm, or leave pp out"
-        )
-    if precision.compute_dtype is torch.float16:
-        raise ConflictError(
-            f"precision {precision.flag!r} scales losses, which stages would have to adapt together: choose "
-            "bf16-mixed, or leave pp out"
         )
 
 
@@ -90,6 +86,24 @@ def pipeline_of(module: Any) -> Pipeline:
             "dstrat.Pipeline"
         )
     return pipeline
+
+
+def check_not_compiled(module: Module, pipeline: Pipeline) -> None:
+    """Check that no compiled code has layers of several stages.
+
+    Raises:
+        MisuseError: A module is compiled that has several layers of the pipeline, or is its model.
+    """
+    for name, container in module.named_modules():
+        wrapped = wrapped_module(container)
+        if wrapped is None and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
+            continue
+        inside = set((container if wrapped is None else wrapped).modules())
+        if pipeline.model in (container, wrapped) or len(inside.intersection(pipeline.chain)) > 1:
+            raise MisuseError(
+                f"{plain_name(name) or type(module).__name__} is compiled as a whole, and a pipeline divides its "
+                "layers over ranks: compile each layer instead, for layer in layers: layer.compile()"
+            )
 
 
 def number_of_layers(module: Any) -> int:
@@ -128,16 +142,25 @@ class PipelineRun:
         schedule: Order of the passes.
         device: The device of this rank.
         timeout: How long a stage waits for another one.
+        loss_dtype: The dtype in which losses of microbatches are added.
 
     Attributes:
         layers: A module with the layers of this rank's stages only, under their names in the user's module.
     """
 
     def __init__(
-        self, module: Module, mesh: DeviceMesh, axes: Axes, schedule: Schedule, device: torch.device, timeout: timedelta
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        axes: Axes,
+        schedule: Schedule,
+        device: torch.device,
+        timeout: timedelta,
+        loss_dtype: torch.dtype,
     ) -> None:
-        self._module, self._schedule = module, schedule
+        self._module, self._schedule, self._loss_dtype = module, schedule, loss_dtype
         self._pipeline = pipeline_of(module)
+        check_not_compiled(module, self._pipeline)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
         num_new = 3 if schedule.stages_per_rank > 1 else 1
@@ -183,8 +206,9 @@ class PipelineRun:
             output = compute(chunk, value, batch)
             return loss_of(output, batch) if chunk == last else output
 
-        self._runner = StageRunner(self.links, self._schedule, lambda *args: train(compute_loss, *args))
-        self._evaluator = StageRunner(self.links, self._schedule, lambda *args: evaluate(compute, *args))
+        common = self.links, self._schedule, self._loss_dtype
+        self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
+        self._evaluator = StageRunner(*common, lambda *args: evaluate(compute, *args))
 
     # Steps
 
@@ -194,6 +218,7 @@ class PipelineRun:
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool], None],
         weigh: Callable[[Tensor], Tensor],
+        capture_logs: Callable[[], AbstractContextManager[Sequence[Any]]],
     ) -> Any:
         """Run the passes of a batch, and return its loss, with its weight if the pipeline counts one.
 
@@ -202,6 +227,10 @@ class PipelineRun:
             scale: As for :meth:`StageRunner.train`.
             before_backward: Likewise.
             weigh: Returns the factor of the loss of a batch with a weight.
+            capture_logs: Returns the context in which values that layers and loss log are collected instead.
+
+        Raises:
+            MisuseError: They log any.
         """
         assert self._runner is not None  # noqa: S101 - from start on
         pipeline, device = self._pipeline, self.links.device
@@ -212,18 +241,30 @@ class PipelineRun:
             factors: Any = [size / sum(sizes) for size in sizes]
         else:
             counted = [pipeline.weight(microbatch) for microbatch in microbatches]
-            weights = torch.stack([torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in counted])
+            weights = torch.stack(
+                [torch.as_tensor(weight, dtype=self._loss_dtype, device=device) for weight in counted]
+            )
             total = weights.sum()
             factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
         inputs = [pipeline.inputs(microbatch) for microbatch in microbatches]
-        loss = self._runner.train(
-            inputs,
-            microbatches,
-            factors,
-            scale if factor is None else lambda loss: scale(loss * factor),
-            before_backward,
-            tuple(parameter.requires_grad for parameter in self._module.parameters()),
-        )
+        if not self.links.is_last:
+            scale(torch.zeros((), device=device))  # the last rank's scale adapts with its losses, and this one alike
+        with capture_logs() as logged:
+            loss = self._runner.train(
+                inputs,
+                microbatches,
+                factors,
+                scale if factor is None else lambda loss: scale(loss * factor),
+                before_backward,
+                tuple(parameter.requires_grad for parameter in self._module.parameters()),
+            )
+        if logged:
+            names = ", ".join(sorted({f"log({call.name!r})" for call in logged}))
+            raise MisuseError(
+                f"{names} in the loss or a layer of the pipeline would give values of microbatches on the ranks of one "
+                "stage, which others do not have: log the loss of a batch in Pipeline(on_loss=...), which each rank "
+                "calls, and other values in validation_step"
+            )
         if pipeline.on_loss is not None:
             pipeline.on_loss(loss)
         return loss if factor is None else {"loss": loss, "weight": total}
@@ -242,10 +283,11 @@ class PipelineRun:
 
         @functools.wraps(model.forward)  # by whose signature libraries decide what they pass, such as a mask
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            value = args[0] if args else self._pipeline.inputs(kwargs)
+            batch = self._called_with(args, kwargs)
+            value = args[0] if args else self._pipeline.inputs(batch)
             restore()  # a stage may call the model's own
             try:
-                return evaluator.evaluate(value, args[0] if args else kwargs)
+                return evaluator.evaluate(value, batch)
             finally:
                 model.forward = forward
 
@@ -255,6 +297,30 @@ class PipelineRun:
         finally:
             restore()
 
+    def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model is called with in an evaluation, as ``compute`` gets it.
+
+        Raises:
+            MisuseError: A part of it would reach no layer.
+        """
+        if len(args) + len(kwargs) > 1 and (self._pipeline.compute is None or (args and kwargs)):
+            names = [*_names_of_positional(self._pipeline.model, len(args)), *(f"{name}=" for name in kwargs)]
+            reason, advice = (
+                ("calls layers with one tensor after the other", "pass compute= to Pipeline, which gets all arguments")
+                if self._pipeline.compute is None
+                else (
+                    "passes either positional arguments to compute, as a tuple, or keywords, as a dict",
+                    "call the model with one kind of them",
+                )
+            )
+            raise MisuseError(
+                f"{type(self._pipeline.model).__name__} was called with {', '.join(names)} in an evaluation step, and "
+                f"its pipeline {reason}: {advice}"
+            )
+        if not args:
+            return kwargs
+        return args[0] if len(args) == 1 else args
+
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of parameters of several ranks, so that each of them steps alike; collective."""
@@ -263,10 +329,12 @@ class PipelineRun:
             parameter = shared.parameter
             if position not in shared.positions or not parameter.requires_grad:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local = local_tensor(parameter.grad)
-            summands = {position: local.to(self.links.device, copy=True, memory_format=torch.contiguous_format)}
+            gradient = parameter.grad
+            local = torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
+            # The last element is the number of ranks with a gradient.  Only those without one read it, to step as one
+            # device does: a message on the host would make the ranks wait for each other in every step.
+            count = local.new_full((1,), 0 if gradient is None else 1)
+            summands = {position: torch.cat([local.flatten(), count]).to(self.links.device)}
             exchange = []
             for other in shared.positions:
                 if other != position:
@@ -276,7 +344,10 @@ class PipelineRun:
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
             # In the order of the ranks: the sum is the same on each, bit for bit.
-            local.copy_(torch.stack([summands[other] for other in shared.positions]).sum(dim=0))
+            total = torch.stack([summands[other] for other in shared.positions]).sum(dim=0)
+            if gradient is not None or total[-1] > 0:
+                local.copy_(total[:-1].view_as(local))
+                parameter.grad = with_local(parameter, local) if gradient is None else gradient
 
     @property
     def counted_elsewhere(self) -> set[int]:
@@ -302,6 +373,12 @@ class PipelineRun:
             for layer in layers:
                 for buffer in layer.buffers():
                     self.links.from_position(buffer, stage % len(self.links.ranks))
+
+
+def _names_of_positional(model: Module, count: int) -> list[str]:
+    """Return the names of the first arguments of a model."""
+    names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind < 2]
+    return [*names, *(f"argument {number}" for number in range(len(names) + 1, count + 1))][:count]
 
 
 def _call_in_order(layers: Sequence[Module], value: Any, _batch: Any) -> Any:

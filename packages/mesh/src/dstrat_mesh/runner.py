@@ -124,12 +124,15 @@ class StageRunner:
     Args:
         links: The neighbours.
         schedule: The schedule.
+        loss_dtype: The dtype of the sum of losses, which all ranks have to know.
         forward: Computes the layers of a stage of the rank for an input and a microbatch; in training the last stage
             returns the loss.
     """
 
-    def __init__(self, links: Links, schedule: Schedule, forward: Callable[[int, Any, Any], Any]) -> None:
-        self._links, self._schedule, self._forward = links, schedule, forward
+    def __init__(
+        self, links: Links, schedule: Schedule, loss_dtype: torch.dtype, forward: Callable[[int, Any, Any], Any]
+    ) -> None:
+        self._links, self._schedule, self._loss_dtype, self._forward = links, schedule, loss_dtype, forward
         neighbours = {(links.position + distance) % len(links.ranks) for distance in (-1, 1)}
         self._numbers = {
             position: {step: number for number, step in enumerate(schedule.passes(position))} for position in neighbours
@@ -160,7 +163,7 @@ class StageRunner:
             trainable: Which parameters of all stages are trained, by which tensors between stages have gradients.
         """
         links, keys = self._links, [(_shapes(microbatch), trainable) for microbatch in microbatches]
-        total = torch.zeros((), device=links.device)
+        total = torch.zeros((), dtype=self._loss_dtype, device=links.device)
         pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
         trained: set[int] = set()  # the stages with gradients, known before the first backward pass
         num_computed, num_forward = 0, len(microbatches) * self._schedule.stages_per_rank
@@ -333,6 +336,8 @@ def _checked_loss(loss: Any) -> Tensor:
 
 def _numbers(batch: Any) -> tuple[tuple[str, int], ...]:
     """Return the integers in a batch, such as the number of tokens whose output is wanted."""
+    if isinstance(batch, tuple):  # several positional arguments
+        batch = {str(index): value for index, value in enumerate(batch)}
     if not isinstance(batch, Mapping):
         return ()
     return tuple((name, value) for name, value in batch.items() if isinstance(value, int))

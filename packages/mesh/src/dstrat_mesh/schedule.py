@@ -153,7 +153,7 @@ def _check_name(name: str) -> None:
     possible = ", ".join(map(repr, names))
     if any(word in str(name).lower() for word in _REFUSED):
         raise RequestError(
-            f"schedule={name!r} computes gradients of weights without autograd's hooks, so that they would not be "
-            f"averaged over the data-parallel ranks (pytorch issue 144530): choose among {possible}"
+            f"schedule={name!r} computes gradients of weights without autograd's hooks, by which the sharding of each "
+            f"stage takes them, also where it has one rank (pytorch issue 144530): choose among {possible}"
         )
     raise RequestError(f"schedule={name!r} is not known: choose among {possible}")

@@ -308,7 +308,13 @@ class MeshStrategy(SharedBatchStrategy):
         layers = self.module
         if self._pp > 1:
             self._pipeline = PipelineRun(
-                self.module, self.device_mesh, self.axes, self._schedule, self.root_device, self.timeout
+                self.module,
+                self.device_mesh,
+                self.axes,
+                self._schedule,
+                self.root_device,
+                self.timeout,
+                loss_dtype=torch.float64 if self.precision_plugin.compute_dtype is torch.float64 else torch.float32,
             )
             layers = self._pipeline.layers
         blocks = blocks_of(layers, self._auto_wrap_policy, root=self.module)
@@ -342,7 +348,7 @@ class MeshStrategy(SharedBatchStrategy):
     def check_training(self, training: TrainingSize) -> None:
         module, name = training.module, type(training.module).__name__
         if self._pp > 1:
-            check_module(module, training.precision)
+            check_module(module)
             estimated_stages(module, self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
             if size < count:
@@ -485,7 +491,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
-            check_pipeline(self.module, self.precision_plugin, trainer)
+            check_pipeline(self.module, trainer)
         if self._cp > 1:
             with new_connections():
                 group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
@@ -495,6 +501,7 @@ class MeshStrategy(SharedBatchStrategy):
             self._experts = ExpertParallelism(self.module, self.axes, group, self)
         super().wrap_model(trainer)
         if self._pipeline is not None:
+            self.precision_plugin.peers_have_gradients = True
             self._pipeline.start(self._train_stage, self._evaluate_stage, log=self.is_global_zero)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -515,13 +522,20 @@ class MeshStrategy(SharedBatchStrategy):
                 sharded.set_free_after_backward(is_last)
 
         with self._attending("training_step"):
-            outputs = self._pipeline.train(batch, self.precision_plugin.scale_loss, before_backward, self._weigh)
+            outputs = self._pipeline.train(
+                batch, self.precision_plugin.scale_loss, before_backward, self._weigh, self._capture_logs
+            )
         sharded.set_gradient_sync(not self._accumulates)
         sharded.end_backward()
         sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
         if not self._accumulates:
             self._pipeline.sum_shared_gradients()
         return outputs
+
+    def _capture_logs(self) -> AbstractContextManager[Sequence[Any]]:
+        # In a hand-written loop log does nothing.
+        capture: Any = None if self.step_methods is not None else getattr(self.module, "capture_logs", None)
+        return nullcontext(()) if capture is None else capture()
 
     def _weigh(self, weight: Tensor) -> Tensor:
         # Without a caller that weighs, such as in a test: batches count alike.

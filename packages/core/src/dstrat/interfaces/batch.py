@@ -28,6 +28,33 @@ def apply_to_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     return _apply(batch, _classify, function, lambda other: other)
 
 
+def apply_to_columns(batch: Any, is_column: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+    """Return the batch with the function applied to each tensor, and to each other value that is a column.
+
+    Args:
+        batch: The batch, as for :func:`apply_to_tensors`; itself no column.
+        is_column: Whether a collection or object has a value for each sample.
+        function: Function of a tensor or column.
+    """
+
+    def convert(value: Any) -> Any:
+        return function(value) if is_column(value) else apply_to_columns(value, is_column, function)
+
+    kind = _classify(type(batch))  # type: ignore[arg-type]  # a class is hashable
+    if kind is _TENSOR:
+        return function(batch)
+    if kind in (_PLAIN, _NodeKind.OBJECT):
+        return batch
+    names, values, rebuild = _unpack(batch, kind)
+    changed = {name: convert(value) for name, value in zip(names, values, strict=True)}
+    # The same object where nothing has changed, as in _apply.
+    return (
+        batch
+        if all(changed[name] is value for name, value in zip(names, values, strict=True))
+        else rebuild(batch, changed)
+    )
+
+
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors in a batch, in the order in which :func:`apply_to_tensors` comes to them."""
     tensors: list[Tensor] = []

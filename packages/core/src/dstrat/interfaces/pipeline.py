@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Size, Tensor
 from torch.nn import Module, Sequential
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors, tensors_in
+from dstrat.interfaces.batch import apply_to_columns, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 
 def first_of_batch(batch: Any) -> Any:
@@ -42,7 +42,8 @@ class Pipeline:
             batches count by their numbers too.
         compute: Function of the layers of a stage, its input and the microbatch that returns the output of the last of
             these layers; None calls them one after the other.  Layers of other stages have no values.  In an
-            evaluation the microbatch is what the model is called with: its first argument, or a dict of keywords.
+            evaluation the microbatch is what the model is called with: its argument, a tuple of several positional
+            ones, or a dict of keywords.
         on_loss: Function that each process calls with the loss of a training batch, such as to log it.
     """
 
@@ -75,11 +76,13 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     """Return a batch as microbatches, whose sizes differ by at most one sample.
 
     Args:
-        batch: Nested data whose tensors have the samples along their first dimension; other values are in each.
+        batch: Nested data whose tensors have the samples along their first dimension.  Lists, tuples and arrays of as
+            many other values are divided too; everything else is in each microbatch.
         count: The number of microbatches.
 
     Raises:
-        MisuseError: Tensors have different numbers of samples, or there are fewer samples than microbatches.
+        MisuseError: Tensors have different numbers of samples, there are fewer samples than microbatches, or a list is
+            divided in two ways.
     """
     size = batch_size(batch)
     if size < count:
@@ -88,10 +91,37 @@ def split_batch(batch: Any, count: int) -> list[Any]:
             "or more (drop_last=True for the last one), or fewer microbatches"
         )
 
-    def microbatch(index: int) -> Any:
-        return apply_to_tensors(batch, lambda tensor: tensor.tensor_split(count)[index] if tensor.dim() else tensor)
+    if count == 1:
+        return [batch]
+    ends = [0, *itertools.accumulate(size // count + (index < size % count) for index in range(count))]
 
-    return [microbatch(index) for index in range(count)]
+    def microbatch(samples: slice) -> Any:
+        return apply_to_columns(
+            batch,
+            lambda value: _has_value_for_each(value, size),
+            lambda column: column if isinstance(column, Tensor) and not column.dim() else column[samples],
+        )
+
+    return [microbatch(slice(*bounds)) for bounds in itertools.pairwise(ends)]
+
+
+def _has_value_for_each(value: Any, size: int) -> bool:
+    """Return whether a list, tuple or array has a value for each sample of a batch.
+
+    Raises:
+        MisuseError: It has as many lists of as many values each.
+    """
+    if type(value).__module__ == "numpy":
+        return bool(value.shape[:1] == (size,))
+    is_list = isinstance(value, list | tuple) and not isinstance(value, Size) and not hasattr(value, "_fields")
+    if not is_list or len(value) != size or any(tensor.dim() for tensor in tensors_in(value)):
+        return False
+    if all(isinstance(inner, list | tuple) and len(inner) == size for inner in value):
+        raise MisuseError(
+            f"a batch of {size} samples has {size} lists of {size} values, and either may be the samples: give these "
+            "values as a tensor, or as a dict for each sample"
+        )
+    return True
 
 
 def batch_size(batch: Any) -> int:

@@ -45,6 +45,12 @@ class Precision(ABC):
     same steps.
     """
 
+    peers_have_gradients: bool = False
+    """Whether other processes may have gradients where this one has none, such as other stages of a pipeline.
+
+    A strategy sets it with :attr:`reduce_overflow`, which this process then calls for them.
+    """
+
     @property
     @abstractmethod
     def param_dtype(self) -> torch.dtype:

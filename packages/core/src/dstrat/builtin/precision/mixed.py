@@ -80,7 +80,7 @@ class MixedPrecision(Precision):
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self._loss_scale:
-            self._loss_scale.unscale(optimizer, self.reduce_overflow)
+            self._loss_scale.unscale(optimizer, self.reduce_overflow, self.peers_have_gradients)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         if self._loss_scale is None:
@@ -91,7 +91,7 @@ class MixedPrecision(Precision):
                 "choose 'bf16-mixed' or '32-true'"
             )
         loss = closure()
-        self._loss_scale.unscale(optimizer, self.reduce_overflow)
+        self._loss_scale.unscale(optimizer, self.reduce_overflow, self.peers_have_gradients)
         self._loss_scale.step(optimizer, **kwargs)
         return loss
 
@@ -108,6 +108,7 @@ class MixedPrecision(Precision):
 
     def teardown(self) -> None:
         self._module = self.reduce_overflow = None
+        self.peers_have_gradients = False
         self._loss_scale = self._new_loss_scale()  # after an error the old one may be between unscale and step
 
     def _new_loss_scale(self) -> LossScale | None:
@@ -152,21 +153,33 @@ class LossScale:
             self.load_state_dict(self._loaded_state)
         return self._scaler.scale(loss)
 
-    def unscale(self, optimizer: Optimizer, reduce_overflow: Callable[[Tensor], object] | None = None) -> None:
+    def unscale(
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], object] | None = None,
+        peers_have_gradients: bool = False,
+    ) -> None:
         """Undo the scale in the gradients of an optimizer, once between two steps.
 
         Args:
             optimizer: The optimizer.
             reduce_overflow: Takes the maximum over processes of a tensor that is 1 where a gradient is not finite.
+            peers_have_gradients: Whether other processes may have gradients where this one has none.
         """
         # GradScaler raises at a second time, and for an optimizer without gradients.
-        if self._scaler is None or id(optimizer) in self._unscaled or not _has_gradients(optimizer):
+        if self._scaler is None or id(optimizer) in self._unscaled:
+            return
+        if not (peers_have_gradients or _has_gradients(optimizer)):
             return
         self._scaler.unscale_(optimizer)
         self._unscaled.add(id(optimizer))
         if reduce_overflow is not None:
             # DTensor reduces over the mesh of the first gradient, which may not be that of all.
-            for overflow in self._scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001 - no public name
+            overflows = self._scaler._found_inf_per_device(optimizer)  # noqa: SLF001 - no public name
+            if not overflows:
+                scale: Any = self._scaler._scale  # noqa: SLF001 - on the device of the loss
+                overflows[scale.device] = torch.zeros_like(scale)
+            for overflow in overflows.values():
                 reduce_overflow(overflow)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
@@ -177,7 +190,7 @@ class LossScale:
         Raises:
             MisuseError: The gradients come from a loss that was not scaled.
         """
-        if not _has_gradients(optimizer):
+        if not _has_gradients(optimizer) and id(optimizer) not in self._unscaled:
             return
         if self._scaler is None:
             raise MisuseError(

@@ -33,6 +33,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
     Raises:
         RequestError: The p is not a positive number.
+        MisuseError: Other ranks have further layers, such as stages of a pipeline.
     """
     try:
         order = float(norm_type)
@@ -40,7 +41,14 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         order = math.nan
     if not order > 0:  # NaN too
         raise RequestError(f"grad_norm(norm_type={norm_type!r}): give a number above 0, or 'inf' for the largest value")
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    parameters = dict(module.named_parameters())
+    if elsewhere := next((name for name, parameter in parameters.items() if parameter.is_meta), None):
+        raise MisuseError(
+            f"grad_norm(module) would give the norms of a part of {type(module).__name__}: {elsewhere} is on another "
+            "rank. Override configure_gradient_clipping, and log what self.trainer.strategy.clip_gradients(optimizer, "
+            "clip_val) returns, the norm of all gradients before they are clipped"
+        )
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norms = {
         f"grad_{order}_norm{group_separator}{name}": _full_tensor(torch.linalg.vector_norm(gradient.detach(), order))
         for name, gradient in gradients.items()
