@@ -9,14 +9,16 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.elastic_fit import NUM_EPOCHS, NUM_SAMPLES
 from tests.warm_program import WarmProgram
 
-from dstrat import Trainer
+from dstrat import Trainer, TrainModule
 from dstrat.errors import RequestError
+from dstrat.training.elastic import RunBeginning
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
@@ -156,6 +158,18 @@ def test_survivors_of_a_killed_rank_train_as_a_resumed_fit(start, tmp_path, stra
     # Running means start anew on another number of ranks, also those of the step after which a checkpoint was saved.
     assert {*logged, started_at(tmp_path, 1)} == set(range(1, STEPS + 1))
     assert_equal_to_resumed(start, tmp_path, 1, strategy, ranks=2, batch_size=3, accumulate=2)
+
+
+def test_a_later_beginning_has_no_gradients_and_trains_what_the_first_one_does():
+    net = TrainModule()
+    net.body, net.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    net.body.requires_grad_(requires_grad=False)
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    net.body.requires_grad_()
+    net.head(net.body(torch.ones(1, 2))).backward()
+    beginning.restore()
+    assert [parameter.requires_grad for parameter in net.parameters()] == [False, False, True, True]
+    assert [parameter.grad for parameter in net.parameters()] == [None] * 4
 
 
 @pytest.mark.parametrize("strategy", ["DDPStrategy", pytest.param("FSDPStrategy", marks=pytest.mark.variant)])

@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 class RunBeginning:
     """The state in which a run has begun: random numbers, and what modules, data module and callbacks have.
 
-    A later beginning in the same process is like that in a new one: attributes that the run has set, and buffers, are
-    as before, and then the checkpoint's state is loaded.  An object that was changed in place, such as a list, keeps
-    its content.
+    A later beginning in the same process is like that in a new one: attributes that the run has set, buffers, hooks and
+    which parameters are trained are as before, there are no gradients, and then the checkpoint's state is loaded.
+    Another object that was changed in place, such as a list, keeps its content.
 
     Args:
         run: A run that has not prepared anything yet.
@@ -48,14 +48,23 @@ class RunBeginning:
         objects = [*run.module.modules(), *([run.datamodule] if run.datamodule else []), *run.callbacks]
         self._attributes = [(each, dict(each.__dict__)) for each in objects]
         self._buffers = {name: buffer.clone() for name, buffer in run.module.named_buffers() if not buffer.is_meta}
+        self._is_trained = {name: parameter.requires_grad for name, parameter in run.module.named_parameters()}
+        hooks = (value for each in run.module.modules() for name, value in vars(each).items() if "hooks" in name)
+        self._hooks = [(value, dict(value)) for value in hooks if isinstance(value, dict)]
         self._module = run.module
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore random numbers, attributes and buffers, and reset metric objects."""
+        """Restore random numbers, attributes, buffers, hooks and frozen parameters, and reset metric objects."""
         for each, attributes in self._attributes:
             each.__dict__.clear()
             each.__dict__.update(attributes)
+        for hooks, at_beginning in self._hooks:  # in place, as their handles refer to these dicts
+            hooks.clear()
+            hooks.update(at_beginning)
+        for name, parameter in self._module.named_parameters():
+            parameter.grad = None
+            parameter.requires_grad_(self._is_trained.get(name, parameter.requires_grad))
         for name, buffer in self._module.named_buffers():
             first = self._buffers.get(name)
             if first is not None and first.shape == buffer.shape:  # another shape is a cache that has grown
