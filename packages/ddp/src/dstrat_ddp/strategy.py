@@ -124,6 +124,7 @@ class DDPStrategy(ParallelStrategy):
         self._comm_hook = comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         check_averaging_period(model_averaging_period, self._comm_hook)
         self._model_averaging_period = model_averaging_period
+        self.trains_apart = model_averaging_period is not None
         self._averaging: ParameterAveraging | None = None
         self._manual_backward: ManualBackward | None = None
         self._explained: AbstractContextManager[Any] = nullcontext()

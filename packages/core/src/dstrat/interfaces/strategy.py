@@ -229,8 +229,9 @@ class Strategy(ABC):
             Otherwise a job of one machine communicates on the loopback only.
         steps_with_other_jobs: Whether other jobs train the same module, and wait for this one in their steps: each has
             to take every step, with a gradient of its own.
-        trains_apart: Whether processes train weights of their own for some time.  Then the module's state is the mean,
-            which the module has in :meth:`evaluation_context`, and :meth:`rank_state` has those of each process.
+        trains_apart: Whether processes train weights of their own for some time, which loops of other libraries do not
+            expect.  The module's state should be the mean then, which the module has in :meth:`evaluation_context`, and
+            :meth:`rank_state` have those of each process.
         saved_activations: How layers of the module save activations in a training; None for all of them, as they are.
         components: The components; None for those that it lacks yet.
         constructor_components: Those that were passed to the constructor, some as an alias or a class.
