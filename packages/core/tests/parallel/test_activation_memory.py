@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.data import DataLoader
 
@@ -64,6 +65,32 @@ class Convolutions(nn.Module):
         return x + self.layers(x)
 
 
+class Centered(nn.Module):
+    """Reads a buffer that it has changed before, and changes those of spectral norm."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.layer = spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("constant", torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(x))
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return torch.sin((x - self.mean) * self.constant)
+
+
+class LateCount(Centered):
+    """Changes a buffer from the second step on."""
+
+    def forward(self, x):
+        if self.mean.any():
+            self.constant += 1
+        return super().forward(x)
+
+
 def batches(count=4):
     return torch.randn(count * BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)).split(BATCH)
 
@@ -114,6 +141,19 @@ def test_running_statistics_are_updated_once_in_a_step(mode):
     expected = trained({}, Convolutions, accumulate_grad_batches=2)
     assert expected[1]["blocks.0.layers.1.num_batches_tracked"] == 4
     assert_equal(trained({"activation_checkpointing": mode}, Convolutions, accumulate_grad_batches=2), expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_buffers_that_a_forward_pass_changes_are_those_of_one_pass(mode):
+    expected = trained({}, Centered, accumulate_grad_batches=2)
+    assert_equal(trained({"activation_checkpointing": mode}, Centered, accumulate_grad_batches=2), expected)
+
+
+def test_a_buffer_that_changes_in_later_steps_only_is_refused():
+    with pytest.raises(
+        MisuseError, match=r"blocks\.0 \(LateCount\) changes its buffer 'constant' in this forward pass"
+    ):
+        trained({"activation_checkpointing": "full"}, LateCount)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -170,6 +210,24 @@ def test_compiled_layers_compute_again_too():
 
     for one, other in zip(gradients(ActivationMemory(recomputation="selective")), gradients(None), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("factor", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.sin(self.layer(x)) * self.factor
+
+
+def test_compiled_layers_with_constant_buffers_compute_again_too():
+    layers = nn.Sequential(Constant(), Constant())
+    ActivationMemory(recomputation="full").select(layers, torch.device("cpu"))()
+    layers.compile(backend="aot_eager")
+    layers(batches(1)[0]).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
 # Memory

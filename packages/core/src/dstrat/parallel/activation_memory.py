@@ -175,27 +175,22 @@ def _recomputing(recomputation: Recomputation, name: str, layer: Module) -> Call
     """Return a layer's forward that computes activations again in the backward pass."""
     # The reentrant way computes no gradients where no input of the layer requires one.
     options: dict[str, Any] = {"use_reentrant": False}
-    statistics = [one for one in layer.modules() if getattr(one, "running_mean", None) is not None]
+    label = LayerLabel(f"{name} ({type(layer).__name__})")
+    has_buffers = any(True for _ in layer.buffers())
+    buffers = ChangingBuffers(layer, label)
     if recomputation == "selective":
-        label = LayerLabel(f"{name} ({type(layer).__name__})")
-        options["context_fn"] = functools.partial(_selective_contexts, label, statistics)
-    elif statistics:
-        options["context_fn"] = functools.partial(_contexts, statistics)
+        options["context_fn"] = functools.partial(_selective_contexts, label, buffers if has_buffers else None)
+    elif has_buffers:
+        options["context_fn"] = buffers.contexts
     return functools.partial(checkpoint, layer.forward, **options)
 
 
-def _selective_contexts(label: str, statistics: list[Module]) -> tuple[Any, Any]:
+def _selective_contexts(label: str, buffers: ChangingBuffers | None) -> tuple[Any, Any]:
     forward, backward = create_selective_checkpoint_contexts(_SavedResults(label).policy)
-    return (forward, _both(_constant(statistics), backward)) if statistics else (forward, backward)
-
-
-def _contexts(statistics: list[Module]) -> tuple[Any, Any]:
-    return _nothing(), _constant(statistics)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    if buffers is None:
+        return forward, backward
+    watching, restoring = buffers.contexts()
+    return _both(watching, forward), _both(restoring, backward)
 
 
 @contextmanager
@@ -204,18 +199,69 @@ def _both(outer: Any, inner: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _constant(layers: list[Module]) -> Iterator[None]:
-    """Leave running statistics as they are, which the forward pass has updated already."""
-    # By data: their versions stay, which the graphs of other forward passes check.
-    buffers = [(buffer, buffer.data) for layer in layers for buffer in layer.buffers(recurse=False)]
-    for buffer, values in buffers:
-        buffer.data = values.clone()
-    try:
+class ChangingBuffers:
+    """Buffers that a layer's forward pass changes, such as running statistics: computed again, it begins with the same.
+
+    The first forward pass of a training shows which they are; the others are not copied in later ones.
+
+    Args:
+        layer: The layer.
+        label: Its name, for an error.
+    """
+
+    def __init__(self, layer: Module, label: str) -> None:
+        self._layer, self._label = layer, label
+        self._changing: set[str] | None = None  # None until the first forward pass
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of a forward pass and of its repetition in the backward pass."""
+        before: dict[str, Tensor] = {}
+        return self._watching(before), self._restoring(before)
+
+    @contextmanager
+    def _watching(self, before: dict[str, Tensor]) -> Iterator[None]:
+        """Collect the values, before the forward pass, of the buffers that it changes."""
+        if not torch.is_grad_enabled():  # it is not computed again
+            yield
+            return
+        buffers = {name: buffer for name, buffer in self._layer.named_buffers() if not buffer.is_inference()}
+        versions = {name: buffer._version for name, buffer in buffers.items()}  # noqa: SLF001 - torch's count of changes
+        values = {
+            name: buffer.detach().clone()
+            for name, buffer in buffers.items()
+            if self._changing is None or name in self._changing
+        }
         yield
-    finally:
-        for buffer, values in buffers:
-            buffer.data = values
+        changed = {name for name, buffer in buffers.items() if buffer._version != versions[name]}  # noqa: SLF001 - likewise
+        if self._changing is None:
+            # Kernels of batch norm change its statistics without counting.
+            layers = self._layer.named_modules()
+            statistics = {f"{path}." if path else "" for path, one in layers if hasattr(one, "running_mean")}
+            changed |= {name for name in buffers if name[: name.rfind(".") + 1] in statistics}
+            self._changing = changed
+        changed |= self._changing
+        if added := changed - self._changing:
+            raise MisuseError(
+                f"{self._label} changes its buffer {min(added)!r} in this forward pass and did not in the first one, "
+                "so that activation_checkpointing cannot compute it again: leave the layer out by "
+                "activation_checkpointing_policy, or change the buffer from the first step on"
+            )
+        before.update((name, values[name]) for name in changed)
+
+    @contextmanager
+    def _restoring(self, before: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let buffers have earlier values, and then again those of now."""
+        # By data: their versions stay, which the graphs of other forward passes check.
+        buffers = [
+            (buffer, buffer.data, before[name]) for name, buffer in self._layer.named_buffers() if name in before
+        ]
+        for buffer, _, earlier in buffers:
+            buffer.data = earlier.clone()  # as it may be computed again for another backward pass
+        try:
+            yield
+        finally:
+            for buffer, now, _ in buffers:
+                buffer.data = now
 
 
 _EXPENSIVE = (
