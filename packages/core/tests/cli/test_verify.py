@@ -6,6 +6,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from dstrat import TrainModule
 from dstrat.cli.main import commands
@@ -63,6 +65,30 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Dropping(Net):
+    """Has every kind of dropout, of which functions are imported by their names, and some run again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+        self.scaled = nn.AlphaDropout(0.5)
+
+    def training_step(self, batch, batch_idx):
+        x = checkpoint(self.dropped, batch[0], use_reentrant=False)
+        return nn.functional.mse_loss(self.net(x), batch[1])
+
+    def dropped(self, x):
+        x, _ = self.recurrent(x.unsqueeze(1))
+        x = dropout(scaled_dot_product_attention(x, x, x, dropout_p=0.5), 0.3, self.training)
+        x = self.scaled(nn.functional.feature_alpha_dropout(nn.functional.dropout1d(x, 0.3), 0.3, self.training))
+        return torch.dropout(nn.functional.dropout(x * 1, inplace=True), 0.3, train=True).squeeze(1)
+
+
+class Noisy(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] + torch.randn_like(batch[0]), batch[1]), batch_idx)
+
+
 def batch(size=8):
     inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(2))
     return inputs, inputs[:, :3] - inputs[:, 3:]
@@ -74,6 +100,14 @@ def training():
 
 def scaled():
     return Net(Scaled), batch()
+
+
+def dropping():
+    return Dropping(), batch()
+
+
+def noisy():
+    return Noisy(), batch()
 
 
 def odd():
@@ -131,6 +165,20 @@ def test_the_first_layer_with_another_output_is_named(verify):
     assert shown.stdout.splitlines()[-1] == (
         "averaging on 2 CPU processes is not the same as one device, first in outputs of layers: 'net.2'"
     )
+
+
+def test_dropout_of_functions_is_off_too(verify):
+    shown = verify("dropping", "averaging")
+    assert shown.exit_code == 0, shown.output
+    assert "random numbers" not in shown.output
+    assert (dropout(torch.ones(1000), 0.5) == 0).any()  # afterwards
+
+
+def test_other_random_numbers_are_named_as_a_possible_cause(verify):
+    shown = verify("noisy", "averaging")
+    assert shown.exit_code == 1
+    assert "Noisy draws random numbers in a step" in shown.stdout
+    assert json.loads(verify("noisy", "averaging", "--json").stdout)["draws_random_numbers"]
 
 
 def test_a_batch_that_cannot_be_shared_is_an_error(verify):

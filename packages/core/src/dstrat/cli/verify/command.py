@@ -33,24 +33,31 @@ def verify(training: str, alias: str, devices: int, steps: int, tolerance: float
 
     TRAINING is a script, which is run up to its first trainer.fit; or package.module:factory, a function that returns
     (module, batch), with a batch for all processes together.  The outputs of layers, sample by sample, and the
-    gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, as
-    random numbers depend on the layout.  Exits with 1 if something differs.
+    gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, of
+    layers and of functions, as random numbers depend on the layout.  Exits with 1 if something differs.
     """
     from dstrat.cli.verify.training import read
 
     catalog = loaded_catalog()
     read_training = read(training, steps)  # first, as it may register the strategy
-    comparisons = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
+    comparisons, draws = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
     differs = any(one.differing for one in comparisons)
     if as_json:
         values = [asdict(one) for one in comparisons]
-        print_json({"strategy": alias, "devices": devices, "same": not differs, "comparisons": values})
+        result = {"strategy": alias, "devices": devices, "same": not differs}
+        print_json({**result, "draws_random_numbers": draws, "comparisons": values})
     else:
         _print(comparisons, f"{alias} on {devices} CPU processes", tolerance)
+        if differs and draws:
+            click.echo(
+                f"{type(read_training.module).__name__} draws random numbers in a step, not for dropout, which is off: "
+                "they depend on the layout, and may be all that differs"
+            )
     sys.exit(1 if differs else 0)
 
 
-def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: float) -> list[Comparison]:
+def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: float) -> tuple[list[Comparison], bool]:
+    """Return the comparisons, and whether a step on one device draws random numbers."""
     from dstrat.cli.verify import compare
     from dstrat.cli.verify.training import record
 
@@ -63,12 +70,13 @@ def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: fl
                 record(training, strategy, count, path, shows_gradients=shows_gradients)
                 records[name, shows_gradients] = compare.read_records(path)
     (one,), ranks = records["one", True], records["other", True]
-    return [
+    comparisons = [
         compare.compare_values(one, ranks[0], tolerance),
         compare.compare_outputs(one, ranks, tolerance),
         compare.compare_gradients(one, ranks[0], tolerance),
         compare.compare_losses(records["one", False][0], records["other", False][0], tolerance),
     ]
+    return comparisons, one["draws_random_numbers"]
 
 
 def _strategy(offer: Any) -> Strategy:

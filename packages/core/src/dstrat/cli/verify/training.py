@@ -6,14 +6,14 @@ import copy
 import itertools
 import runpy
 import sys
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
+from torch.library import Library
 from typing_extensions import override
 
 from dstrat.cli.estimate.command import load_factory
@@ -36,6 +36,11 @@ LEARNING_RATE = 2.0**20
 """Of one step of plain SGD, which shows the gradients of any strategy: parameters vanish beside them."""
 
 _COPIED_OPTIONS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+# Position of the probability of dropout among the arguments of torch's operations.
+_PROBABILITIES = {
+    **{f"{kind}dropout{end}": 1 for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")},
+    "scaled_dot_product_attention": 4,
+}
 _CHECKED = 1_000_003  # a prime: the weights of a checksum repeat at no power of two
 
 
@@ -57,7 +62,7 @@ class VerifiedTraining:
 
 
 def read(source: str, steps: int) -> VerifiedTraining:
-    """Return the training of ``script.py`` or of ``package.module:factory``, without dropout.
+    """Return the training of ``script.py`` or of ``package.module:factory``.
 
     Args:
         source: The script, of which the first fit counts, or the factory.
@@ -68,11 +73,7 @@ def read(source: str, steps: int) -> VerifiedTraining:
         MisuseError: It makes no training.
     """
     torch.manual_seed(0)
-    training = _of_script(source, steps) if source.endswith(".py") else _of_factory(source, steps)
-    for layer in training.module.modules():
-        if isinstance(layer, _DropoutNd):  # random numbers depend on the layout
-            layer.p = 0.0
-    return training
+    return _of_script(source, steps) if source.endswith(".py") else _of_factory(source, steps)
 
 
 def _of_factory(source: str, steps: int) -> VerifiedTraining:
@@ -136,6 +137,31 @@ def _of_script(source: str, steps: int) -> VerifiedTraining:
 # A run, and its records
 
 
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Turn off dropout on CPUs in a ``with`` block, and in processes that are forked in it.
+
+    Layers, functions that were imported by their names, attention and recurrent layers come to the same few operations
+    of torch.  These are replaced where torch dispatches them, also in a backward pass that computes layers again, where
+    torch leaves a ``TorchFunctionMode``.
+    """
+    library = Library("aten", "IMPL")
+    for name, position in _PROBABILITIES.items():
+        library.impl(name, _with_probability_0(getattr(torch.ops.aten, name).default, position), "AutogradCPU")
+    try:
+        yield
+    finally:
+        del library  # which removes them
+
+
+def _with_probability_0(operation: Any, position: int) -> Callable[..., Any]:
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        changed = (0.0 if index == position else argument for index, argument in enumerate(args))
+        return operation.decompose(*changed, **kwargs)  # torch's own kernel, in place of which this one is
+
+    return compute
+
+
 def record(
     training: VerifiedTraining,
     strategy: Strategy | str,
@@ -145,7 +171,7 @@ def record(
     shows_gradients: bool,
     **options: Any,
 ) -> None:
-    """Train, and write a record of each process into a folder.
+    """Train without dropout, and write a record of each process into a folder.
 
     Args:
         training: The training.
@@ -183,7 +209,8 @@ def record(
         use_distributed_sampler=False,
         **{**training.options, **options},
     )
-    trainer.fit(module, SharedBatches(batches, trainer))
+    with without_dropout():  # its random numbers depend on the layout
+        trainer.fit(module, SharedBatches(batches, trainer))
 
 
 class SharedBatches:
@@ -235,6 +262,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._hooks: list[Any] = []
+        self._random_state = torch.empty(0)
         self._values: dict[str, Any] = {"outputs": {}, "losses": []}
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -262,9 +290,12 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._values["samples"] = max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=0)
+            self._random_state = torch.get_rng_state()
 
     def on_train_batch_end(self, trainer: Trainer, *hook_arguments: Any) -> None:
         outputs = hook_arguments[1]
+        if not self._values["losses"]:
+            self._values["draws_random_numbers"] = not torch.equal(self._random_state, torch.get_rng_state())
         for hook in self._hooks:  # after the first step
             hook.remove()
         self._hooks = []
