@@ -89,6 +89,93 @@ class Noisy(Net):
         return super().training_step((batch[0] + torch.randn_like(batch[0]), batch[1]), batch_idx)
 
 
+class Block(nn.Module):
+    num_made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        Block.num_made += not self.inner.weight.is_meta
+
+    def forward(self, x):
+        return x + sum(torch.tanh(layer(self.inner(x))) for layer in self.outer)
+
+
+class Deep(TrainModule):
+    def __init__(self, num_layers=9):
+        super().__init__()
+        self.num_layers = num_layers
+        self.make()
+
+    def make(self):
+        layers = [layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.Tanh())]
+        self.blocks = nn.ModuleList(Block() for _ in range(self.num_layers))
+        self.net = nn.Sequential(*layers, nn.Linear(6, 3))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.net(x), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Counting(Deep):
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for number in range(self.num_layers):
+            x = self.blocks[number](x)
+        return nn.functional.mse_loss(self.net(x), batch[1])
+
+
+class Telling(Counting):
+    def keep_layers(self, count):
+        self.num_layers = count
+        return super().keep_layers(count)
+
+
+class Late(Deep):
+    def __init__(self):
+        TrainModule.__init__(self)
+        self.num_layers = 9
+
+    def configure_model(self):
+        self.make()
+
+
+class Valued(Deep):
+    """Has a parameter with a value of its own, which nothing computes again."""
+
+    def make(self):
+        super().make()
+        self.factor = nn.Parameter(torch.full((6,), 0.5))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] * self.factor, batch[1]), batch_idx)
+
+
+def deep():
+    return Deep(), batch()
+
+
+def counting():
+    return Counting(), batch()
+
+
+def telling():
+    return Telling(), batch()
+
+
+def late():
+    return Late(), batch()
+
+
+def valued():
+    return Valued(), batch()
+
+
 def batch(size=8):
     inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(2))
     return inputs, inputs[:, :3] - inputs[:, 3:]
@@ -184,6 +271,39 @@ def test_other_random_numbers_are_named_as_a_possible_cause(verify):
 def test_a_batch_that_cannot_be_shared_is_an_error(verify):
     shown = verify("odd", "averaging")
     assert "a batch of 7 samples cannot be shared by 2 groups of ranks" in str(shown.exception)
+
+
+REDUCED = {"blocks": [9, 2], "net": [11, 5]}
+
+
+@pytest.mark.parametrize(("factory", "num_made"), [("deep", 0), ("telling", 0), ("late", 0), ("valued", 9)])
+def test_a_reduced_module_keeps_the_first_layers_that_repeat(verify, caplog, factory, num_made):
+    Block.num_made = 0
+    shown = verify(factory, "averaging", "--layers", "2", "--json")
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(shown.stdout)
+    assert result["reduced"] == REDUCED
+    # Blocks have four layers with two parameters each; of the sequence three layers stay.
+    assert result["comparisons"][2]["compared"] == 2 * 4 * 2 + 3 * 2 + (factory == "valued")
+    assert Block.num_made == num_made  # in memory
+    assert ("nothing computes the first values of its 'factor'" in caplog.text) == (factory == "valued")
+
+
+def test_what_is_reduced_is_printed(verify):
+    shown = verify("deep", "forgetful", "--layers", "1")
+    assert shown.stdout.splitlines()[:2] == ["blocks: 1 of 9 layers", "net: 3 of 11 layers"]
+    assert "first in gradients: 'blocks.0.outer.0.bias'" in shown.stdout
+
+
+def test_a_module_that_cannot_be_reduced_is_an_error(verify):
+    shown = verify("training", "averaging", "--layers", "2")
+    assert str(shown.exception).startswith(
+        "--layers 2 reduces nothing in Net: none of its nn.ModuleList, nn.Sequential"
+    )
+    shown = verify("late", "averaging", "--layers", "20")
+    assert str(shown.exception).startswith("--layers 20 reduces nothing in Late")
+    shown = verify("counting", "averaging", "--layers", "2")
+    assert str(shown.exception).startswith("Counting with fewer layers (blocks, net) raised IndexError: index 2 is out")
 
 
 def test_a_script_is_run_up_to_its_first_fit(verify, tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import logging
 import runpy
 import sys
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +23,9 @@ from dstrat.cli.estimate.command import load_factory
 from dstrat.cli.estimate.fake_step import read_training
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
+from dstrat.parallel.meta_device import materialize, parameters_on_meta
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.hooks import overrides
 from dstrat.training.loops.sources import DataSources
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.trainer import Trainer
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from dstrat.interfaces.strategy import Strategy
+
+_logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 2.0**20
 """Of one step of plain SGD, which shows the gradients of any strategy: parameters vanish beside them."""
@@ -53,31 +60,67 @@ class VerifiedTraining:
         batches: The batches of all processes together.
         options: Further arguments of the Trainer.
         make_optimizers: Returns the optimizers of a module, if that has no ``configure_optimizers``.
+        reduced: The numbers of layers before and after, of lists that were cut, by name.
+        num_layers: How many repeated layers are kept of those that ``configure_model`` makes; None for all.  Then a run
+            in this process adds to ``reduced``.
     """
 
     module: TrainModule
     batches: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
     make_optimizers: Callable[[Module], Any] | None = None
+    reduced: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_layers: int | None = None
 
 
-def read(source: str, steps: int) -> VerifiedTraining:
+def read(source: str, steps: int, num_layers: int | None = None) -> VerifiedTraining:
     """Return the training of ``script.py`` or of ``package.module:factory``.
 
     Args:
         source: The script, of which the first fit counts, or the factory.
         steps: Number of batches.
+        num_layers: How many of the layers that repeat are kept; None for all.
 
     Raises:
         RequestError: There is no such script or factory.
-        MisuseError: It makes no training.
+        MisuseError: It makes no training, or no layers repeat in its module.
     """
+    if source.endswith(".py"):
+        make = partial(_of_script, source, steps)
+    else:
+        make = partial(_of_factory, source, load_factory(source, "TRAINING"), steps)
     torch.manual_seed(0)
-    return _of_script(source, steps) if source.endswith(".py") else _of_factory(source, steps)
+    if num_layers is None:
+        return make()
+    try:
+        with parameters_on_meta():
+            training = make()
+        reduced = training.module.keep_layers(num_layers)
+        materialize(training.module)
+    except RequestError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of the user's, which comes again where it has another cause
+        _logger.warning("the module is made in full, and reduced then: %s", error)
+        training = make()
+        reduced = training.module.keep_layers(num_layers)
+    gc.collect()  # processes are forked, for which the memory of removed layers would count
+    if reduced:
+        return replace(training, reduced=dict(reduced))
+    if overrides(training.module, "configure_model", TrainModule):
+        return replace(training, num_layers=num_layers)
+    raise _nothing_repeats(training.module, num_layers)
 
 
-def _of_factory(source: str, steps: int) -> VerifiedTraining:
-    returned = load_factory(source, "TRAINING")()
+def _nothing_repeats(module: TrainModule, num_layers: int) -> MisuseError:
+    return MisuseError(
+        f"--layers {num_layers} reduces nothing in {type(module).__name__}: none of its nn.ModuleList, nn.Sequential "
+        f"and nn.ModuleDict has more than {num_layers} equal layers that follow one another.  Leave it out, or define "
+        "keep_layers(self, count) in the module"
+    )
+
+
+def _of_factory(source: str, factory: Callable[[], Any], steps: int) -> VerifiedTraining:
+    returned = factory()
     setup = read_training(returned, repr(source))
     if setup.is_example or not isinstance(setup.module, TrainModule):
         raise MisuseError(
@@ -186,6 +229,8 @@ def record(
     if training.make_optimizers is not None:
         make = training.make_optimizers
         module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]  # of this copy
+    if training.num_layers is not None:
+        _reduce_when_configured(module, training.num_layers, training.reduced)
     batches = training.batches
     if shows_gradients:
         batches = batches[:1]
@@ -211,6 +256,24 @@ def record(
     )
     with without_dropout():  # its random numbers depend on the layout
         trainer.fit(module, SharedBatches(batches, trainer))
+
+
+def _reduce_when_configured(module: TrainModule, num_layers: int, reduced: dict[str, tuple[int, int]]) -> None:
+    """Let a module keep the first of the layers that repeat when its ``configure_model`` has made them."""
+    configure = module.configure_model
+
+    def configure_and_reduce() -> None:
+        shards_later = torch.nn.LayerNorm(1).weight.is_meta  # then the strategy gives parameters their values
+        with parameters_on_meta():
+            configure()
+        found = module.keep_layers(num_layers)
+        if not found:
+            raise _nothing_repeats(module, num_layers)
+        reduced.update(found)
+        if not shards_later:
+            materialize(module)
+
+    module.configure_model = configure_and_reduce  # type: ignore[method-assign]  # of this copy
 
 
 class SharedBatches:
