@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from dstrat.cli.estimate.command import load_factory
@@ -48,6 +49,7 @@ _PROBABILITIES = {
     **{f"{kind}dropout{end}": 1 for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")},
     "scaled_dot_product_attention": 4,
 }
+_MIN_BYTES = 2**17  # of what the C library takes from the system, and not from its heap
 _CHECKED = 1_000_003  # a prime: the weights of a checksum repeat at no power of two
 
 
@@ -93,8 +95,9 @@ def read(source: str, steps: int, num_layers: int | None = None) -> VerifiedTrai
     if num_layers is None:
         return make()
     try:
-        with parameters_on_meta():
+        with parameters_on_meta(), _EmptyOnMeta():
             training = make()
+        _check_values(training)
         reduced = training.module.keep_layers(num_layers)
         materialize(training.module)
     except RequestError:
@@ -109,6 +112,28 @@ def read(source: str, steps: int, num_layers: int | None = None) -> VerifiedTrai
     if overrides(training.module, "configure_model", TrainModule):
         return replace(training, num_layers=num_layers)
     raise _nothing_repeats(training.module, num_layers)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes large tensors without values on the meta device, of which layers make parameters.
+
+    :func:`parameters_on_meta` frees the memory of each, but between small objects its addresses are lost, and Linux
+    forks no process with many more addresses than the machine has memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and "out" not in kwargs:
+            on_meta: Tensor = func(*args, **{**kwargs, "device": "meta"})
+            if on_meta.nbytes >= _MIN_BYTES and on_meta.is_floating_point():
+                return on_meta
+        return func(*args, **kwargs)
+
+
+def _check_values(training: VerifiedTraining) -> None:
+    """Refuse buffers and batches whose values are lost on the meta device."""
+    if any(tensor.is_meta for tensor in (*training.module.buffers(), *tensors_in(training.batches))):
+        raise MisuseError("a buffer or a batch was made by torch.empty, and its values are lost on the meta device")
 
 
 def _nothing_repeats(module: TrainModule, num_layers: int) -> MisuseError:
@@ -345,7 +370,7 @@ class Recorder(Callback):
             if tensors and tensors[0].dim() and tensors[0].is_floating_point():
                 full: Any = tensors[0].detach()
                 full = full.full_tensor() if hasattr(full, "full_tensor") else full
-                outputs.setdefault(name, []).append((tuple(full.shape[1:]), _checksums(full)))
+                outputs.setdefault(name, []).append((tuple(full.shape[1:]), _checksums(full), _of_tokens(full)))
 
         return note
 
@@ -376,6 +401,13 @@ class Recorder(Callback):
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _of_tokens(output: Tensor) -> Tensor | None:
+    """Return checksums of an output with sequences, for each of their elements; None without sequences."""
+    if output.dim() < 3:
+        return None
+    return _checksums(output.flatten(0, 1)).unflatten(0, output.shape[:2])
 
 
 def _checksums(output: Tensor) -> Tensor:
