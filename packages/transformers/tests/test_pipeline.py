@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from dstrat.errors import MisuseError
 from dstrat_mesh import MeshStrategy
 from dstrat_transformers import HFModule
+from dstrat_transformers.reduction import keep_config_layers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -128,3 +130,40 @@ def test_verify_compares_the_layers_of_each_stage():
     compared = {one["subject"]: one["compared"] for one in json.loads(shown.stdout)["comparisons"]}
     assert compared["gradients"] > 20
     assert compared["outputs of layers"] > 20
+
+
+def deep():
+    return small.config(num_hidden_layers=9, attention_dropout=0.3)
+
+
+def deep_training():
+    options = {name: value for name, value in deep().to_dict().items() if name not in ("model_type", "architectures")}
+    config = transformers.Gemma2Config(**{**options, "head_dim": 8})
+    return HFModule(transformers.Gemma2ForCausalLM(config)), training()[1]
+
+
+@pytest.mark.slow
+def test_verify_reduces_a_model_and_its_config():
+    from click.testing import CliRunner
+
+    from dstrat.cli.main import commands
+
+    options = ["--strategy", "mesh(pp=2)", "--layers", "2", "--json"]
+    shown = CliRunner().invoke(commands, ["verify", f"{__name__}:deep_training", *options])
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(shown.stdout)
+    assert result["reduced"] == {"config.num_hidden_layers": [9, 2], "model.model.layers": [9, 2]}
+    assert 10 < result["comparisons"][2]["compared"] < 30
+
+
+def test_layers_of_a_config_inside_of_another_and_their_types_are_kept(tmp_path):
+    config = transformers.Gemma3Config(
+        text_config={"num_hidden_layers": 6, "hidden_size": 32}, vision_config={"num_hidden_layers": 1}
+    )
+    assert keep_config_layers(config, 2) == {"config.text_config.num_hidden_layers": (6, 2)}
+    assert len(config.text_config.layer_types) == 2
+    deep().save_pretrained(tmp_path)
+    module = HFModule(partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path))  # which has no weights
+    assert module.keep_layers(3) == {"config.num_hidden_layers": (9, 3)}
+    assert len(module._factory().model.layers) == 3
+    assert HFModule(lambda: None).keep_layers(3) == {}

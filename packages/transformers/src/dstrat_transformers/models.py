@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -68,10 +68,15 @@ def is_constructor(function: Any) -> bool:
     return isinstance(function, type) or getattr(function, "__name__", "") in ("from_config", "_from_config")
 
 
+def constructor_of(cls: Any) -> Callable[..., Any]:
+    """Return the function of a config that makes models of a class, or of the class that an Auto class selects."""
+    # Only the Auto classes have a public name for it.
+    return cls.from_config if hasattr(cls, "from_config") else cls._from_config  # type: ignore[no-any-return]
+
+
 def make_from_config(cls: Any, config: Any, **options: Any) -> Any:
     """Return a new model of a class of transformers, or of the class that one of its Auto classes selects."""
-    # Only the Auto classes have a public name for it.
-    return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, **options)
+    return constructor_of(cls)(config, **options)
 
 
 # Values and files

@@ -14,7 +14,7 @@ from typing_extensions import override
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat_transformers.initialization import make_model
+from dstrat_transformers.initialization import initialize, make_model
 from dstrat_transformers.models import (
     IGNORED_LABEL,
     accepts_argument,
@@ -27,6 +27,7 @@ from dstrat_transformers.models import (
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
 from dstrat_transformers.pipeline import causal_loss, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
+from dstrat_transformers.reduction import keep_made_layers, keep_model_layers
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
 from dstrat_transformers.sequences import FullMasks, cut_sequences
 from dstrat_transformers.tensor_parallel import parallelize
@@ -198,6 +199,35 @@ class HFModule(TrainModule):
                 "return its layers of experts from configure_experts in a subclass of HFModule"
             )
         return layers
+
+    @override
+    def keep_layers(self, count: int) -> dict[str, tuple[int, int]]:
+        """Remove layers but for the first ones, for ``dstrat verify --layers``, in the model and in its config.
+
+        Where a function makes the model of a config, or of the name of one, as few layers are ever made; weights of
+        ``from_pretrained`` are not read then.
+
+        Args:
+            count: Number of layers.
+
+        Returns:
+            The numbers before and after, by name.
+
+        Raises:
+            MisuseError: The model has adapters of peft, and was made without memory.
+        """
+        if self.model is None and self._factory is not None:
+            made = keep_made_layers(self._factory, count)
+            if made is None:  # the model is reduced when it is made
+                return {}
+            self._factory, reduced = made
+            return reduced
+        reduced = keep_model_layers(self.model, count)
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            if is_peft(self.model):
+                raise MisuseError("first values of adapters are those of peft, which computes them with memory")
+            initialize(self.model, 0)
+        return reduced
 
     def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.

@@ -33,8 +33,8 @@ _logger = logging.getLogger(__name__)
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DOWNLOAD = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
-_POSSIBLE = {*_DOWNLOAD, "dtype", "attn_implementation", "config"}
+DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+_POSSIBLE = {*DOWNLOAD_OPTIONS, "dtype", "attn_implementation", "config"}
 _ALTERNATIVE = "pass the model itself to HFModule, which each process then holds once in full before it is sharded"
 
 
@@ -65,7 +65,7 @@ def load_pretrained(factory: Any) -> Module:
         raise MisuseError(
             f"from_pretrained with {refused} is not possible where parameters are made sharded: {_ALTERNATIVE}"
         )
-    download = {key: kwargs.pop(key) for key in _DOWNLOAD if key in kwargs}
+    download = {key: kwargs.pop(key) for key in DOWNLOAD_OPTIONS if key in kwargs}
     weights = PretrainedWeights(name, download)
     with parameters_on_meta():
         model = _make(factory.func.__self__, name, kwargs, download, weights)

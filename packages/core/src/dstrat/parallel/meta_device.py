@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -72,3 +73,29 @@ def reset_method(layer: Module, names: Sequence[str]) -> Callable[[], object]:
             f"{', '.join(map(repr, names))}: give it a method reset_parameters(self)"
         )
     return method
+
+
+def materialize(module: Module) -> None:
+    """Give the parameters on the meta device memory on the CPU and first values; shared ones stay shared.
+
+    Args:
+        module: A module that was made by :func:`parameters_on_meta`.
+
+    Raises:
+        MisuseError: A layer has no method that computes its first values.
+    """
+    missing: list[tuple[Module, str, nn.Parameter]] = []
+    resets: list[Callable[[], object]] = []
+    for layer in module.modules():
+        parameters = layer.named_parameters(recurse=False, remove_duplicate=False)
+        on_meta = [(layer, name, parameter) for name, parameter in parameters if parameter.is_meta]
+        if on_meta:
+            resets.append(reset_method(layer, [name for _, name, _ in on_meta]))
+            missing += on_meta
+    made: dict[int, nn.Parameter] = {}
+    for layer, name, parameter in missing:
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+        setattr(layer, name, made[id(parameter)])
+    for reset in resets:
+        reset()

@@ -12,6 +12,7 @@ import click
 
 from dstrat.cli.components import loaded_catalog
 from dstrat.cli.output import json_option, print_json, print_table
+from dstrat.errors import DstratError, MisuseError
 
 if TYPE_CHECKING:
     from dstrat.cli.verify.compare import Comparison
@@ -26,31 +27,48 @@ _MOST_NAMES = 5
 @click.option("--strategy", "alias", required=True, help='Alias, or "alias(option=value)".')
 @click.option("--devices", default=2, show_default=True, type=click.IntRange(1), help="Number of CPU processes.")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="Number of training steps.")
+@click.option(
+    "--layers", "num_layers", type=click.IntRange(1), help="Keep this many of the layers that repeat.  By default all."
+)
 @click.option("--tolerance", default=1e-5, show_default=True, help="Largest relative difference that counts as none.")
 @json_option
-def verify(training: str, alias: str, devices: int, steps: int, tolerance: float, as_json: bool) -> None:
+def verify(
+    training: str, alias: str, devices: int, steps: int, num_layers: int | None, tolerance: float, as_json: bool
+) -> None:
     """Train a few steps on one device and with a strategy, on CPU processes, and print what differs and where first.
 
     TRAINING is a script, which is run up to its first trainer.fit; or package.module:factory, a function that returns
     (module, batch), with a batch for all processes together.  The outputs of layers, sample by sample, and the
-    gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, as
-    random numbers depend on the layout.  Exits with 1 if something differs.
+    gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, of
+    layers and of functions, as random numbers depend on the layout.  Exits with 1 if something differs.
+
+    With --layers a module is reduced before its parameters are in memory: of equal layers that follow one another in a
+    ModuleList, Sequential or ModuleDict the first ones are kept; of a model of transformers, those of its config.
     """
     from dstrat.cli.verify.training import read
 
     catalog = loaded_catalog()
-    read_training = read(training, steps)  # first, as it may register the strategy
-    comparisons = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
+    read_training = read(training, steps, num_layers)  # first, as it may register the strategy
+    comparisons, draws = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
     differs = any(one.differing for one in comparisons)
     if as_json:
         values = [asdict(one) for one in comparisons]
-        print_json({"strategy": alias, "devices": devices, "same": not differs, "comparisons": values})
+        result = {"strategy": alias, "devices": devices, "same": not differs, "reduced": read_training.reduced}
+        print_json({**result, "draws_random_numbers": draws, "comparisons": values})
     else:
+        for name, (before, after) in read_training.reduced.items():
+            click.echo(f"{name}: {after} of {before} layers")
         _print(comparisons, f"{alias} on {devices} CPU processes", tolerance)
+        if differs and draws:
+            click.echo(
+                f"{type(read_training.module).__name__} draws random numbers in a step, not for dropout, which is off: "
+                "they depend on the layout, and may be all that differs"
+            )
     sys.exit(1 if differs else 0)
 
 
-def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: float) -> list[Comparison]:
+def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: float) -> tuple[list[Comparison], bool]:
+    """Return the comparisons, and whether a step on one device draws random numbers."""
     from dstrat.cli.verify import compare
     from dstrat.cli.verify.training import record
 
@@ -60,15 +78,27 @@ def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: fl
             for name, strategy, count in (("one", "single_device", 1), ("other", _strategy(offer), devices)):
                 path = Path(folder, f"{name}-{shows_gradients}")
                 path.mkdir()
-                record(training, strategy, count, path, shows_gradients=shows_gradients)
+                try:
+                    record(training, strategy, count, path, shows_gradients=shows_gradients)
+                except DstratError:
+                    raise
+                except Exception as error:
+                    if name == "other" or not training.reduced:
+                        raise
+                    raise MisuseError(
+                        f"{type(training.module).__name__} with fewer layers ({', '.join(training.reduced)}) raised "
+                        f"{type(error).__name__}: {error}.  If it counts its layers elsewhere, define "
+                        "keep_layers(self, count) in it, which changes that number too"
+                    ) from error
                 records[name, shows_gradients] = compare.read_records(path)
     (one,), ranks = records["one", True], records["other", True]
-    return [
+    comparisons = [
         compare.compare_values(one, ranks[0], tolerance),
         compare.compare_outputs(one, ranks, tolerance),
         compare.compare_gradients(one, ranks[0], tolerance),
         compare.compare_losses(records["one", False][0], records["other", False][0], tolerance),
     ]
+    return comparisons, one["draws_random_numbers"]
 
 
 def _strategy(offer: Any) -> Strategy:

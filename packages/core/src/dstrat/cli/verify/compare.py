@@ -88,23 +88,50 @@ def compare_outputs(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], 
         tolerance: Largest relative difference.
     """
     differences: dict[str, float] = {}
+    samples = one["samples"]
     for name, calls in one["outputs"].items():
         if len(calls) != 1:  # it is called several times, in an order that depends on microbatches
             continue
-        shape, expected = calls[0]
+        shape, of_samples, of_tokens = calls[0]
         for other in ranks:
             (first, count), actual = other["share"], other["outputs"].get(name, [])
-            samples = one["samples"]
-            is_comparable = other["samples"] * count == samples and len(expected) % samples == 0
-            if not is_comparable or {of_call for of_call, _ in actual} != {shape}:  # never called, or split
-                continue
-            rows = torch.cat([checksums for _, checksums in actual])
-            selected = expected.reshape(samples, -1, 2)[first::count].reshape(-1, 2)
-            if len(rows) == len(selected):  # otherwise it was computed again in the backward pass, or gathered
-                norm = selected[:, 0].clamp(min=float(selected[:, 0].max()) * _NEGLIGIBLE).clamp(min=1e-30)
-                difference = float(((rows - selected).abs() / norm[:, None]).nan_to_num(nan=math.inf).max())
+            shapes = {of_call for of_call, _, _ in actual}
+            is_part = of_tokens is not None and all(_is_part(part, shape) for part in shapes)
+            if other["samples"] * count != samples or len(of_samples) % samples or not (shapes == {shape} or is_part):
+                continue  # for example, it is split
+            expected = (of_tokens if is_part else of_samples).unflatten(0, (samples, -1))[first::count].flatten(0, 1)
+            found = [tokens if is_part else rows for _, rows, tokens in actual]
+            if sum(map(len, found)) == len(
+                expected
+            ):  # otherwise it was computed again in the backward pass, or gathered
+                compared = _difference_of_parts if is_part else _difference_of_rows
+                difference = compared(torch.cat(found), expected)
                 differences[name] = max(difference, differences.get(name, 0.0))
     return _comparison("outputs of layers", len(one["outputs"]), differences, tolerance)
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Return whether an output has a part of the sequences of another, by their shapes without samples."""
+    return len(shape) == len(whole) and shape[1:] == whole[1:] and shape[0] < whole[0]
+
+
+def _difference_of_rows(found: Tensor, expected: Tensor) -> float:
+    return float(((found - expected).abs() / _norms(expected)).nan_to_num(nan=math.inf).max())
+
+
+def _difference_of_parts(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of elements of sequences from the nearest ones: a rank may have any part."""
+    largest = 0.0
+    for part, whole in zip(found, expected, strict=True):
+        pairs = (part.unsqueeze(1) - whole).abs() / _norms(whole)
+        largest = max(largest, float(pairs.nan_to_num(nan=math.inf).amax(-1).amin(-1).max()))
+    return largest
+
+
+def _norms(expected: Tensor) -> Tensor:
+    """Return the norms in checksums, not less than a small share of the largest one."""
+    norms = expected[..., :1]
+    return norms.clamp(min=float(norms.max()) * _NEGLIGIBLE).clamp(min=1e-30)
 
 
 def _differences(pairs: Iterable[tuple[str, Tensor | None, Tensor]], least: float = 0.0) -> dict[str, float]:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import logging
 import runpy
 import sys
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
+from torch.library import Library
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from dstrat.cli.estimate.command import load_factory
 from dstrat.cli.estimate.fake_step import read_training
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
+from dstrat.parallel.meta_device import materialize, parameters_on_meta
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.hooks import overrides
 from dstrat.training.loops.sources import DataSources
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.trainer import Trainer
@@ -32,10 +38,18 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
 
+_logger = logging.getLogger(__name__)
+
 LEARNING_RATE = 2.0**20
 """Of one step of plain SGD, which shows the gradients of any strategy: parameters vanish beside them."""
 
 _COPIED_OPTIONS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+# Position of the probability of dropout among the arguments of torch's operations.
+_PROBABILITIES = {
+    **{f"{kind}dropout{end}": 1 for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")},
+    "scaled_dot_product_attention": 4,
+}
+_MIN_BYTES = 2**17  # of what the C library takes from the system, and not from its heap
 _CHECKED = 1_000_003  # a prime: the weights of a checksum repeat at no power of two
 
 
@@ -48,35 +62,90 @@ class VerifiedTraining:
         batches: The batches of all processes together.
         options: Further arguments of the Trainer.
         make_optimizers: Returns the optimizers of a module, if that has no ``configure_optimizers``.
+        reduced: The numbers of layers before and after, of lists that were cut, by name.
+        num_layers: How many repeated layers are kept of those that ``configure_model`` makes; None for all.  Then a run
+            in this process adds to ``reduced``.
     """
 
     module: TrainModule
     batches: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
     make_optimizers: Callable[[Module], Any] | None = None
+    reduced: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_layers: int | None = None
 
 
-def read(source: str, steps: int) -> VerifiedTraining:
-    """Return the training of ``script.py`` or of ``package.module:factory``, without dropout.
+def read(source: str, steps: int, num_layers: int | None = None) -> VerifiedTraining:
+    """Return the training of ``script.py`` or of ``package.module:factory``.
 
     Args:
         source: The script, of which the first fit counts, or the factory.
         steps: Number of batches.
+        num_layers: How many of the layers that repeat are kept; None for all.
 
     Raises:
         RequestError: There is no such script or factory.
-        MisuseError: It makes no training.
+        MisuseError: It makes no training, or no layers repeat in its module.
     """
+    if source.endswith(".py"):
+        make = partial(_of_script, source, steps)
+    else:
+        make = partial(_of_factory, source, load_factory(source, "TRAINING"), steps)
     torch.manual_seed(0)
-    training = _of_script(source, steps) if source.endswith(".py") else _of_factory(source, steps)
-    for layer in training.module.modules():
-        if isinstance(layer, _DropoutNd):  # random numbers depend on the layout
-            layer.p = 0.0
-    return training
+    if num_layers is None:
+        return make()
+    try:
+        with parameters_on_meta(), _EmptyOnMeta():
+            training = make()
+        _check_values(training)
+        reduced = training.module.keep_layers(num_layers)
+        materialize(training.module)
+    except RequestError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of the user's, which comes again where it has another cause
+        _logger.warning("the module is made in full, and reduced then: %s", error)
+        training = make()
+        reduced = training.module.keep_layers(num_layers)
+    gc.collect()  # processes are forked, for which the memory of removed layers would count
+    if reduced:
+        return replace(training, reduced=dict(reduced))
+    if overrides(training.module, "configure_model", TrainModule):
+        return replace(training, num_layers=num_layers)
+    raise _nothing_repeats(training.module, num_layers)
 
 
-def _of_factory(source: str, steps: int) -> VerifiedTraining:
-    returned = load_factory(source, "TRAINING")()
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes large tensors without values on the meta device, of which layers make parameters.
+
+    :func:`parameters_on_meta` frees the memory of each, but between small objects its addresses are lost, and Linux
+    forks no process with many more addresses than the machine has memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and "out" not in kwargs:
+            on_meta: Tensor = func(*args, **{**kwargs, "device": "meta"})
+            if on_meta.nbytes >= _MIN_BYTES and on_meta.is_floating_point():
+                return on_meta
+        return func(*args, **kwargs)
+
+
+def _check_values(training: VerifiedTraining) -> None:
+    """Refuse buffers and batches whose values are lost on the meta device."""
+    if any(tensor.is_meta for tensor in (*training.module.buffers(), *tensors_in(training.batches))):
+        raise MisuseError("a buffer or a batch was made by torch.empty, and its values are lost on the meta device")
+
+
+def _nothing_repeats(module: TrainModule, num_layers: int) -> MisuseError:
+    return MisuseError(
+        f"--layers {num_layers} reduces nothing in {type(module).__name__}: none of its nn.ModuleList, nn.Sequential "
+        f"and nn.ModuleDict has more than {num_layers} equal layers that follow one another.  Leave it out, or define "
+        "keep_layers(self, count) in the module"
+    )
+
+
+def _of_factory(source: str, factory: Callable[[], Any], steps: int) -> VerifiedTraining:
+    returned = factory()
     setup = read_training(returned, repr(source))
     if setup.is_example or not isinstance(setup.module, TrainModule):
         raise MisuseError(
@@ -136,6 +205,31 @@ def _of_script(source: str, steps: int) -> VerifiedTraining:
 # A run, and its records
 
 
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Turn off dropout on CPUs in a ``with`` block, and in processes that are forked in it.
+
+    Layers, functions that were imported by their names, attention and recurrent layers come to the same few operations
+    of torch.  These are replaced where torch dispatches them, also in a backward pass that computes layers again, where
+    torch leaves a ``TorchFunctionMode``.
+    """
+    library = Library("aten", "IMPL")
+    for name, position in _PROBABILITIES.items():
+        library.impl(name, _with_probability_0(getattr(torch.ops.aten, name).default, position), "AutogradCPU")
+    try:
+        yield
+    finally:
+        del library  # which removes them
+
+
+def _with_probability_0(operation: Any, position: int) -> Callable[..., Any]:
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        changed = (0.0 if index == position else argument for index, argument in enumerate(args))
+        return operation.decompose(*changed, **kwargs)  # torch's own kernel, in place of which this one is
+
+    return compute
+
+
 def record(
     training: VerifiedTraining,
     strategy: Strategy | str,
@@ -145,7 +239,7 @@ def record(
     shows_gradients: bool,
     **options: Any,
 ) -> None:
-    """Train, and write a record of each process into a folder.
+    """Train without dropout, and write a record of each process into a folder.
 
     Args:
         training: The training.
@@ -160,6 +254,8 @@ def record(
     if training.make_optimizers is not None:
         make = training.make_optimizers
         module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]  # of this copy
+    if training.num_layers is not None:
+        _reduce_when_configured(module, training.num_layers, training.reduced)
     batches = training.batches
     if shows_gradients:
         batches = batches[:1]
@@ -183,7 +279,26 @@ def record(
         use_distributed_sampler=False,
         **{**training.options, **options},
     )
-    trainer.fit(module, SharedBatches(batches, trainer))
+    with without_dropout():  # its random numbers depend on the layout
+        trainer.fit(module, SharedBatches(batches, trainer))
+
+
+def _reduce_when_configured(module: TrainModule, num_layers: int, reduced: dict[str, tuple[int, int]]) -> None:
+    """Let a module keep the first of the layers that repeat when its ``configure_model`` has made them."""
+    configure = module.configure_model
+
+    def configure_and_reduce() -> None:
+        shards_later = torch.nn.LayerNorm(1).weight.is_meta  # then the strategy gives parameters their values
+        with parameters_on_meta():
+            configure()
+        found = module.keep_layers(num_layers)
+        if not found:
+            raise _nothing_repeats(module, num_layers)
+        reduced.update(found)
+        if not shards_later:
+            materialize(module)
+
+    module.configure_model = configure_and_reduce  # type: ignore[method-assign]  # of this copy
 
 
 class SharedBatches:
@@ -235,6 +350,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._hooks: list[Any] = []
+        self._random_state = torch.empty(0)
         self._values: dict[str, Any] = {"outputs": {}, "losses": []}
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -254,7 +370,7 @@ class Recorder(Callback):
             if tensors and tensors[0].dim() and tensors[0].is_floating_point():
                 full: Any = tensors[0].detach()
                 full = full.full_tensor() if hasattr(full, "full_tensor") else full
-                outputs.setdefault(name, []).append((tuple(full.shape[1:]), _checksums(full)))
+                outputs.setdefault(name, []).append((tuple(full.shape[1:]), _checksums(full), _of_tokens(full)))
 
         return note
 
@@ -262,9 +378,12 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._values["samples"] = max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=0)
+            self._random_state = torch.get_rng_state()
 
     def on_train_batch_end(self, trainer: Trainer, *hook_arguments: Any) -> None:
         outputs = hook_arguments[1]
+        if not self._values["losses"]:
+            self._values["draws_random_numbers"] = not torch.equal(self._random_state, torch.get_rng_state())
         for hook in self._hooks:  # after the first step
             hook.remove()
         self._hooks = []
@@ -282,6 +401,13 @@ class Recorder(Callback):
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _of_tokens(output: Tensor) -> Tensor | None:
+    """Return checksums of an output with sequences, for each of their elements; None without sequences."""
+    if output.dim() < 3:
+        return None
+    return _checksums(output.flatten(0, 1)).unflatten(0, output.shape[:2])
 
 
 def _checksums(output: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -103,6 +103,26 @@ class ModuleHooks:
             f"{type(self).__name__} has no configure_experts, which experts (ep) need: define it to return the layers "
             "that are called as experts(tokens, index, weights), such as [block.experts for block in self.blocks]"
         )
+
+    def keep_layers(self, count: int) -> Mapping[str, tuple[int, int]]:
+        """Remove layers that repeat but for the first ones, for ``dstrat verify --layers``.
+
+        Those of an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that follow one another with the same
+        classes and shapes are removed.  A module that counts its layers elsewhere changes that number too::
+
+            def keep_layers(self, count):
+                self.num_layers = count
+                return super().keep_layers(count)
+
+        Args:
+            count: How many layers of each list stay; of a pattern of several, how often it stays.
+
+        Returns:
+            The numbers of layers before and after of each list that was cut, by its name.
+        """
+        from dstrat.training.module.repeated_layers import keep_repeated_layers
+
+        return keep_repeated_layers(cast("Module", self), count)
 
     def on_fit_start(self) -> None:
         """Called at the start of a fit."""
