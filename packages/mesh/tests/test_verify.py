@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from packages.mesh.tests import context_fits
 from packages.mesh.tests.test_experts import WIDTH, Mixture
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from dstrat import Pipeline, TrainModule
@@ -90,6 +91,29 @@ def mixtures():
     return Mixtures(), (inputs, inputs[:, :3])
 
 
+class Split(TrainModule):
+    """Needs a mesh, as the module of the guide does, and has targets that are columns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 1)
+
+    def configure_model(self):
+        parallelize_module(self, self.device_mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def training_step(self, batch, batch_idx):
+        return functional.mse_loss(self.down(torch.tanh(self.up(batch[0]))), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def split():
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+    return Split(), (inputs, inputs.sum(1, keepdim=True))
+
+
 def verify(factory, strategy, *options):
     arguments = ["verify", f"{__name__}:{factory}", "--strategy", strategy, *options]
     shown = CliRunner().invoke(commands, arguments)
@@ -124,3 +148,8 @@ def test_the_first_wrong_layer_is_named(factory, strategy, layer):
     assert shown.exit_code == 1
     last = f"{strategy} on 2 CPU processes is not the same as one device, first in outputs of layers: {layer!r}"
     assert shown.stdout.splitlines()[-1] == last
+
+
+def test_a_module_that_needs_a_mesh_is_compared_with_one_rank_of_the_strategy():
+    shown = verify("split", "mesh(tp=2)", "--devices", "4")
+    assert shown.exit_code == 0, shown.output

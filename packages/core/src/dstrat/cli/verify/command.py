@@ -6,13 +6,14 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dstrat.cli.components import loaded_catalog
 from dstrat.cli.output import json_option, print_json, print_table
 from dstrat.errors import DstratError, MisuseError
+from dstrat.plugins.options import parse_alias
 
 if TYPE_CHECKING:
     from dstrat.cli.verify.compare import Comparison
@@ -47,9 +48,8 @@ def verify(
     """
     from dstrat.cli.verify.training import read
 
-    catalog = loaded_catalog()
     read_training = read(training, steps, num_layers)  # first, as it may register the strategy
-    comparisons, draws = _compare(read_training, catalog.find("strategy", alias), devices, tolerance)
+    comparisons, draws = _compare(read_training, alias, devices, tolerance)
     differs = any(one.differing for one in comparisons)
     if as_json:
         values = [asdict(one) for one in comparisons]
@@ -67,7 +67,7 @@ def verify(
     sys.exit(1 if differs else 0)
 
 
-def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: float) -> tuple[list[Comparison], bool]:
+def _compare(training: VerifiedTraining, alias: str, devices: int, tolerance: float) -> tuple[list[Comparison], bool]:
     """Return the comparisons, and whether a step on one device draws random numbers."""
     from dstrat.cli.verify import compare
     from dstrat.cli.verify.training import record
@@ -75,21 +75,12 @@ def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: fl
     with tempfile.TemporaryDirectory(prefix="dstrat_verify_") as folder:
         records = {}
         for shows_gradients in (True, False):
-            for name, strategy, count in (("one", "single_device", 1), ("other", _strategy(offer), devices)):
-                path = Path(folder, f"{name}-{shows_gradients}")
+            paths = {name: Path(folder, f"{name}-{shows_gradients}") for name in ("one", "other")}
+            for path in paths.values():
                 path.mkdir()
-                try:
-                    record(training, strategy, count, path, shows_gradients=shows_gradients)
-                except DstratError:
-                    raise
-                except Exception as error:
-                    if name == "other" or not training.reduced:
-                        raise
-                    raise MisuseError(
-                        f"{type(training.module).__name__} with fewer layers ({', '.join(training.reduced)}) raised "
-                        f"{type(error).__name__}: {error}.  If it counts its layers elsewhere, define "
-                        "keep_layers(self, count) in it, which changes that number too"
-                    ) from error
+            _record_one_device(training, alias, paths["one"], shows_gradients=shows_gradients)
+            record(training, _strategy(alias), devices, paths["other"], shows_gradients=shows_gradients)
+            for name, path in paths.items():
                 records[name, shows_gradients] = compare.read_records(path)
     (one,), ranks = records["one", True], records["other", True]
     comparisons = [
@@ -101,11 +92,37 @@ def _compare(training: VerifiedTraining, offer: Any, devices: int, tolerance: fl
     return comparisons, one["draws_random_numbers"]
 
 
-def _strategy(offer: Any) -> Strategy:
+def _record_one_device(training: VerifiedTraining, alias: str, folder: Path, *, shows_gradients: bool) -> None:
+    """Train on one device, and write a record into a folder."""
+    from dstrat.cli.verify.training import record
+    from dstrat.training.hooks import overrides
+    from dstrat.training.module.hooks import ModuleHooks
+
+    try:
+        record(training, "single_device", 1, folder, shows_gradients=shows_gradients)
+    except MisuseError:
+        if not overrides(training.module, "configure_model", ModuleHooks):
+            raise
+        # It may split layers over a mesh, which no single device has; that of the strategy has one rank on each axis.
+        record(training, _strategy(parse_alias(alias).alias), 1, folder, shows_gradients=shows_gradients)
+    except DstratError:
+        raise
+    except Exception as error:
+        if not training.reduced:
+            raise
+        raise MisuseError(
+            f"{type(training.module).__name__} with fewer layers ({', '.join(training.reduced)}) raised "
+            f"{type(error).__name__}: {error}.  If it counts its layers elsewhere, define keep_layers(self, count) in "
+            "it, which changes that number too"
+        ) from error
+
+
+def _strategy(alias: str) -> Strategy:
     """Return a new strategy, whose processes are forked: they have everything that this process has read."""
     from dstrat.resolve.selection import select_offer
 
-    strategy: Strategy = select_offer(offer, loaded_catalog()).instance
+    catalog = loaded_catalog()
+    strategy: Strategy = select_offer(catalog.find("strategy", alias), catalog).instance
     if strategy.start_method is not None:
         strategy.start_method = "fork"
     return strategy
