@@ -96,34 +96,33 @@ def compare_outputs(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], 
         for other in ranks:
             (first, count), actual = other["share"], other["outputs"].get(name, [])
             shapes = {of_call for of_call, _, _ in actual}
-            is_part = of_tokens is not None and all(_is_part(part, shape) for part in shapes)
-            if other["samples"] * count != samples or len(of_samples) % samples or not (shapes == {shape} or is_part):
-                continue  # for example, it is split
-            expected = (of_tokens if is_part else of_samples).unflatten(0, (samples, -1))[first::count].flatten(0, 1)
-            found = [tokens if is_part else rows for _, rows, tokens in actual]
-            if sum(map(len, found)) == len(
-                expected
-            ):  # otherwise it was computed again in the backward pass, or gathered
-                compared = _difference_of_parts if is_part else _difference_of_rows
-                difference = compared(torch.cat(found), expected)
-                differences[name] = max(difference, differences.get(name, 0.0))
+            is_divided = of_tokens is not None and all(_has_fewer_tokens(of_call, shape) for of_call in shapes)
+            if other["samples"] * count != samples or len(of_samples) % samples:
+                continue
+            if not shapes or not (shapes == {shape} or is_divided):  # never called, or split
+                continue
+            expected = (of_tokens if is_divided else of_samples).unflatten(0, (samples, -1))[first::count].flatten(0, 1)
+            checksums = torch.cat([tokens if is_divided else rows for _, rows, tokens in actual])
+            if len(checksums) == len(expected):  # otherwise it was computed again in the backward pass, or gathered
+                compare = _difference_of_tokens if is_divided else _difference_of_rows
+                differences[name] = max(compare(checksums, expected), differences.get(name, 0.0))
     return _comparison("outputs of layers", len(one["outputs"]), differences, tolerance)
 
 
-def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def _has_fewer_tokens(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     """Return whether an output has a part of the sequences of another, by their shapes without samples."""
-    return len(shape) == len(whole) and shape[1:] == whole[1:] and shape[0] < whole[0]
+    return len(shape) == len(full) and shape[1:] == full[1:] and shape[0] < full[0]
 
 
-def _difference_of_rows(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).abs() / _norms(expected)).nan_to_num(nan=math.inf).max())
+def _difference_of_rows(actual: Tensor, expected: Tensor) -> float:
+    return float(((actual - expected).abs() / _norms(expected)).nan_to_num(nan=math.inf).max())
 
 
-def _difference_of_parts(found: Tensor, expected: Tensor) -> float:
+def _difference_of_tokens(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference of elements of sequences from the nearest ones: a rank may have any part."""
     largest = 0.0
-    for part, whole in zip(found, expected, strict=True):
-        pairs = (part.unsqueeze(1) - whole).abs() / _norms(whole)
+    for tokens, sequence in zip(actual, expected, strict=True):
+        pairs = (tokens.unsqueeze(1) - sequence).abs() / _norms(sequence)
         largest = max(largest, float(pairs.nan_to_num(nan=math.inf).amax(-1).amin(-1).max()))
     return largest
 

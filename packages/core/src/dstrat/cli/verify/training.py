@@ -291,10 +291,9 @@ def _reduce_when_configured(module: TrainModule, num_layers: int, reduced: dict[
         shards_later = torch.nn.LayerNorm(1).weight.is_meta  # then the strategy gives parameters their values
         with parameters_on_meta():
             configure()
-        found = module.keep_layers(num_layers)
-        if not found:
+        reduced.update(module.keep_layers(num_layers))
+        if not reduced:
             raise _nothing_repeats(module, num_layers)
-        reduced.update(found)
         if not shards_later:
             materialize(module)
 
@@ -407,7 +406,7 @@ def _of_tokens(output: Tensor) -> Tensor | None:
     """Return checksums of an output with sequences, for each of their elements; None without sequences."""
     if output.dim() < 3:
         return None
-    return _checksums(output.flatten(0, 1)).unflatten(0, output.shape[:2])
+    return _checksums(output.flatten(0, 1)).reshape(*output.shape[:2], -1)
 
 
 def _checksums(output: Tensor) -> Tensor:

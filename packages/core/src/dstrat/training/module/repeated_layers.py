@@ -75,6 +75,7 @@ def _kind(layer: Module | None) -> object:
 def _remove(module: Module, names: Sequence[str]) -> None:
     for name in names:
         delattr(module, name)
-    kept = module._modules  # noqa: SLF001 - as above
-    if not isinstance(module, nn.ModuleDict) and all(name.isdecimal() for name in kept):
-        module._modules = dict(zip(map(str, range(len(kept))), kept.values(), strict=True))  # noqa: SLF001 - as above
+    children = module._modules  # noqa: SLF001 - as above
+    if not isinstance(module, nn.ModuleDict) and all(name.isdecimal() for name in children):
+        numbers = map(str, range(len(children)))
+        module._modules = dict(zip(numbers, children.values(), strict=True))  # noqa: SLF001 - as above
