@@ -14,7 +14,7 @@ from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dstrat import TrainModule, grad_norm
+from dstrat import TrainModule
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import MisuseError
@@ -239,21 +239,3 @@ def logged_norm(cluster):
 def test_a_logged_norm_is_that_of_the_gradients_of_all_stages():
     expected = logged_norm(None)
     assert in_ranks(logged_norm) == [pytest.approx(expected, rel=1e-6)] * 2
-
-
-class StageNormNet(Net):
-    """Logs the norm of the gradients of its own layers."""
-
-    def on_before_optimizer_step(self, optimizer):
-        self.log_dict(grad_norm(self, 2))
-
-
-def error_of_norms(cluster):
-    with pytest.raises(MisuseError) as error:
-        quiet_trainer(MeshStrategy(pp=2), cluster).fit(StageNormNet(), batches())
-    return str(error.value)
-
-
-def test_norms_of_the_layers_of_one_stage_are_refused():
-    for message in in_ranks(error_of_norms):
-        assert message.startswith("grad_norm(module) would give the norms of a part of StageNormNet: net.")

@@ -1,13 +1,17 @@
-"""Pipelines in a Trainer: predictions, and mixed precision.
+"""Pipelines in a Trainer: predictions, mixed precision, and logged norms of gradients.
 
 Losses, resume and moves of each layout are in test_layout_conformance.py.
 """
 
 import pytest
 import torch
-from packages.mesh.tests.pipeline_fits import fit, predictions
-from tests.ranks import in_ranks
+from packages.mesh.tests.pipeline_fits import Net, data, fit, predictions
+from tests.ranks import each, in_ranks
+from tests.trainer_runs import quiet_trainer
+from torch.utils.data import DataLoader
 
+from dstrat import grad_norm
+from dstrat.errors import MisuseError
 from dstrat_mesh import MeshStrategy
 
 
@@ -45,3 +49,36 @@ def test_mixed_precision_trains_in_stages():
 
 def losses_in_float32():
     return one_device()[0]
+
+
+class Measured(Net):
+    """Logs the norms of its gradients, one of which is frozen."""
+
+    refusal = ""
+
+    def __init__(self):
+        super().__init__()
+        self.net[2].bias.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, norm_type=2))
+        try:
+            grad_norm(self.net, norm_type=2)
+        except MisuseError as error:
+            self.refusal = str(error)
+
+
+def logged(cluster, **options):
+    module = Measured()
+    trainer = quiet_trainer(MeshStrategy(**options) if cluster else "single_device", cluster, limit_val_batches=0)
+    trainer.fit(module, DataLoader(data(16), 8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.refusal
+
+
+def test_logged_norms_are_those_of_all_stages():
+    expected, refusal = logged(None)
+    assert (len(expected), refusal) == (8, "")
+    for found in in_ranks(each, 4, function=logged, cases={"tp": {"pp": 2, "tp": 2}, "pp": {"pp": 4}}):
+        for norms, message in found.values():
+            assert norms == pytest.approx(expected, rel=1e-6)
+            assert message.startswith("grad_norm got a Sequential with parameters that only other ranks have")

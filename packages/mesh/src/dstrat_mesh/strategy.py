@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -626,6 +627,20 @@ class MeshStrategy(SharedBatchStrategy):
         group = self.device_mesh.get_group(PIPELINE)
         device = next(parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
         return clip_by_norm(parameters, clip_val, group, self._pipeline.counted_elsewhere, device)
+
+    def share_gradient_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the norms of the gradients of all stages by name, 0 for a parameter without a gradient; collective."""
+        if self._pipeline is None:
+            return super().share_gradient_norms(norms)
+        parameters = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+        dtype = functools.reduce(torch.promote_types, (value.dtype for value in parameters.values()), torch.float32)
+        summed = torch.zeros(len(parameters), dtype=dtype, device=self.root_device)
+        elsewhere = self._pipeline.counted_elsewhere
+        for number, (name, parameter) in enumerate(parameters.items()):
+            if name in norms and id(parameter) not in elsewhere:
+                summed[number] = norms[name]
+        dist.all_reduce(summed, group=self.device_mesh.get_group(PIPELINE))
+        return dict(zip(parameters, summed.unbind(), strict=True))
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:

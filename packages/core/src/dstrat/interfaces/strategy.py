@@ -843,6 +843,16 @@ class Strategy(ABC):
         self.precision_plugin.clip_gradients(optimizer, clip_val, algorithm)
         return None
 
+    def share_gradient_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return norms of gradients by name, also those that only other ranks have; collective.
+
+        ``grad_norm`` calls it where this rank has parameters on the meta device.
+
+        Args:
+            norms: Norms of the gradients that this rank has, by the names of parameters of the module.
+        """
+        return dict(norms)
+
     def optimizer_step(
         self,
         optimizer: Optimizer,

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from dstrat.interfaces.pipeline import Pipeline
 from dstrat.parallel.shards import local_tensor
-from dstrat.testing.ranks.fits import Fit, make_trainer
+from dstrat.testing.ranks.fits import Fit, make_trainer, numbers
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.module.train_module import TrainModule
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
+    from dstrat.interfaces.precision import ClipAlgorithm
     from dstrat.testing.ranks.jobs import Subject
     from dstrat.testing.ranks.team import RankContext
 
@@ -32,19 +34,25 @@ _LENGTH, _TOKENS, _WIDTH, _HEADS, _KEY_HEADS = 16, 11, 16, 4, 2
 _EXPERTS, _HIDDEN = 4, 2
 _IGNORED = -100
 _CLIP = 0.1  # below the norms of all steps, which are from 0.2 on
+_DECAY = 0.8  # of the learning rate, in each optimizer step
 _SEED = 100
 
 
 class Embedding(nn.Module):
-    """Embedding of tokens and positions, the last dimension of its input."""
+    """Embedding of tokens and positions, the last dimension of its input; its factor grows with the batches."""
+
+    scale: Tensor
+    batches: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(_TOKENS, _WIDTH), nn.Embedding(_LENGTH, _WIDTH)
         self.register_buffer("scale", torch.rand(_WIDTH) + 0.5)  # of the first rank, as the parameters
+        self.register_buffer("batches", torch.zeros(()))  # counted by the module, as forward passes see microbatches
 
     def forward(self, pair: Tensor) -> Tensor:
-        embedded: Tensor = (self.tokens(pair[..., 0]) + self.positions(pair[..., 1])) * self.scale
+        factor = self.scale * (1 + self.batches / BATCHES)
+        embedded: Tensor = (self.tokens(pair[..., 0]) + self.positions(pair[..., 1])) * factor
         return embedded
 
 
@@ -99,6 +107,26 @@ class Mixture(nn.Module):
         return mixed
 
 
+class Head(nn.Linear):
+    """Linear layer, whose output depends on the least and the greatest of its largest weights in training.
+
+    Forward passes change this buffer, to the same values for any part of a batch.
+    """
+
+    bounds: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(_WIDTH, _TOKENS)
+        self.register_buffer("bounds", torch.tensor([1.0, 0.0]))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            largest, (least, greatest) = self.weight.detach().abs().max(), self.bounds
+            self.bounds.copy_(torch.stack([torch.minimum(least, largest), torch.maximum(greatest, largest)]))
+        return super().forward(x) / (0.5 + self.bounds.sum())
+
+
 class LayoutNet(TrainModule):
     """A small language model; its loss is a mean over labels, of which each sequence has another number.
 
@@ -114,10 +142,9 @@ class LayoutNet(TrainModule):
         super().__init__()
         torch.manual_seed(seed)
         self._configure = configure
-        self.net = nn.Sequential(
-            Embedding(), Attention(), Mixture(), Attention(), nn.Tanh(), nn.Linear(_WIDTH, _TOKENS)
-        )
+        self.net = nn.Sequential(Embedding(), Attention(), Mixture(), Attention(), nn.Tanh(), Head())
         self.losses: list[float] = []
+        self.norms: list[float] = []
         self.validated: list[float] = []
 
     def configure_model(self) -> None:
@@ -141,6 +168,11 @@ class LayoutNet(TrainModule):
         self.log("loss", _loss(self.net(_inputs(batch)), batch), batch_size=float(_count(batch)))
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        embedding: Any = self.net[0]
+        embedding.batches += 1
+
+    @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         reduce, weight = self.trainer.strategy.reduce, outputs["weight"].float()
         # The loss is that of a batch before it is divided by the number of accumulated ones, or after it.
@@ -149,9 +181,25 @@ class LayoutNet(TrainModule):
     def on_validation_epoch_end(self) -> None:
         self.validated.append(float(self.trainer.callback_metrics["loss"]))
 
+    @override
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: ClipAlgorithm
+    ) -> None:
+        strategy = self.trainer.strategy
+        norm = None
+        if strategy.replicates_state:
+            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        returned = strategy.clip_gradients(optimizer, _CLIP, gradient_clip_algorithm)
+        norm = norm if returned is None else returned
+        if norm is not None:
+            self.norms.append(float(norm))
+
     def configure_optimizers(self) -> Any:
         # Unlike Adam's, its steps grow with the gradients: losses show wrong factors, and a wrong norm in clipping.
-        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.5)
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _DECAY**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(GLOBAL_BATCH * BATCHES)
@@ -194,6 +242,9 @@ class LayoutRecord(Callback):
         save_to: Where a checkpoint is saved.
         losses: The loss of each batch over all ranks.
         validated: The loss of each validation.
+        norms: The norm of the gradients of each optimizer step before clipping, over all ranks; empty where the
+            strategy divides gradients and does not return it.
+        buffers: The buffers at the end, by name.
         numel: Number of elements of the parameters that the rank holds, at the end.
         drawn: A random number after a step that has begun with a seed of the rank.
     """
@@ -201,6 +252,8 @@ class LayoutRecord(Callback):
     save_to: str | None = None
     losses: list[float] = field(default_factory=list)
     validated: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    buffers: dict[str, list[float]] = field(default_factory=dict)
     numel: int = 0
     drawn: float = 0.0
 
@@ -219,6 +272,7 @@ class LayoutRecord(Callback):
         weights = trainer.strategy.local_weights()
         parameters = {name for name, _ in module.named_parameters()}
         self.numel = sum(local_tensor(value).numel() for name, value in weights.items() if name in parameters)
+        self.buffers = {name: numbers(value) for name, value in weights.items() if name not in parameters}
 
 
 def expected_draw(rank: int) -> float:
@@ -226,24 +280,29 @@ def expected_draw(rank: int) -> float:
     return float(torch.rand((), generator=torch.Generator().manual_seed(_SEED + rank)))
 
 
-def train_layouts(rank_context: RankContext, subject: Subject, ways: Sequence[Mapping[str, str]]) -> list[LayoutRecord]:
-    """Train once for each way: ``save_to`` and ``resume_from`` are paths of checkpoints.
+def train_layouts(rank_context: RankContext, subject: Subject, ways: Sequence[Mapping[str, Any]]) -> list[LayoutRecord]:
+    """Train once for each way.
 
     Args:
         rank_context: This rank.
         subject: The strategy.
-        ways: The trainings.
+        ways: The trainings: ``save_to`` and ``resume_from`` are paths of checkpoints, ``stop_at`` is a number of
+            optimizer steps.
     """
     return [_train(rank_context, subject, **way) for way in ways]
 
 
 def _train(
-    rank_context: RankContext, subject: Subject, save_to: str | None = None, resume_from: str | None = None
+    rank_context: RankContext,
+    subject: Subject,
+    save_to: str | None = None,
+    resume_from: str | None = None,
+    stop_at: int = STEPS,
 ) -> LayoutRecord:
     if save_to is not None and rank_context.rank == 0:
         shutil.rmtree(save_to, ignore_errors=True)  # of a job that was too slow, after which this one runs
     record, net = LayoutRecord(save_to=save_to), LayoutNet(subject.configure_model, seed=rank_context.rank)
-    work = Fit(epochs=2, stop_at=STEPS, accumulate=2, clip=_CLIP, validate_every=BATCHES)
+    work = Fit(epochs=2, stop_at=stop_at, accumulate=2, clip=_CLIP, validate_every=BATCHES)
     make_trainer(rank_context, subject, work, [record]).fit(net, ckpt_path=resume_from)
-    record.losses, record.validated = net.losses, net.validated
+    record.losses, record.validated, record.norms = net.losses, net.validated, net.norms
     return record

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _BATCHES_OF_A_STEP = 2
+_END_OF_MOVES = SAVED_AT + 2  # in the next epoch; losses of the second step show the optimizer's state of the first one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +47,9 @@ class LayoutSuite(StrategyTests):
 
     The module is :class:`~dstrat.testing.ranks.layouts.LayoutNet`, a language model with attention, a pipeline, and a
     loss with weights; ``configure_model`` of the test class splits its layers.  Each rank has other first values, of
-    which those of the first rank count.  A training takes ten batches of two epochs, two for each step, with clipping
-    and SGD, whose losses show the factor and the norm of gradients.
+    which those of the first rank count.  Buffers of its first and last layer change in training.  A training takes ten
+    batches of two epochs, two for each step, with clipping, a learning rate that falls with each step, and SGD, whose
+    losses show the factor of gradients.  One from a checkpoint of another layout ends before, after two steps.
 
     Attributes:
         layouts: The layouts, by the names of their cases.
@@ -90,9 +92,13 @@ class LayoutSuite(StrategyTests):
         """Return the trainings of each rank: a whole one, a resumed one, and one from the checkpoint of one device."""
         self._one_device()
         declared, saved = self.layouts[layout], str(self._folder / layout)
-        ways = [{"save_to": saved}, {"resume_from": saved}, {"resume_from": str(self._folder / "one device")}]
+        ways = [{"save_to": saved}, {"resume_from": saved}, self._move_from("one device")]
         subject = self.subject.with_options(**declared.options)
         return self.shared_job(train_layouts, declared.processes, subject=subject, ways=ways)
+
+    def _move_from(self, layout: str) -> dict[str, Any]:
+        """Return the way of a training that goes on from a checkpoint of another layout."""
+        return {"resume_from": str(self._folder / layout), "stop_at": _END_OF_MOVES}
 
     @standard("processes", "training")
     def test_losses_are_those_of_one_device(self, layout: str) -> None:
@@ -100,6 +106,20 @@ class LayoutSuite(StrategyTests):
         for rank, (record, *_) in enumerate(self._trained(layout)):
             self._check(record.losses, expected.losses, f"{layout}: the losses of rank {rank}")
             self._check(record.validated, expected.validated, f"{layout}: the validations of rank {rank}")
+
+    @standard("processes", "training")
+    def test_gradient_norms_are_those_of_one_device(self, layout: str) -> None:
+        expected = self._one_device().norms
+        for rank, (record, *_) in enumerate(self._trained(layout)):
+            if record.norms:
+                self._check(record.norms, expected, f"{layout}: the norms of gradients in rank {rank}")
+
+    @standard("processes", "training")
+    def test_buffers_are_those_of_one_device(self, layout: str) -> None:
+        expected = self._one_device().buffers
+        for rank, (record, *_) in enumerate(self._trained(layout)):
+            for name, values in record.buffers.items():
+                self._check(values, expected[name], f"{layout}: the buffer {name!r} of rank {rank}")
 
     @standard("processes", "training")
     def test_steps_leave_random_numbers_alone(self, layout: str) -> None:
@@ -126,25 +146,47 @@ class LayoutSuite(StrategyTests):
     def test_resuming_equals_never_having_stopped_bit_for_bit(self, layout: str) -> None:
         self.need_determinism()
         for rank, (record, resumed, _) in enumerate(self._trained(layout)):
-            if resumed.losses != _after_saving(record.losses):
-                fail(
-                    f"{layout}: a training that resumes in the middle of an epoch has other losses in rank {rank}",
-                    expected="the same bits as without the stop.",
-                    details=f"through {_after_saving(record.losses)}\nresumed {resumed.losses}",
-                )
+            pairs = {
+                "losses": (_after_saving(record.losses), resumed.losses),
+                "norms of gradients": (record.norms[SAVED_AT:], resumed.norms),
+                "buffers": (record.buffers, resumed.buffers),
+            }
+            for subject, (through, values) in pairs.items():
+                if values != through:
+                    fail(
+                        f"{layout}: a training that resumes in the middle of an epoch has other {subject} in rank "
+                        f"{rank}",
+                        expected="the same bits as without the stop.",
+                        details=f"through {through}\nresumed {values}",
+                    )
 
     @standard("processes", "moving")
     def test_a_checkpoint_of_one_device_goes_on_here(self, layout: str) -> None:
-        expected = _after_saving(self._one_device().losses)
         for rank, (*_, moved) in enumerate(self._trained(layout)):
-            self._check(moved.losses, expected, f"{layout}: after a move from one device the losses of rank {rank}")
+            self._check_moved(moved, f"{layout}: after a move from one device the losses of rank {rank}")
+
+    @standard("processes", "moving")
+    def test_a_checkpoint_of_the_previous_layout_goes_on_here(self, layout: str) -> None:
+        layouts = list(self.layouts)
+        previous, declared = layouts[layouts.index(layout) - 1], self.layouts[layout]
+        if previous == layout:
+            not_declared(f"{type(self).__name__} declares one layout")
+        self._trained(previous)
+        subject = self.subject.with_options(**declared.options)
+        moved = self.job(train_layouts, declared.processes, subject=subject, ways=[self._move_from(previous)])
+        for rank, [record] in enumerate(moved):
+            self._check_moved(record, f"{layout}: after a move from {previous!r} the losses of rank {rank}")
 
     @standard("processes", "moving")
     def test_a_checkpoint_goes_on_on_one_device(self, layout: str) -> None:
         self._trained(layout)
-        ways = [{"resume_from": str(self._folder / layout)}]
-        moved = run_in_team(train_layouts, 1, subject=one_device(), ways=ways)[0][0]
-        self._check(moved.losses, _after_saving(self._one_device().losses), f"{layout}: after a move the losses")
+        [[moved]] = run_in_team(train_layouts, 1, subject=one_device(), ways=[self._move_from(layout)])
+        self._check_moved(moved, f"{layout}: after a move the losses")
+
+    def _check_moved(self, moved: LayoutRecord, subject: str) -> None:
+        __tracebackhide__ = True
+        expected = self._one_device().losses[: _END_OF_MOVES * _BATCHES_OF_A_STEP]
+        self._check(moved.losses, _after_saving(expected), subject)
 
     def _check(self, actual: Sequence[float], expected: Sequence[float], subject: str) -> None:
         __tracebackhide__ = True

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Return the norm of each parameter's gradient, and the total norm; collective if the strategy shards gradients.
 
-    For use in ``on_before_optimizer_step``: ``self.log_dict(grad_norm(self, norm_type=2))``.
+    For use in ``on_before_optimizer_step``: ``self.log_dict(grad_norm(self, norm_type=2))``.  Where ranks have
+    different parameters, such as the stages of a pipeline, each rank returns the norms of all, with 0 for a parameter
+    that has no gradient.
 
     Args:
         module: Has the parameters.
@@ -33,7 +35,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
     Raises:
         RequestError: The p is not a positive number.
-        MisuseError: Other ranks have further layers, such as stages of a pipeline.
+        MisuseError: Only other ranks have some of the parameters, and the module is not the one that the Trainer fits.
     """
     try:
         order = float(norm_type)
@@ -41,18 +43,20 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         order = math.nan
     if not order > 0:  # NaN too
         raise RequestError(f"grad_norm(norm_type={norm_type!r}): give a number above 0, or 'inf' for the largest value")
-    parameters = dict(module.named_parameters())
-    if elsewhere := next((name for name, parameter in parameters.items() if parameter.is_meta), None):
-        raise MisuseError(
-            f"grad_norm(module) would give the norms of a part of {type(module).__name__}: {elsewhere} is on another "
-            "rank. Override configure_gradient_clipping, and log what self.trainer.strategy.clip_gradients(optimizer, "
-            "clip_val) returns, the norm of all gradients before they are clipped"
-        )
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    norms = {
-        f"grad_{order}_norm{group_separator}{name}": _full_tensor(torch.linalg.vector_norm(gradient.detach(), order))
-        for name, gradient in gradients.items()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    by_name = {
+        name: _full_tensor(torch.linalg.vector_norm(gradient.detach(), order)) for name, gradient in gradients.items()
     }
+    if any(parameter.is_meta for parameter in module.parameters()):
+        trainer = module._trainer if isinstance(module, TrainerAccess) else None  # noqa: SLF001 - of the same class
+        if trainer is None or trainer.strategy.module is not module:
+            raise MisuseError(
+                f"grad_norm got a {type(module).__name__} with parameters that only other ranks have, such as those of "
+                "other stages: give it the module that the Trainer fits; in a hand-written loop, clip_gradients of the "
+                "strategy returns the norm"
+            )
+        by_name = trainer.strategy.share_gradient_norms(by_name)
+    norms = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in by_name.items()}
     if norms:
         device = next(iter(norms.values())).device
         # The p-norm of all elements is the p-norm of the parameters' p-norms.
