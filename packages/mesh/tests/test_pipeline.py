@@ -295,7 +295,10 @@ def shared_losses(cluster, **options):
 
 def test_a_parameter_of_two_stages_is_trained_as_one():
     expected = single_device_losses(SharedNet(), **WAYS["accumulation and clipping"])
-    ways = {"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "meta": True}, {"pp": 2, "schedule": "Interleaved1F1B"}
+    ways = (
+        *({"pp": 4}, {"pp": 2, "tp": 2}),  # whose meshes are equal in part
+        *({"pp": 2, "dp_shard": 2}, {"pp": 2, "meta": True}, {"pp": 2, "schedule": "Interleaved1F1B"}),
+    )
     cases = {str(options): options for options in ways}
     for found in in_ranks(each, 4, function=shared_losses, cases=cases):
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))

@@ -219,8 +219,15 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 def release_mesh(mesh: DeviceMesh) -> None:
     """Drop a mesh's references to process groups, which close with their last reference; DTensors keep the mesh."""
     getattr(mesh, "_pg_registry", {}).clear()  # torch 2.9 has no such registry
-    # Results of DTensor operations are cached with the mesh of the first call, also for a later mesh that is equal: its
-    # groups may have other names, and those of the first one are closed.
+    drop_cached_results()
+
+
+def drop_cached_results() -> None:
+    """Let DTensor operations compute the layouts of their results again.
+
+    They are cached with the mesh of the first call, also for a later mesh that is equal: its groups may have other
+    names, and those of the first one are closed.
+    """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.9 has none
     if clear_fast_path is not None:

@@ -113,6 +113,7 @@ def open_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], 
     Raises:
         LaunchError: A rank did not open its groups in time; the message names it.
     """
+    internals.drop_cached_results()  # of operations after the end of an earlier mesh
     with new_connections():
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     with warnings.catch_warnings():
