@@ -486,3 +486,21 @@ def test_stages_are_evaluated_and_generate_text(tmp_path):
         assert differences == pytest.approx([0, 0], abs=1e-6)
         for expected, text in texts:
             assert text == expected
+
+
+def test_a_sync_of_passes_under_no_sync_is_an_error(tmp_path):
+    program = """
+from dstrat.errors import ConflictError
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+with accelerator.no_sync(model):
+    loss = model(torch.full((1, 2), accelerator.process_index + 1.0)).sum()
+try:
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    seen = model.weight.grad.tolist()
+except ConflictError as error:
+    seen = str(error)
+"""
+    for seen in seen_by_ranks(tmp_path, "ddp", program):
+        assert "outside of no_sync" in seen

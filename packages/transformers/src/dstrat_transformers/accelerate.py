@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -28,6 +28,7 @@ from dstrat_transformers.session import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from dstrat.interfaces.strategy import Strategy
 
@@ -304,6 +305,16 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
     def no_sync(self, model: Module) -> Iterator[None]:
         with self._strategy.no_backward_sync():
             yield
+
+    @override
+    def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:  # type: ignore[misc]
+        # Accelerate does it inside of DistributedDataParallel, and nothing for other models: ranks would diverge.
+        if self._strategy.world_size > 1:
+            raise ConflictError(
+                "trigger_sync_in_backward averages gradients of forward passes under no_sync, which only Accelerate's "
+                "own DDP can: run the last forward pass, and its backward pass, outside of no_sync"
+            )
+        return nullcontext()
 
     @contextmanager
     @override
