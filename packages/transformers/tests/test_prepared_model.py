@@ -21,9 +21,10 @@ pytestmark = [
 ]
 
 
-def seen_by_ranks(folder, strategy, program, devices=2):
+def seen_by_ranks(folder, strategy, program, devices=2, before="", begin=LLAMA):
     """Return ``seen`` of each rank of a program."""
-    use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices={devices})\n"
+    strategy = strategy if "Strategy(" in strategy else repr(strategy)
+    use = f"dstrat_transformers.use({strategy}, accelerator='cpu', devices={devices})\n"
     gather = f"""
 import json
 of_ranks = [None] * {devices}
@@ -32,7 +33,7 @@ if accelerator.is_main_process:
     print("SEEN", json.dumps(of_ranks))
 """
     script = folder / "program.py"
-    script.write_text(USE + use + LLAMA + program + gather)
+    script.write_text(USE + before + use + begin + program + gather)
     ended = run_in_ranks(script, devices=devices)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
@@ -504,3 +505,26 @@ except ConflictError as error:
 """
     for seen in seen_by_ranks(tmp_path, "ddp", program):
         assert "outside of no_sync" in seen
+
+
+STATISTICS = """
+rank = accelerator.process_index
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for number in range(3):
+    accelerator.backward(model(torch.randn(4, 3) * (1 + 5 * rank)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    if rank == 0 and accelerator.strategy.replicates_state:
+        model(torch.ones(1, 3))  # a sample, which no other rank waits for
+    seen = model(torch.ones(1, 3)).item()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_evaluate_with_the_same_running_statistics(tmp_path, strategy):
+    first, second = seen_by_ranks(tmp_path, strategy, STATISTICS)
+    assert first == second

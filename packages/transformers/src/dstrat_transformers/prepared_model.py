@@ -93,6 +93,8 @@ class PreparedModel:
                 layer.training = mode
         if isinstance(self.module, CalledModule):
             self.module.joins_logits = True  # until the new loop says that it reads none
+        # transformers' Trainer enters evaluation_context itself.
+        self._shares_buffers = not runs_steps and strategy.world_size > 1 and _has_saved_buffers(model)
         # Of a model that was sharded before, a process may have no elements of a parameter.
         sizes = {name: parameter.numel() for name, parameter in base_model(model).named_parameters()}
         known = {} if earlier is None else earlier._num_elements  # noqa: SLF001 - of this class
@@ -302,6 +304,10 @@ class PreparedModel:
         self._has_stepped = True
         self.strategy.optimizer_step(self._stepped(optimizer), closure or (lambda: None), self.strategy.model)
         self.strategy.accelerator.end_graph("optimizer_step")
+        if self._shares_buffers:
+            # Here, where all ranks are, and not in an evaluation: one rank alone may run the model, to show samples.
+            with self.strategy.evaluation_context():
+                pass
 
     def _check_gradients(self) -> None:
         """Refuse a model that computes with references to its first parameters, which shards have replaced."""
@@ -384,6 +390,12 @@ class PreparedModel:
         if self._has_unfinished_step:  # of which other stages receive nothing more
             self.strategy.on_exception(RuntimeError(f"a training step of {type(self.model).__name__} has not ended"))
         self.strategy.teardown()
+
+
+def _has_saved_buffers(model: Module) -> bool:
+    """Return whether files have buffers of a model; others, such as rotary frequencies, follow from its config."""
+    names = {name for name, _ in model.named_buffers()}
+    return bool(names) and not names.isdisjoint(model.state_dict())
 
 
 def _replace_parameters(model: Module, state: Mapping[str, Tensor]) -> list[tuple[Module, str, Parameter]]:
