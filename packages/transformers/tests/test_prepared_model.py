@@ -528,3 +528,34 @@ with torch.no_grad():
 def test_all_ranks_evaluate_with_the_same_running_statistics(tmp_path, strategy):
     first, second = seen_by_ranks(tmp_path, strategy, STATISTICS)
     assert first == second
+
+
+CLIPPED_WITH_OTHERS = """
+def made():
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    return layers, torch.optim.SGD(layers[1].parameters(), lr=1.0)
+def loss(layers):
+    return layers(torch.arange(12.0).reshape(3, 4)).square().sum()
+plain, optimizer = made()
+model, prepared = accelerator.prepare(*made())
+seen = {"norms": []}
+for _ in range(2):  # gradients of the first layer, which nothing clears, add up
+    loss(plain).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    accelerator.backward(loss(model))
+    seen["norms"].append([float(norm), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))])
+    for one in (optimizer, prepared):
+        one.step()
+        one.zero_grad()
+state = accelerator.get_state_dict(model)
+expected = plain.state_dict()
+seen["difference"] = max([float((value - expected[name]).abs().max()) for name, value in state.items()], default=0)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_gradients_without_an_optimizer_count_in_the_norm(tmp_path, strategy):
+    for seen in seen_by_ranks(tmp_path, strategy, CLIPPED_WITH_OTHERS):
+        assert [clipped for _, clipped in seen["norms"]] == pytest.approx([norm for norm, _ in seen["norms"]], rel=1e-5)
+        assert seen["difference"] < 1e-5

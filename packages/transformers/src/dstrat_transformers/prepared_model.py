@@ -279,13 +279,29 @@ class PreparedModel:
         if self.divided is not None and self.divided.has_stages:  # of which this process has the gradients of one
             return self.strategy.clip_gradients(optimizers[0], limit)
         norm = _total_norm(self.model.parameters())
-        if norm is not None and len(optimizers) > 1:  # each one's own norm would be smaller
+        others = self._gradients_without_optimizer()
+        if norm is not None and (len(optimizers) > 1 or others):  # an optimizer's own norm would be smaller
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             for optimizer in optimizers:
-                self.strategy.scale_gradients(optimizer, (limit / (norm + 1e-6)).clamp(max=1.0))
+                self.strategy.scale_gradients(optimizer, factor)
+            for gradient in others:  # to which later backward passes add
+                gradient.mul_(factor.to(gradient.device))
         elif not math.isinf(limit):
             for optimizer in optimizers:
                 self.strategy.clip_gradients(optimizer, limit)
         return norm
+
+    def _gradients_without_optimizer(self) -> list[Tensor]:
+        """Return the gradients of parameters that no optimizer has, which count in a norm."""
+        # By name too, as a strategy may have other tensors in the groups; and groups may have been added since.
+        known = {name for names in self.names.values() for names_of_group in names for name in names_of_group}
+        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        trained = {id(parameter) for parameters in groups for parameter in parameters}
+        return [
+            parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and name not in known and id(parameter) not in trained
+        ]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step one of the program's optimizers; the closure computes the loss again, for those that need it.
