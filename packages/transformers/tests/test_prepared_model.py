@@ -559,3 +559,41 @@ def test_gradients_without_an_optimizer_count_in_the_norm(tmp_path, strategy):
     for seen in seen_by_ranks(tmp_path, strategy, CLIPPED_WITH_OTHERS):
         assert [clipped for _, clipped in seen["norms"]] == pytest.approx([norm for norm, _ in seen["norms"]], rel=1e-5)
         assert seen["difference"] < 1e-5
+
+
+LOGGED = """
+import logging
+import torch
+messages = []
+class Messages(logging.Handler):
+    def emit(self, record):
+        messages.append(record.getMessage())
+logging.getLogger().addHandler(Messages(logging.WARNING))
+"""
+
+
+def test_handlers_are_followed_or_said_to_have_no_effect(tmp_path):
+    program = """
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs
+from dstrat.errors import ConflictError
+handlers = [DistributedDataParallelKwargs(static_graph=True)]
+accelerator = dstrat_transformers.DstratAccelerator(mixed_precision="bf16", kwargs_handlers=handlers)
+model = torch.nn.Linear(2, 1)
+accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+weight = torch.ones(2, 2)
+dtypes = []
+for handler in (None, AutocastKwargs(enabled=False), AutocastKwargs(cache_enabled=False)):
+    with accelerator.autocast(handler):
+        dtypes.append(str((weight @ weight).dtype))
+try:
+    dstrat_transformers.DstratAccelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+except ConflictError as error:
+    messages.append(str(error))
+seen = [dtypes, messages]
+"""
+    ((dtypes, messages),) = seen_by_ranks(tmp_path, "single_device", program, devices=1, begin=LOGGED)
+    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
+    assert any(
+        "DistributedDataParallelKwargs(static_graph=True) in kwargs_handlers has no effect" in m for m in messages
+    )
+    assert "pass mixed_precision='no'" in messages[-1]
