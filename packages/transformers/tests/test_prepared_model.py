@@ -597,3 +597,27 @@ seen = [dtypes, messages]
         "DistributedDataParallelKwargs(static_graph=True) in kwargs_handlers has no effect" in m for m in messages
     )
     assert "pass mixed_precision='no'" in messages[-1]
+
+
+POWER_SGD = """
+from dstrat_ddp import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+"""
+
+
+def test_a_state_of_communication_that_files_lack_is_a_warning(tmp_path):
+    program = (
+        LOGGED
+        + """
+accelerator = dstrat_transformers.DstratAccelerator()
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.save_state(sys.argv[0] + ".state")
+accelerator.load_state(sys.argv[0] + ".state")
+seen = messages
+"""
+    )
+    strategy = "DDPStrategy(ddp_comm_hook='powerSGD', ddp_comm_state=PowerSGDState(process_group=None))"
+    first, second = seen_by_ranks(tmp_path, strategy, program, before=POWER_SGD, begin="")
+    assert sum("ddp_comm_state, which checkpoints do not have" in message for message in first) == 1
+    assert not any("ddp_comm_state" in message for message in second)

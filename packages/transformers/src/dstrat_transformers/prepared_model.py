@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
 
+_logger = logging.getLogger(__name__)
 
 ONE_MODEL = (
     "an Accelerator trains one model at a time. Give each trained model a DstratAccelerator() of its own, and prepare "
@@ -383,6 +385,18 @@ class PreparedModel:
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full state of an optimizer, as its ``state_dict`` has it; collective."""
         self.strategy.load_optimizer_state(self._stepped(optimizer), state)
+        if optimizer is self.optimizers[0]:  # once in a resumption
+            self._resume_strategy()
+
+    def _resume_strategy(self) -> None:
+        """Let the strategy know of a resumption from files of another library, which do not have its state."""
+        state = self.strategy.state_dict()
+        if not state:
+            self.strategy.load_state_dict(state)  # in which DDPStrategy warns of its ddp_comm_state
+        elif self.strategy.is_global_zero:
+            _logger.warning(
+                "%s resumes without its own state, which this checkpoint lacks", type(self.strategy).__name__
+            )
 
     # The end
 
