@@ -92,6 +92,24 @@ def test_adapters_are_written_by_themselves_and_peft_loads_them(tmp_path, alias)
         assert loaded(**batch).loss < base_loss(tmp_path / "base", batch)
 
 
+def test_resized_embeddings_are_written_with_adapters_as_by_peft(tmp_path):
+    peft = pytest.importorskip("peft", reason="this environment has no peft")
+    from safetensors.torch import load_file
+
+    small.llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(70)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    small.train(tmp_path / "run", FSDPStrategy(start_method="fork"), 2, model=model)
+    model.save_pretrained(tmp_path / "expected")
+    shapes = [
+        {name: value.shape for name, value in load_file(folder / "adapter_model.safetensors").items()}
+        for folder in (tmp_path / "run" / "model", tmp_path / "expected")
+    ]
+    assert shapes[0] == shapes[1]
+    assert torch.Size([70, 32]) in shapes[0].values()
+
+
 def base_loss(folder, batch):
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder)(**batch).loss
