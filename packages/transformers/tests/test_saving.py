@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import dstrat
 from dstrat.errors import MisuseError
 from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
@@ -128,6 +129,16 @@ def test_a_folder_is_written_every_few_epochs(tmp_path):
     callback = PretrainedCheckpoint(tmp_path / "epochs", every_n_epochs=2)
     small.train(tmp_path, callbacks=[callback], trainer_options={"max_epochs": 4})
     assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == ["epoch-1", "epoch-3"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_folder_of_an_epoch_has_the_average_of_the_weights(tmp_path, is_first):
+    callbacks = [PretrainedCheckpoint(tmp_path / "epochs", every_n_epochs=1), dstrat.EMAWeightAveraging(decay=0.9)]
+    model = small.llama()
+    callbacks = callbacks if is_first else callbacks[::-1]
+    small.train(tmp_path, "single_device", model=model, callbacks=callbacks, trainer_options={"max_epochs": 2})
+    assert equal(AutoModelForCausalLM.from_pretrained(tmp_path / "epochs" / "epoch-1"), model)  # which ends with it
+    assert not equal(AutoModelForCausalLM.from_pretrained(tmp_path / "epochs" / "epoch-0"), model)
 
 
 class Characters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dstrat import Callback
+from dstrat import Callback, WeightAveraging
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import gather_state
 from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, stored_tensors, unsaved_names
@@ -240,6 +241,10 @@ class PretrainedCheckpoint(Callback):
             self._save(trainer, module, self.dirpath)
 
     def _save(self, trainer: Trainer, module: TrainModule, folder: Path) -> None:
-        save_pretrained(module, folder, strategy=trainer.strategy, max_shard_size=self.max_shard_size)
+        averages = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))
+        average = next(averages, None)  # a fit has one at most
+        # As checkpoints, whose weights for an evaluation are the average.
+        with nullcontext() if average is None else average.average_in_module(trainer):
+            save_pretrained(module, folder, strategy=trainer.strategy, max_shard_size=self.max_shard_size)
         if self.processing_class is not None and trainer.is_global_zero:
             self.processing_class.save_pretrained(folder)
