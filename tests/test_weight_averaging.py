@@ -304,3 +304,24 @@ def test_a_strategy_that_cannot_says_why():
 
     with pytest.raises(ConflictError, match="joins parameters without their names"):
         DDPFullyShardedStrategy().local_weights()
+
+
+class Written(Callback):
+    """Writes weights at the end of an epoch, before the callback that averages them has its turn."""
+
+    def __init__(self, averaging):
+        self.averaging = averaging
+
+    def on_train_epoch_end(self, trainer, module):
+        with self.averaging.average_in_module(trainer):
+            self.average = module.last.weight.detach().clone()
+        self.current = module.last.weight.detach().clone()
+
+
+def test_a_callback_writes_the_average_within_a_training():
+    averaging = EMAWeightAveraging(decay=0.9)
+    written, net = Written(averaging), Net()
+    trainer = quiet_trainer("single_device", callbacks=[written, averaging], num_sanity_val_steps=0)
+    trainer.fit(net, DataLoader(TensorDataset(DATA), 6))
+    torch.testing.assert_close(net.last.weight, written.average, rtol=0, atol=0)  # which the fit leaves in the module
+    assert not torch.equal(written.current, written.average)

@@ -95,6 +95,33 @@ def test_a_model_that_is_made_in_stages_has_the_first_values_of_one_device(tmp_p
     check_same(seen, reference, tmp_path / "two", tmp_path / "one")
 
 
+def granite():
+    torch.manual_seed(1)
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, embedding_multiplier=12.0))
+
+
+def test_what_a_model_does_to_its_embeddings_is_done_in_the_first_stage(tmp_path):
+    reference = small.train(tmp_path / "one", model=granite(), **OPTIONS)
+    seen = small.train(tmp_path / "two", strategy(pp=2), 2, model=granite(), **OPTIONS)
+    check_same(seen, reference, tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("computes_again", [True, False])
+@pytest.mark.parametrize("boundary", [1, 2, 4])
+def test_a_stage_begins_with_what_it_receives(boundary, computes_again):
+    batch = {name: value[None] for name, value in small.rows(1, padded=False)[0].items()}
+    expected, model = granite().train(), granite().train()
+    expected(**batch).loss.backward()
+    if computes_again:
+        model.gradient_checkpointing_enable()
+    pipeline = HFModule(model).configure_pipeline()
+    chain = pipeline.chain
+    value = pipeline.compute(chain[:boundary], batch["input_ids"], batch)
+    pipeline.loss(pipeline.compute(chain[boundary:], value, batch), batch).backward()
+    for (name, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, msg=name)
+
+
 def others():
     sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
     return {

@@ -21,9 +21,10 @@ pytestmark = [
 ]
 
 
-def seen_by_ranks(folder, strategy, program, devices=2):
+def seen_by_ranks(folder, strategy, program, devices=2, before="", begin=LLAMA):
     """Return ``seen`` of each rank of a program."""
-    use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices={devices})\n"
+    strategy = strategy if "Strategy(" in strategy else repr(strategy)
+    use = f"dstrat_transformers.use({strategy}, accelerator='cpu', devices={devices})\n"
     gather = f"""
 import json
 of_ranks = [None] * {devices}
@@ -32,7 +33,7 @@ if accelerator.is_main_process:
     print("SEEN", json.dumps(of_ranks))
 """
     script = folder / "program.py"
-    script.write_text(USE + use + LLAMA + program + gather)
+    script.write_text(USE + before + use + begin + program + gather)
     ended = run_in_ranks(script, devices=devices)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
@@ -486,3 +487,137 @@ def test_stages_are_evaluated_and_generate_text(tmp_path):
         assert differences == pytest.approx([0, 0], abs=1e-6)
         for expected, text in texts:
             assert text == expected
+
+
+def test_a_sync_of_passes_under_no_sync_is_an_error(tmp_path):
+    program = """
+from dstrat.errors import ConflictError
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+with accelerator.no_sync(model):
+    loss = model(torch.full((1, 2), accelerator.process_index + 1.0)).sum()
+try:
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    seen = model.weight.grad.tolist()
+except ConflictError as error:
+    seen = str(error)
+"""
+    for seen in seen_by_ranks(tmp_path, "ddp", program):
+        assert "outside of no_sync" in seen
+
+
+STATISTICS = """
+rank = accelerator.process_index
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for number in range(3):
+    accelerator.backward(model(torch.randn(4, 3) * (1 + 5 * rank)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    if rank == 0 and accelerator.strategy.replicates_state:
+        model(torch.ones(1, 3))  # a sample, which no other rank waits for
+    seen = model(torch.ones(1, 3)).item()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_evaluate_with_the_same_running_statistics(tmp_path, strategy):
+    first, second = seen_by_ranks(tmp_path, strategy, STATISTICS)
+    assert first == second
+
+
+CLIPPED_WITH_OTHERS = """
+def made():
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    return layers, torch.optim.SGD(layers[1].parameters(), lr=1.0)
+def loss(layers):
+    return layers(torch.arange(12.0).reshape(3, 4)).square().sum()
+plain, optimizer = made()
+model, prepared = accelerator.prepare(*made())
+seen = {"norms": []}
+for _ in range(2):  # gradients of the first layer, which nothing clears, add up
+    loss(plain).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    accelerator.backward(loss(model))
+    seen["norms"].append([float(norm), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))])
+    for one in (optimizer, prepared):
+        one.step()
+        one.zero_grad()
+state = accelerator.get_state_dict(model)
+expected = plain.state_dict()
+seen["difference"] = max([float((value - expected[name]).abs().max()) for name, value in state.items()], default=0)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_gradients_without_an_optimizer_count_in_the_norm(tmp_path, strategy):
+    for seen in seen_by_ranks(tmp_path, strategy, CLIPPED_WITH_OTHERS):
+        assert [clipped for _, clipped in seen["norms"]] == pytest.approx([norm for norm, _ in seen["norms"]], rel=1e-5)
+        assert seen["difference"] < 1e-5
+
+
+LOGGED = """
+import logging
+import torch
+messages = []
+class Messages(logging.Handler):
+    def emit(self, record):
+        messages.append(record.getMessage())
+logging.getLogger().addHandler(Messages(logging.WARNING))
+"""
+
+
+def test_handlers_are_followed_or_said_to_have_no_effect(tmp_path):
+    program = """
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs
+from dstrat.errors import ConflictError
+handlers = [DistributedDataParallelKwargs(static_graph=True)]
+accelerator = dstrat_transformers.DstratAccelerator(mixed_precision="bf16", kwargs_handlers=handlers)
+model = torch.nn.Linear(2, 1)
+accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+weight = torch.ones(2, 2)
+dtypes = []
+for handler in (None, AutocastKwargs(enabled=False), AutocastKwargs(cache_enabled=False)):
+    with accelerator.autocast(handler):
+        dtypes.append(str((weight @ weight).dtype))
+try:
+    dstrat_transformers.DstratAccelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+except ConflictError as error:
+    messages.append(str(error))
+seen = [dtypes, messages]
+"""
+    ((dtypes, messages),) = seen_by_ranks(tmp_path, "single_device", program, devices=1, begin=LOGGED)
+    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
+    assert any(
+        "DistributedDataParallelKwargs(static_graph=True) in kwargs_handlers has no effect" in m for m in messages
+    )
+    assert "pass mixed_precision='no'" in messages[-1]
+
+
+POWER_SGD = """
+from dstrat_ddp import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+"""
+
+
+def test_a_state_of_communication_that_files_lack_is_a_warning(tmp_path):
+    program = (
+        LOGGED
+        + """
+accelerator = dstrat_transformers.DstratAccelerator()
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.save_state(sys.argv[0] + ".state")
+accelerator.load_state(sys.argv[0] + ".state")
+seen = messages
+"""
+    )
+    strategy = "DDPStrategy(ddp_comm_hook='powerSGD', ddp_comm_state=PowerSGDState(process_group=None))"
+    first, second = seen_by_ranks(tmp_path, strategy, program, before=POWER_SGD, begin="")
+    assert sum("ddp_comm_state, which checkpoints do not have" in message for message in first) == 1
+    assert not any("ddp_comm_state" in message for message in second)

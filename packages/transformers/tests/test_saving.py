@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import dstrat
 from dstrat.errors import MisuseError
 from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
@@ -92,6 +93,24 @@ def test_adapters_are_written_by_themselves_and_peft_loads_them(tmp_path, alias)
         assert loaded(**batch).loss < base_loss(tmp_path / "base", batch)
 
 
+def test_resized_embeddings_are_written_with_adapters_as_by_peft(tmp_path):
+    peft = pytest.importorskip("peft", reason="this environment has no peft")
+    from safetensors.torch import load_file
+
+    small.llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(70)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    small.train(tmp_path / "run", FSDPStrategy(start_method="fork"), 2, model=model)
+    model.save_pretrained(tmp_path / "expected")
+    shapes = [
+        {name: value.shape for name, value in load_file(folder / "adapter_model.safetensors").items()}
+        for folder in (tmp_path / "run" / "model", tmp_path / "expected")
+    ]
+    assert shapes[0] == shapes[1]
+    assert torch.Size([70, 32]) in shapes[0].values()
+
+
 def base_loss(folder, batch):
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder)(**batch).loss
@@ -110,6 +129,16 @@ def test_a_folder_is_written_every_few_epochs(tmp_path):
     callback = PretrainedCheckpoint(tmp_path / "epochs", every_n_epochs=2)
     small.train(tmp_path, callbacks=[callback], trainer_options={"max_epochs": 4})
     assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == ["epoch-1", "epoch-3"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_folder_of_an_epoch_has_the_average_of_the_weights(tmp_path, is_first):
+    callbacks = [PretrainedCheckpoint(tmp_path / "epochs", every_n_epochs=1), dstrat.EMAWeightAveraging(decay=0.9)]
+    model = small.llama()
+    callbacks = callbacks if is_first else callbacks[::-1]
+    small.train(tmp_path, "single_device", model=model, callbacks=callbacks, trainer_options={"max_epochs": 2})
+    assert equal(AutoModelForCausalLM.from_pretrained(tmp_path / "epochs" / "epoch-1"), model)  # which ends with it
+    assert not equal(AutoModelForCausalLM.from_pretrained(tmp_path / "epochs" / "epoch-0"), model)
 
 
 class Characters:

@@ -489,6 +489,18 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 
 
+def test_a_strategy_that_trains_with_other_jobs_is_an_error():
+    from dstrat.builtin.single_device import SingleDeviceStrategy
+    from dstrat.errors import ConflictError
+    from dstrat_transformers import use
+
+    class WithOthers(SingleDeviceStrategy):
+        steps_with_other_jobs = True
+
+    with pytest.raises(ConflictError, match="all jobs would train on the same samples"):
+        use(WithOthers(), accelerator="cpu", devices=1)
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [

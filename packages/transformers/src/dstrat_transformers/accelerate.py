@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -28,8 +29,11 @@ from dstrat_transformers.session import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from dstrat.interfaces.strategy import Strategy
+
+_logger = logging.getLogger(__name__)
 
 _PLUGINS = {  # of the state of an Accelerator, and how a program asks for them
     "fsdp_plugin": "fsdp",
@@ -89,6 +93,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 "torch_compile, or Accelerate's dynamo_backend, compiles the model around the strategy's step, which "
                 "is not possible: leave it out"
             )
+        self._check_handlers()
         self._strategy = session.make_strategy(self.mixed_precision)
         self._prepared: PreparedModel | None = None  # the trained one, if there is one
         self._references: list[ref[PreparedModel]] = []  # to the preparations by this accelerator
@@ -96,6 +101,30 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         self._gathers_once = self._runs_steps = False
         self.native_amp, self.scaler = False, None  # the strategy's precision has both
         self.register_load_state_pre_hook(self._load_sharded_model)
+
+    def _check_handlers(self) -> None:
+        """Refuse or log ``kwargs_handlers`` that the strategy does not follow."""
+        if self.mixed_precision != "no" and self.autocast_handler is not None and not self.autocast_handler.enabled:
+            raise ConflictError(
+                "AutocastKwargs(enabled=False) in kwargs_handlers leaves models in float32, and a strategy runs them "
+                f"in mixed_precision={self.mixed_precision!r}: pass mixed_precision='no', or give the handler to "
+                "accelerator.autocast"
+            )
+        ignored = {
+            "DistributedDataParallelKwargs": (self.ddp_handler, "is of Accelerate's own DDP"),
+            "InitProcessGroupKwargs": (self.init_handler, "comes after dstrat_transformers.use, which has opened it"),
+        }
+        for name, (handler, reason) in ignored.items():
+            options = {} if handler is None else handler.to_kwargs()
+            if options and self.is_main_process:
+                arguments = ", ".join(f"{option}={value!r}" for option, value in options.items())
+                _logger.warning(
+                    "%s(%s) in kwargs_handlers has no effect, as it %s: construct the strategy with its arguments, "
+                    "such as dstrat_ddp.DDPStrategy(find_unused_parameters=True, timeout=...)",
+                    name,
+                    arguments,
+                    reason,
+                )
 
     @property
     def strategy(self) -> Strategy:
@@ -305,11 +334,28 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         with self._strategy.no_backward_sync():
             yield
 
+    @override
+    def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
+        # Accelerate does it inside of DistributedDataParallel, and nothing for other models: ranks would diverge.
+        if self._strategy.world_size > 1:
+            raise ConflictError(
+                "trigger_sync_in_backward averages gradients of forward passes under no_sync, which only Accelerate's "
+                "own DDP can: run the last forward pass, and its backward pass, outside of no_sync"
+            )
+        return nullcontext()
+
     @contextmanager
     @override
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        handler = self.autocast_handler if autocast_handler is None else autocast_handler
         with self._strategy.precision_plugin.forward_context():
-            yield
+            device_type = self.device.type
+            if handler is None or not torch.is_autocast_enabled(device_type):
+                yield
+                return
+            dtype, options = torch.get_autocast_dtype(device_type), handler.to_kwargs()
+            with torch.autocast(device_type, **{"dtype": dtype, **options}):
+                yield
 
     @override
     def unscale_gradients(self, optimizer: Any = None) -> None:

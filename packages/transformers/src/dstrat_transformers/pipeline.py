@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dstrat import Pipeline
@@ -42,9 +42,11 @@ def make_pipeline(
     def compute(stage: Sequence[Module], value: Any, batch: Mapping[str, Any]) -> Any:
         # The model itself computes masks and positions, and calls its layers: those of other stages return their input.
         foreign = (layer for layer in layers[1:-1] if layer not in stage)
-        with arguments_of(batch) as model_arguments, _passing_through(foreign):
+        begins = layers[0] in stage
+        received = nullcontext() if begins else _receiving(layers[1], value)
+        with arguments_of(batch) as model_arguments, _passing_through(foreign), received:
             arguments = {name: argument for name, argument in model_arguments.items() if name not in _INPUTS}
-            arguments |= {"use_cache": False, "input_ids" if layers[0] in stage else "inputs_embeds": value}
+            arguments |= {"use_cache": False, "input_ids" if begins else "inputs_embeds": value}
             if head in stage:
                 return language_model(**arguments).logits
             arguments.pop(_OF_HEAD, None)
@@ -125,6 +127,29 @@ def _layers(model: Any) -> list[Module]:
             f"layer: {advice}, or define configure_pipeline in a subclass of HFModule"
         )
     return [embedding, *decoder, norms[0], head]
+
+
+@contextmanager
+def _receiving(block: Any, value: Any) -> Iterator[None]:
+    """In this context the first block gets what an earlier stage has sent.
+
+    The model passes what it makes of its ``inputs_embeds``, such as with Granite's multiplier or a dropout, which the
+    first stage has done already.
+    """
+
+    def replace(_: Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (value, *arguments[1:])
+
+    hook = block.register_forward_pre_hook(replace, prepend=True)  # before those that gather and cast
+    recompute = block.__dict__.get("_gradient_checkpointing_func")
+    if recompute is not None:  # which calls the hooks again in the backward pass, when this context has ended
+        block._gradient_checkpointing_func = lambda function, _, *rest: recompute(function, value, *rest)  # noqa: SLF001 - of transformers
+    try:
+        yield
+    finally:
+        hook.remove()
+        if recompute is not None:
+            block._gradient_checkpointing_func = recompute  # noqa: SLF001 - likewise
 
 
 @contextmanager

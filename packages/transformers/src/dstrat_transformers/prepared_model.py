@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from dstrat.interfaces.strategy import Strategy
 
+_logger = logging.getLogger(__name__)
 
 ONE_MODEL = (
     "an Accelerator trains one model at a time. Give each trained model a DstratAccelerator() of its own, and prepare "
@@ -93,6 +95,8 @@ class PreparedModel:
                 layer.training = mode
         if isinstance(self.module, CalledModule):
             self.module.joins_logits = True  # until the new loop says that it reads none
+        # transformers' Trainer enters evaluation_context itself.
+        self._shares_buffers = not runs_steps and strategy.world_size > 1 and _has_saved_buffers(model)
         # Of a model that was sharded before, a process may have no elements of a parameter.
         sizes = {name: parameter.numel() for name, parameter in base_model(model).named_parameters()}
         known = {} if earlier is None else earlier._num_elements  # noqa: SLF001 - of this class
@@ -277,13 +281,29 @@ class PreparedModel:
         if self.divided is not None and self.divided.has_stages:  # of which this process has the gradients of one
             return self.strategy.clip_gradients(optimizers[0], limit)
         norm = _total_norm(self.model.parameters())
-        if norm is not None and len(optimizers) > 1:  # each one's own norm would be smaller
+        others = self._gradients_without_optimizer()
+        if norm is not None and (len(optimizers) > 1 or others):  # an optimizer's own norm would be smaller
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             for optimizer in optimizers:
-                self.strategy.scale_gradients(optimizer, (limit / (norm + 1e-6)).clamp(max=1.0))
+                self.strategy.scale_gradients(optimizer, factor)
+            for gradient in others:  # to which later backward passes add
+                gradient.mul_(factor.to(gradient.device))
         elif not math.isinf(limit):
             for optimizer in optimizers:
                 self.strategy.clip_gradients(optimizer, limit)
         return norm
+
+    def _gradients_without_optimizer(self) -> list[Tensor]:
+        """Return the gradients of parameters that no optimizer has, which count in a norm."""
+        # By name too, as a strategy may have other tensors in the groups; and groups may have been added since.
+        known = {name for names in self.names.values() for names_of_group in names for name in names_of_group}
+        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        trained = {id(parameter) for parameters in groups for parameter in parameters}
+        return [
+            parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and name not in known and id(parameter) not in trained
+        ]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step one of the program's optimizers; the closure computes the loss again, for those that need it.
@@ -302,6 +322,10 @@ class PreparedModel:
         self._has_stepped = True
         self.strategy.optimizer_step(self._stepped(optimizer), closure or (lambda: None), self.strategy.model)
         self.strategy.accelerator.end_graph("optimizer_step")
+        if self._shares_buffers:
+            # Here, where all ranks are, and not in an evaluation: one rank alone may run the model, to show samples.
+            with self.strategy.evaluation_context():
+                pass
 
     def _check_gradients(self) -> None:
         """Refuse a model that computes with references to its first parameters, which shards have replaced."""
@@ -361,6 +385,18 @@ class PreparedModel:
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full state of an optimizer, as its ``state_dict`` has it; collective."""
         self.strategy.load_optimizer_state(self._stepped(optimizer), state)
+        if optimizer is self.optimizers[0]:  # once in a resumption
+            self._resume_strategy()
+
+    def _resume_strategy(self) -> None:
+        """Let the strategy know of a resumption from files of another library, which do not have its state."""
+        state = self.strategy.state_dict()
+        if not state:
+            self.strategy.load_state_dict(state)  # in which DDPStrategy warns of its ddp_comm_state
+        elif self.strategy.is_global_zero:
+            _logger.warning(
+                "%s resumes without its own state, which this checkpoint lacks", type(self.strategy).__name__
+            )
 
     # The end
 
@@ -384,6 +420,12 @@ class PreparedModel:
         if self._has_unfinished_step:  # of which other stages receive nothing more
             self.strategy.on_exception(RuntimeError(f"a training step of {type(self.model).__name__} has not ended"))
         self.strategy.teardown()
+
+
+def _has_saved_buffers(model: Module) -> bool:
+    """Return whether files have buffers of a model; others, such as rotary frequencies, follow from its config."""
+    names = {name for name, _ in model.named_buffers()}
+    return bool(names) and not names.isdisjoint(model.state_dict())
 
 
 def _replace_parameters(model: Module, state: Mapping[str, Tensor]) -> list[tuple[Module, str, Parameter]]:

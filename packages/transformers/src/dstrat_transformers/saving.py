@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dstrat import Callback
+from dstrat import Callback, WeightAveraging
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import gather_state
 from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, stored_tensors, unsaved_names
@@ -118,6 +119,10 @@ class _Gathering:
         full = {name: self.one(name, value) for name, value in state.items()}
         return full if self.writes else {}
 
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0; collective."""
+        return value if self._strategy is None else self._strategy.broadcast(value)
+
     def barrier(self) -> None:
         """Wait until rank 0 has written."""
         if self._strategy is not None:
@@ -181,22 +186,24 @@ def _num_bytes(value: Any) -> int:
 
 
 def _save_adapters(model: Any, state: Mapping[str, Any], folder: Path, gather: _Gathering) -> None:
-    """Write the adapters of a model of peft, without gathering the weights beside them."""
+    """Write the adapters of a model of peft, and what peft saves with them, without gathering the other weights."""
     from peft import get_peft_model_state_dict
 
-    # peft renames the adapters, and returns the same tensors: by their ids these are the names in the state.
-    names = {id(value): name for name, value in state.items()}
     adapter_names: set[str] = set()
-    for adapter in model.peft_config:
-        if state:  # outside of a run only rank 0 has one
-            selected = get_peft_model_state_dict(
-                model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=False
-            )
-            adapter_names |= {names[id(value)] for value in selected.values()}
+    if gather.writes:
+        # peft renames the adapters, and returns the same tensors: by their ids these are the names in the state.
+        names: dict[int, list[str]] = {}
+        for name, value in state.items():
+            names.setdefault(id(value), []).append(name)
+        for adapter in model.peft_config:
+            # peft's default: embeddings too, if they were resized, for which it reads the base model's configuration.
+            selected = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
+            adapter_names.update(*(names[id(value)] for value in selected.values()))
+    adapter_names = gather.broadcast(adapter_names)
     full = gather.all({name: value for name, value in state.items() if name in adapter_names})
     if gather.writes:
         on_cpu = {name: value.detach().cpu() for name, value in full.items()}
-        model.save_pretrained(folder, state_dict=on_cpu, save_embedding_layers=False)
+        model.save_pretrained(folder, state_dict=on_cpu)
 
 
 class PretrainedCheckpoint(Callback):
@@ -234,6 +241,10 @@ class PretrainedCheckpoint(Callback):
             self._save(trainer, module, self.dirpath)
 
     def _save(self, trainer: Trainer, module: TrainModule, folder: Path) -> None:
-        save_pretrained(module, folder, strategy=trainer.strategy, max_shard_size=self.max_shard_size)
+        averages = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))
+        average = next(averages, None)  # a fit has one at most
+        # As checkpoints, whose weights for an evaluation are the average.
+        with nullcontext() if average is None else average.average_in_module(trainer):
+            save_pretrained(module, folder, strategy=trainer.strategy, max_shard_size=self.max_shard_size)
         if self.processing_class is not None and trainer.is_global_zero:
             self.processing_class.save_pretrained(folder)

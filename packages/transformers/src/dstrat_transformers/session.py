@@ -121,6 +121,12 @@ def use(
             f"{name} does not communicate through torch.distributed with one process for each device, as Accelerate "
             "does: use dstrat.Trainer with it, or choose another strategy"
         )
+    if selected.steps_with_other_jobs:
+        raise ConflictError(
+            f"{name} trains together with other jobs, and another library's loop divides the data among the processes "
+            "of one job, so that all jobs would train on the same samples: use dstrat.Trainer or dstrat.OwnLoop with "
+            "it, or choose another strategy"
+        )
     launcher = selected.launcher
     if launcher is None:
         _begin(request, selected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from dstrat.training.callbacks.callback import Callback
 from dstrat.training.checkpoint.save import replace_rank_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -211,6 +212,22 @@ class WeightAveraging(Callback):
             self._average.share_buffers(trainer.strategy)
         self._average.swap(trainer.strategy)
 
+    @contextmanager
+    def average_in_module(self, trainer: Trainer) -> Iterator[None]:
+        """Let the module have the average in a context, for a callback that writes its weights; collective.
+
+        Before the first update it keeps the current weights.
+        """
+        self._update_if_due(trainer)
+        if self._is_swapped or not self._has_average(trainer):
+            yield
+            return
+        self._swap(trainer)
+        try:
+            yield
+        finally:
+            self._swap(trainer)
+
     @override
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._average is not None:
@@ -233,12 +250,17 @@ class WeightAveraging(Callback):
 
     def _catch_up(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Update the average for a checkpoint that another callback saves before this callback's hook is called."""
-        if self._average is None or self._is_swapped or not trainer.training or "callbacks" not in checkpoint:
-            return
+        if "callbacks" in checkpoint and self._update_if_due(trainer):
+            checkpoint["callbacks"][self.state_key] = self.state_dict()
+
+    def _update_if_due(self, trainer: Trainer) -> bool:
+        """Update the average in a training before this callback's hook does; return whether it was possible."""
+        if self._average is None or self._is_swapped or not trainer.training:
+            return False
         self._update_after_step(trainer)
         if trainer.fit_loop.epochs_done > trainer.current_epoch:  # within the hooks at the end of an epoch
             self._update_after_epoch(trainer)
-        checkpoint["callbacks"][self.state_key] = self.state_dict()
+        return True
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
