@@ -51,6 +51,28 @@ QUESTIONS = (  # the question in two lines, the answer that leads to the aliases
     ("Do all shards fit on all devices?", "nothing is kept twice", "yes", ("fsdp", "deepspeed_stage_3"), ""),
 )
 
+AXES = (  # the same for an axis of the mesh, and at last the label of the arrow to the next question
+    (
+        "Is the largest layer too large?",
+        "or are there fewer samples than devices?",
+        "yes",
+        "tp",
+        "within a machine",
+        "then",
+    ),
+    ("Are sequences too long?", "their activations do not fit", "yes", "cp", "with torch's attention", "then"),
+    ("Are experts too large?", "gathered, or gathering takes too long", "yes", "ep", "takes no more devices", "then"),
+    ("Does gathering take too long?", "links between machines are slow", "no", "dp_shard", "has the rest", "yes"),
+    (
+        "Do all shards fit on one machine?",
+        "or on a few with fast links",
+        "yes",
+        "dp_replicate",
+        "a replica for each",
+        "no",
+    ),
+)
+
 
 class Drawing:
     """Elements of an SVG in the colors of one theme; lengths are in its units, from the upper left corner."""
@@ -85,6 +107,17 @@ class Drawing:
             f'<polyline points="{path}" fill="none" stroke="{self.colors["accent"]}" stroke-width="2" '
             'marker-end="url(#head)"/>'
         )
+
+    def question(self, top: int, question: str, of_what: str, answer: str, otherwise: str) -> None:
+        """Draw a question, the arrow of an answer to the empty box beside it, and the one to the next question."""
+        self.box(20, top, 360, 72)
+        self.text(36, top + 31, question, style="bold")
+        self.text(36, top + 53, of_what, size=13, color="quiet")
+        self.box(440, top, 180, 72, fill="page", dashed=True)
+        self.arrow((380, top + 36), (440, top + 36))
+        self.text(407, top + 28, answer, size=13, color="quiet", center=True)
+        self.arrow((185, top + 72), (185, top + 104))
+        self.text(198, top + 92, otherwise, size=13, color="quiet")
 
     def svg(self, title: str, *, height: int) -> str:
         """Return the file's text."""
@@ -162,29 +195,40 @@ def draw_architecture(colors: dict[str, str]) -> str:
 def draw_choice(colors: dict[str, str]) -> str:
     """Return the decision for a strategy: questions from above to below, the answers beside them."""
     drawing = Drawing(colors)
-    step, height = 104, 72
     for number, (question, of_what, answer, aliases, note) in enumerate(QUESTIONS):
-        top = 16 + step * number
-        drawing.box(20, top, 360, height)
-        drawing.text(36, top + 31, question, style="bold")
-        drawing.text(36, top + 53, of_what, size=13, color="quiet")
-        drawing.box(440, top, 180, height, fill="page", dashed=True)
+        top = 16 + 104 * number
+        drawing.question(top, question, of_what, answer, "no" if answer == "yes" else "yes")
         for line, alias in enumerate(aliases):
             first = top + (42 if len(aliases) == 1 and not note else 31)
             drawing.text(454, first + 22 * line, alias, style="code", size=14, color="accent")
         drawing.text(454, top + 53, note, size=12, color="quiet")
-        drawing.arrow((380, top + 36), (440, top + 36))
-        drawing.text(407, top + 28, answer, size=13, color="quiet", center=True)
-        drawing.arrow((185, top + height), (185, top + step))
-        drawing.text(198, top + height + 20, "no" if answer == "yes" else "yes", size=13, color="quiet")
-    top = 16 + step * len(QUESTIONS)
-    drawing.box(20, top, 600, height, fill="page", dashed=True)
+    top = 16 + 104 * len(QUESTIONS)
+    drawing.box(20, top, 600, 72, fill="page", dashed=True)
     drawing.text(36, top + 31, "fsdp_cpu_offload, deepspeed_stage_3_offload", style="code", size=14, color="accent")
     drawing.text(36, top + 53, "the rest is in the memory of the host", size=13, color="quiet")
-    return drawing.svg("Questions that lead to a strategy", height=top + height + 16)
+    return drawing.svg("Questions that lead to a strategy", height=top + 88)
 
 
-DIAGRAMS = {"architecture": draw_architecture, "choose": draw_choice}
+def draw_axes(colors: dict[str, str]) -> str:
+    """Return the decision for the axes of a mesh, which begins with sharding over all devices."""
+    drawing = Drawing(colors)
+    drawing.box(20, 16, 600, 72, fill="page", dashed=True)
+    drawing.text(36, 47, 'dp_shard="auto"', style="code", size=14, color="accent")
+    drawing.text(36, 69, "all devices: parameters, gradients and optimizer state are sharded", size=13, color="quiet")
+    drawing.arrow((185, 88), (185, 120))
+    for number, (question, of_what, answer, axis, note, otherwise) in enumerate(AXES, 1):
+        top = 16 + 104 * number
+        drawing.question(top, question, of_what, answer, otherwise)
+        drawing.text(454, top + 31, axis, style="code", size=14, color="accent")
+        drawing.text(454, top + 53, note, size=12, color="quiet")
+    top = 16 + 104 * (len(AXES) + 1)
+    drawing.box(20, top, 600, 72, fill="page", dashed=True)
+    drawing.text(36, top + 31, "pp", style="code", size=14, color="accent")
+    drawing.text(36, top + 53, "with many microbatches; also where the other axes are used up", size=13, color="quiet")
+    return drawing.svg("Questions that lead to the axes of a mesh", height=top + 88)
+
+
+DIAGRAMS = {"architecture": draw_architecture, "choose": draw_choice, "axes": draw_axes}
 
 
 def main() -> None:
