@@ -4,11 +4,12 @@ import gc
 
 import pytest
 import torch
-from tests.hand_loop import Block, BlockNet, Run, parts
+from tests.hand_loop import Block, BlockNet, Run, parts, start
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
 from dstrat.interfaces.batch import tensors_in
@@ -136,3 +137,54 @@ def test_a_rank_holds_whole_gradients_until_the_last_batch_of_a_step_as_declared
     declared = (twice.accumulated - once.accumulated) // 4
     for held in in_ranks(held_while_accumulating):
         assert held == declared
+
+
+class Residual(nn.Module):
+    """A layer whose weights are larger than what it saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(128, 128, bias=False)
+
+    def forward(self, x):
+        return x + torch.relu(self.linear(x))
+
+
+class Deep(nn.Module):
+    """Thirty-two of these layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Residual() for _ in range(32)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def saved_for_the_backward_pass(cluster):
+    """Bytes in 16 bits that are alive for the backward pass after the forward pass."""
+    strategy, module, saved = FSDPStrategy(), Deep(), []
+    start(strategy, module, parts(cluster, "bf16-mixed"))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        loss = strategy.training_step(torch.ones(4, 128), 0)
+    storages = {one.data_ptr(): one.untyped_storage() for one in saved if one.dtype == torch.bfloat16}
+    sizes = sum(storage.nbytes() for storage in storages.values())  # 0 of parameters that have been freed
+    strategy.backward(loss)
+    strategy.teardown()
+    return sizes
+
+
+def test_autocast_copies_no_parameters_that_are_gathered_in_16_bits():
+    def make():
+        return TrainingSetup(module=Deep(), batch=torch.ones(4, 128), make_optimizers=Deep.configure_optimizers)
+
+    precision = MixedPrecision("bf16-mixed")
+    dtype = FSDPStrategy().forward_dtype(precision)
+    training = measure_training(
+        make, precision, device_type="cpu", world_size=2, ranks_per_machine=2, forward_dtype=dtype
+    )
+    for saved in in_ranks(saved_for_the_backward_pass):
+        assert training.saved["layers"] == pytest.approx(saved, rel=0.05)

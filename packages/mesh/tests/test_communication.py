@@ -291,3 +291,17 @@ def test_a_stage_with_frozen_layers_has_no_gradients_and_no_state_of_them():
     whole = strategy.memory_layout(training)
     assert second.gradients == 2 * whole.gradients
     assert second.optimizer_state == 2 * whole.optimizer_state
+
+
+def test_a_stage_gathers_its_own_layers_only():
+    class LargeHead(Blocks):
+        def make_layers(self):
+            super().make_layers()
+            self.layers.append(nn.Linear(WIDTH, 100 * WIDTH))
+
+    training = sizes(SAMPLES, LargeHead)
+    first, last = memory_of_ranks(MeshStrategy(pp=2), training)
+    block, head = (sum(one.nbytes for one in training.module.layers[index].parameters()) for index in (0, -1))
+    assert last.layers == ("layers.4",)
+    # Four blocks stay gathered, beside gradients of one; of a layer outside of blocks there is also their sum.
+    assert (first.memory.step_buffers, last.memory.step_buffers) == (5 * block, 3 * head)

@@ -1,6 +1,7 @@
 """``dstrat estimate``."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -135,6 +136,43 @@ def test_mixed_precision_keeps_parameters_and_adds_their_copies():
     assert mixed.activations > WEIGHTS / 2  # the copies in 16 bits, which autocast keeps for the step
 
 
+@contextmanager
+def registered(alias, strategy_class):
+    StrategyRegistry.register(alias, strategy_class, description="for tests")
+    try:
+        yield
+    finally:
+        StrategyRegistry.remove(alias)
+
+
+class Halving(Strategy):
+    """Divides parameters by two, and is registered by a user."""
+
+    root_device = torch.device("cpu")
+    is_global_zero = True
+
+    def memory_layout(self, training):
+        return MemoryLayout(parameters=training.parameters // 2, gradients=0, optimizer_state=0, host=7)
+
+    model_to_device = reduce = broadcast = barrier = all_gather = None
+
+
+class Gathering(Halving):
+    """Gathers parameters in the dtype of the computation."""
+
+    def forward_dtype(self, precision):
+        return precision.compute_dtype
+
+
+def test_parameters_gathered_in_the_dtype_of_the_computation_are_not_copied():
+    with registered("gathering", Gathering), registered("halving", Halving):
+        options = ("--accelerator", "cpu", "--precision", "bf16-mixed", "--batch-size", "1")
+        listed = estimates("plain", *options, "--strategy", "gathering", "--strategy", "halving")
+    # Neither the copies nor their gradients, which are those of the gathered parameters, are activations.
+    assert listed["gathering"]["activations"] < 0.02 * WEIGHTS
+    assert listed["halving"]["activations"] > WEIGHTS / 2
+
+
 def test_half_precision_halves_everything():
     size, half = size_of(plain, batch_size=4096), size_of(plain, "bf16-true", batch_size=4096)
     assert (half.parameters, half.trainable_parameters) == (size.parameters / 2, size.trainable_parameters / 2)
@@ -232,24 +270,9 @@ def test_the_first_that_fits_is_recommended():
     assert "--memory 24GiB tells which" in estimate("plain", *options).stdout
 
 
-class Halving(Strategy):
-    """Divides parameters by two, and is registered by a user."""
-
-    root_device = torch.device("cpu")
-    is_global_zero = True
-
-    def memory_layout(self, training):
-        return MemoryLayout(parameters=training.parameters // 2, gradients=0, optimizer_state=0, host=7)
-
-    model_to_device = reduce = broadcast = barrier = all_gather = None
-
-
 def test_a_third_partys_strategy_answers_for_itself():
-    StrategyRegistry.register("halving", Halving, description="for tests")
-    try:
+    with registered("halving", Halving):
         one = estimates("plain", "--accelerator", "cpu", "--strategy", "halving")["halving"]
-    finally:
-        StrategyRegistry.remove("halving")
     assert (one["parameters"], one["host"], one["gradients"]) == (WEIGHTS / 2, 7, 0)
 
 

@@ -103,7 +103,7 @@ def make(factory):
     )
 
 
-def measured(factory, *, replays, device_type="cpu", saved=None):
+def measured(factory, *, replays, device_type="cpu", saved=None, forward_dtype=None):
     Block.calls = 0
     precision = MixedPrecision("bf16-mixed") if device_type == "cuda" else TruePrecision()
     size = fake_step._measure(
@@ -114,6 +114,7 @@ def measured(factory, *, replays, device_type="cpu", saved=None):
         ranks_per_machine=2,
         batch_size=None,
         saved_activations=saved,
+        forward_dtype=forward_dtype,
         same_optimizers=None,
         replays=replays,
     )
@@ -151,6 +152,14 @@ def test_sizes_are_those_of_all_layers_and_a_few_run(kind, saved, device_type):
     assert ["forward" in vars(block) for block in replayed.module.blocks] == [
         "forward" in vars(block) for block in real.module.blocks
     ]
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("factory", [lambda: chain(Block), transformer])
+def test_sizes_without_casts_of_parameters_are_those_of_all_layers(factory, saved):
+    options = {"device_type": "cuda", "saved": SAVED[saved], "forward_dtype": torch.bfloat16}
+    replayed, real = (measured(factory, replays=replays, **options)[0] for replays in (True, False))
+    assert_equal(replayed, real)
 
 
 @pytest.mark.parametrize("saved", SAVED)

@@ -153,6 +153,9 @@ class GroupedStrategy(ParallelStrategy):
     def precision_for(self, flag: str) -> Precision | None:
         return self.inner.precision_for(flag)
 
+    def forward_dtype(self, precision: Precision) -> torch.dtype:
+        return self.inner.forward_dtype(precision)
+
     def check_training(self, training: TrainingSize) -> None:
         self.inner.check_training(self._of_group(training))
 

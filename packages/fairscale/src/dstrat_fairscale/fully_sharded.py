@@ -132,6 +132,9 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         """Return a precision whose loss scale is adapted by all ranks together, where the flag scales the loss."""
         return MixedPrecision(flag, scaler=ShardedGradScaler()) if flag == "16-mixed" else None
 
+    def forward_dtype(self, precision: Precision) -> torch.dtype:
+        return self._compute_dtype or precision.compute_dtype
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         ranks, computed = training.world_size, self._compute_dtype or training.precision.compute_dtype
         has_copies = computed != training.precision.param_dtype  # shards in the dtype of the computation

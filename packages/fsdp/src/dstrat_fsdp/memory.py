@@ -128,6 +128,7 @@ def sharded_layout(
     frees_blocks: bool,
     offloads: bool,
     num_stages: int = 1,
+    layers: Module | None = None,
 ) -> MemoryLayout:
     """Return the memory of a rank that keeps a shard of each parameter, and gathers blocks of them.
 
@@ -142,8 +143,10 @@ def sharded_layout(
         offloads: Whether shards and the optimizer's state are on the host.
         num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
             blocks gathered, of their own layers only.
+        layers: The layers of a rank that has not all of them; None for the module.
     """
-    units = divided_units(training.module, blocks, divisions)
+    units = divided_units(training.module if layers is None else layers, blocks, divisions)
+    module_buffers = training.module_buffers if layers is None else sum(buffer.nbytes for buffer in layers.buffers())
     shards = gradients = summed = 0
     for unit, division, count in units:
         shards += count * _shard_bytes(unit.parameters, division)
@@ -153,7 +156,7 @@ def sharded_layout(
     step_buffers, reduction_buffer = _buffers(units, policy, frees_blocks=frees_blocks, num_stages=num_stages)
     accumulated = summed // num_stages if training.accumulate_grad_batches > 1 else 0
     layout = MemoryLayout(
-        parameters=shards + training.module_buffers,
+        parameters=shards + module_buffers,
         gradients=gradients,
         optimizer_state=int(share * training.optimizer_state),
         optimizer_temporaries=int(share * training.optimizer_temporaries),
@@ -164,7 +167,7 @@ def sharded_layout(
     if not offloads:
         return layout
     return MemoryLayout(
-        parameters=training.module_buffers,
+        parameters=module_buffers,
         gradients=0,
         optimizer_state=0,
         accumulated=accumulated,

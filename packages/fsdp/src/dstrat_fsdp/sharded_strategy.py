@@ -27,6 +27,7 @@ from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
+from dstrat_fsdp.options import precision_policy
 from dstrat_fsdp.parameters import (
     discard_parameters,
     discard_shards,
@@ -43,10 +44,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from dstrat.interfaces.precision import ClipAlgorithm
+    from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.options import StateDictType
     from dstrat_fsdp.sharded_module import Sharding
@@ -72,6 +74,7 @@ class ShardedStrategy(ParallelStrategy):
     _failed = False
     _has_no_values = False  # of parameters on the meta device, which a checkpoint has
     _state_dict_type: StateDictType
+    _mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None  # of the user
 
     # Hooks of subclasses
 
@@ -100,6 +103,9 @@ class ShardedStrategy(ParallelStrategy):
     def _is_reusable(self) -> bool:
         """Whether another run can use the shards that this one parks."""
         return True
+
+    def forward_dtype(self, precision: Precision) -> torch.dtype:
+        return precision_policy(self._mixed_precision, precision).param_dtype or precision.param_dtype
 
     # The life cycle
 

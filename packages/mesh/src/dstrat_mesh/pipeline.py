@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
@@ -116,6 +118,7 @@ def number_of_layers(module: Any) -> int:
 
 # Of modules that are estimated for many layouts, and do not change.
 _stages: WeakKeyDictionary[Module, dict[tuple[int, int], Stages]] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[Module, dict[tuple[int, int], list[nn.ModuleList]]] = WeakKeyDictionary()
 
 
 def estimated_stages(module: Module, ranks: int, stages_per_rank: int) -> Stages:
@@ -129,6 +132,16 @@ def estimated_stages(module: Module, ranks: int, stages_per_rank: int) -> Stages
     of_module, key = _stages.setdefault(module, {}), (ranks, stages_per_rank)
     if key not in of_module:
         of_module[key] = Stages.of(module, pipeline_of(module), ranks, stages_per_rank)
+    return of_module[key]
+
+
+def estimated_layers(module: Module, ranks: int, stages_per_rank: int) -> list[nn.ModuleList]:
+    """Return the layers of each rank of a module that is estimated; the arguments are as before."""
+    of_module, key = _layers.setdefault(module, {}), (ranks, stages_per_rank)
+    if key not in of_module:
+        stages = estimated_stages(module, ranks, stages_per_rank)
+        positions = range(ranks)
+        of_module[key] = [nn.ModuleList(itertools.chain(*stages.layers_at(position))) for position in positions]
     return of_module[key]
 
 

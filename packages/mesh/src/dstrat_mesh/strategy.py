@@ -38,7 +38,14 @@ from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
 from dstrat_mesh.communication import activation_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
-from dstrat_mesh.pipeline import PipelineRun, check_module, check_pipeline, estimated_stages, number_of_layers
+from dstrat_mesh.pipeline import (
+    PipelineRun,
+    check_module,
+    check_pipeline,
+    estimated_layers,
+    estimated_stages,
+    number_of_layers,
+)
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences
 from dstrat_mesh.stages import LayerRandomNumbers
@@ -378,18 +385,27 @@ class MeshStrategy(SharedBatchStrategy):
             return ()
         axes = self._axes_of(training.world_size)
         blocks, experts = estimated_blocks(training, self._auto_wrap_policy), self._experts_in(training)
-        share = split_activation_share(training, blocks, axes.tp, unsplit=experts)
-        names = estimated_stages(training.module, self._pp, self._schedule.stages_per_rank).names
+        share = split_activation_share(training, blocks, axes.tp, unsplit=experts) / axes.cp
+        pipeline = training.module, self._pp, self._schedule.stages_per_rank
+        names = estimated_stages(*pipeline).names
         saved = [sum(training.saved.get(name, 0) for name in stage) for stage in names]
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
-        return [
-            Stage(
-                layers=tuple(name for stage in names[position :: self._pp] for name in stage),
-                ranks=range(position * ranks_of_stage, (position + 1) * ranks_of_stage),
-                batch_share=share * self._schedule.batch_share(position, saved[position :: self._pp]) / axes.cp,
+        stages = []
+        for position, layers in enumerate(estimated_layers(*pipeline)):
+            saved_here = saved[position :: self._pp]
+            held = self._schedule.batch_share(position, saved_here) * sum(saved_here) / max(sum(saved), 1)
+            stages.append(
+                Stage(
+                    layers=tuple(name for stage in names[position :: self._pp] for name in stage),
+                    ranks=range(position * ranks_of_stage, (position + 1) * ranks_of_stage),
+                    memory=dataclasses.replace(
+                        self._sharded_layout(training, layers),
+                        activation_share=share * held,
+                        assumption=_assumption(axes, has_equal_stages=False),
+                    ),
+                )
             )
-            for position in range(self._pp)
-        ]
+        return stages
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
@@ -399,15 +415,7 @@ class MeshStrategy(SharedBatchStrategy):
         axes = self._axes_of(training.world_size)
         experts = self._experts_in(training)
         blocks = estimated_blocks(training, self._auto_wrap_policy)
-        layout = sharded_layout(
-            self._with_microbatches(training),
-            with_experts(experts, training.module, blocks),
-            divisions=_divisions(experts, axes),
-            num_stages=axes.pp,
-            policy=precision_policy(self._mixed_precision, training.precision),
-            frees_blocks=self._reshard_after_forward,
-            offloads=offloads_to_host(self._cpu_offload, training.device_type),
-        )
+        layout = self._sharded_layout(training, None)
         return dataclasses.replace(
             layout,
             parameters=layout.parameters // axes.pp,
@@ -419,6 +427,25 @@ class MeshStrategy(SharedBatchStrategy):
             * self._schedule.activation_share
             / axes.cp,
             assumption=_assumption(axes),
+        )
+
+    def _sharded_layout(self, training: TrainingSize, layers: Module | None) -> MemoryLayout:
+        """Return the memory of a rank that has some layers; without them that of one that has all.
+
+        Of what it holds in passes only, that is then the mean of the stages.
+        """
+        axes, module = self._axes_of(training.world_size), training.module if layers is None else layers
+        experts, present = self._experts_in(training), set(module.modules())
+        blocks = [block for block in estimated_blocks(training, self._auto_wrap_policy) if block in present]
+        return sharded_layout(
+            self._with_microbatches(training),
+            with_experts(experts, module, blocks),
+            divisions=_divisions(experts, axes),
+            num_stages=axes.pp if layers is None else 1,
+            layers=layers,
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward,
+            offloads=offloads_to_host(self._cpu_offload, training.device_type),
         )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
@@ -668,9 +695,9 @@ def _divisions(experts: Iterable[Module], axes: Axes) -> Divisions:
     )
 
 
-def _assumption(axes: Axes) -> str:
+def _assumption(axes: Axes, *, has_equal_stages: bool = True) -> str:
     clauses = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
-    clauses += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 else []
+    clauses += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 and has_equal_stages else []
     clauses += ["all experts get as many tokens"] if axes.ep > 1 else []
     return "; ".join(clauses)
 

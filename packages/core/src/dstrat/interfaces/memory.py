@@ -190,9 +190,9 @@ class Stage:
     Attributes:
         layers: Their names in the module.
         ranks: The ranks that have them.
-        batch_share: Largest share of a batch whose activations these ranks hold at one time, of their layers.
+        memory: Memory of each of these ranks; its ``activation_share`` is that of the activations of all layers.
     """
 
     layers: tuple[str, ...]
     ranks: Sequence[int]
-    batch_share: float
+    memory: MemoryLayout

@@ -355,6 +355,17 @@ class Strategy(ABC):
         """Return this strategy's precision for a flag; None to use the accelerator's."""
         return None
 
+    def forward_dtype(self, precision: Precision) -> torch.dtype:
+        """Return the dtype that parameters have in a forward pass: by default that in which they are kept.
+
+        A strategy that gathers parameters in the dtype of the computation overrides it.  Autocast makes no copies of
+        them then, which estimates count as activations otherwise.
+
+        Args:
+            precision: The dtypes of the training.
+        """
+        return precision.param_dtype
+
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank besides activations, before anything runs; None where it is not known.
 

@@ -18,6 +18,8 @@ from dstrat.plugins.options import options_text, parse_alias
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import torch
+
     from dstrat.cli.choose.cost import StepTime
     from dstrat.cli.estimate.ranks import RankMemory
     from dstrat.cli.measure.machine import Machine
@@ -206,7 +208,8 @@ class Candidates:
                 yield name, make_layout
 
     def _layout_options(self, offer: Offer, cases: Cases) -> list[Mapping[str, Any]]:
-        sizes = self._sizes_with(cases.new_precision(), cases.new_precision, None)
+        precision = cases.new_precision()
+        sizes = self._sizes_with(precision, cases.new_precision, None, precision.param_dtype)
         module, workload = sizes.of_training().module, self._workload
         strategy_class = self._catalog.load(offer)
         try:
@@ -275,7 +278,8 @@ class Candidates:
             return strategy.precision_for(cases.precision) or cases.new_precision()
 
         precision = make_precision()
-        sizes = self._sizes_with(precision, make_precision, strategy.saved_activations)
+        saved, forward_dtype = strategy.saved_activations, strategy.forward_dtype(precision)
+        sizes = self._sizes_with(precision, make_precision, saved, forward_dtype)
         first = dataclasses.replace(sizes.of_training(), precision=precision)
         communication = strategy.communication_layout(first)
         groups = workload.devices // (1 if communication is None else communication.ranks_per_batch)
@@ -292,10 +296,14 @@ class Candidates:
         ]
 
     def _sizes_with(
-        self, precision: Precision, make_precision: Callable[[], Precision], saved: SavedActivations | None
+        self,
+        precision: Precision,
+        make_precision: Callable[[], Precision],
+        saved: SavedActivations | None,
+        forward_dtype: torch.dtype,
     ) -> TrainingSizes:
         """Return the sizes of the training, which depend on a precision by its dtypes only."""
-        workload, dtypes = self._workload, (precision.param_dtype, precision.compute_dtype)
+        workload, dtypes = self._workload, (precision.param_dtype, precision.compute_dtype, forward_dtype)
 
         def measure(batch_size: int | None) -> TrainingSize:
             size = measure_factory(
@@ -306,6 +314,7 @@ class Candidates:
                 batch_size,
                 make_precision(),
                 saved,
+                forward_dtype,
                 same_optimizers=self._stepped.get(precision.param_dtype),
             )
             self._stepped.setdefault(precision.param_dtype, size)

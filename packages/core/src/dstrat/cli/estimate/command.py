@@ -23,6 +23,8 @@ from dstrat.errors import ConflictError, DstratError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import torch
+
     from dstrat.cli.estimate.fake_step import TrainingSetup
     from dstrat.interfaces.memory import MemoryLayout, SavedActivations, TrainingSize
     from dstrat.interfaces.precision import Precision
@@ -167,15 +169,16 @@ def make_estimates(
         try:
             strategy = make_strategy()
             plugin = strategy.precision_for(precision) or cases.new_precision()
+            forward_dtype = strategy.forward_dtype(plugin)
         except DstratError as error:
             if aliases:  # without --strategy an alias that does not fit is left out, not an error
                 raise
             silent[alias] = str(error)
             continue
         # A step depends on the strategy by this only, and is measured once for each combination.
-        key = (plugin.param_dtype, plugin.compute_dtype, strategy.saved_activations)
+        key = (plugin.param_dtype, plugin.compute_dtype, forward_dtype, strategy.saved_activations)
         if key not in sizes:
-            sizes[key] = measure(plugin, strategy.saved_activations)
+            sizes[key] = measure(plugin, strategy.saved_activations, forward_dtype)
         training = dataclasses.replace(sizes[key], precision=plugin)
         layout = strategy.memory_layout(training)
         if layout is None:
@@ -235,6 +238,7 @@ def measure_factory(
     batch_size: int | None,
     precision: Precision,
     saved_activations: SavedActivations | None = None,
+    forward_dtype: torch.dtype | None = None,
     same_optimizers: TrainingSize | None = None,
 ) -> TrainingSize:
     """Return the sizes of the training of a factory.
@@ -247,6 +251,7 @@ def measure_factory(
         batch_size: Of a rank; None for that of the factory's batch.
         precision: The dtypes; it is connected to the module.
         saved_activations: How layers save activations; None for all of them, as they are.
+        forward_dtype: Dtype that parameters have in a forward pass; None for their own.
         same_optimizers: Sizes of the training with the same parameters, whose optimizer step is not measured again.
     """
     from dstrat.cli.estimate.fake_step import measure_training
@@ -259,6 +264,7 @@ def measure_factory(
         ranks_per_machine=devices,
         batch_size=batch_size,
         saved_activations=saved_activations,
+        forward_dtype=forward_dtype,
         same_optimizers=same_optimizers,
     )
 

@@ -107,6 +107,7 @@ def measure_training(
     ranks_per_machine: int,
     batch_size: int | None = None,
     saved_activations: SavedActivations | None = None,
+    forward_dtype: torch.dtype | None = None,
     same_optimizers: TrainingSize | None = None,
 ) -> TrainingSize:
     """Run two steps of a training on fake tensors, and return its sizes.
@@ -120,6 +121,7 @@ def measure_training(
         ranks_per_machine: Number of them on each machine.
         batch_size: Size of a rank's batch, its tensors' first dimension; None leaves it.
         saved_activations: How layers save activations, as a strategy has it.
+        forward_dtype: Dtype that parameters have in a forward pass, as a strategy has it; None for their own.
         same_optimizers: Sizes of a training with the same parameters, whose optimizer step is not measured again.
 
     Raises:
@@ -134,6 +136,7 @@ def measure_training(
         ranks_per_machine=ranks_per_machine,
         batch_size=batch_size,
         saved_activations=saved_activations,
+        forward_dtype=forward_dtype,
         same_optimizers=same_optimizers,
     )
     try:
@@ -151,6 +154,7 @@ def _measure(
     ranks_per_machine: int,
     batch_size: int | None,
     saved_activations: SavedActivations | None,
+    forward_dtype: torch.dtype | None,
     same_optimizers: TrainingSize | None,
     replays: bool,
 ) -> TrainingSize:
@@ -165,7 +169,7 @@ def _measure(
         with FakeTensorMode(allow_non_fake_inputs=True):
             replace_by_fake(module)
             batch = precision.convert_input(_resized(training.batch, batch_size))
-            memory = LiveMemory([*module.parameters(), *module.buffers()])
+            memory = LiveMemory([*module.parameters(), *module.buffers()], forward_dtype)
             step = _step_of(training, module)
             work, attention = CountedWork(), RecordedHeads()
             kernels = gpu_kernels(device_type, precision, module)

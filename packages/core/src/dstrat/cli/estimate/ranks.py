@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrat.errors import DstratError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from torch.nn import Module
-
-    from dstrat.interfaces.memory import MemoryLayout, Stage, TrainingSize
+    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.strategy import Strategy
 
 
@@ -54,30 +51,7 @@ def memory_of_ranks(strategy: Strategy, training: TrainingSize) -> list[RankMemo
         stages = ()
     if not stages:
         return [_rank_memory(training, layout, (), range(training.world_size))]
-    saved = sum(training.saved.get(name, 0) for stage in stages for name in stage.layers)
-    return [_memory_of_stage(training, layout, stage, len(stages), saved) for stage in stages]
-
-
-def _memory_of_stage(training: TrainingSize, layout: MemoryLayout, stage: Stage, count: int, saved: int) -> RankMemory:
-    """Return the memory of the ranks of a stage.
-
-    Args:
-        training: Sizes of the training on one device.
-        layout: Memory of a rank if all stages had equal layers.
-        stage: The stage.
-        count: Number of stages.
-        saved: Bytes of activations that the layers of all stages save.
-    """
-    layers = [training.module.get_submodule(name) for name in stage.layers]
-    held, all_of_them = _numbers_of_elements(layers), _numbers_of_elements([training.module])
-    # Sizes of the stage as multiples of the mean: frozen layers have no gradients and no state.
-    size, trained = (count * of_stage / max(total, 1) for of_stage, total in zip(held, all_of_them, strict=True))
-    sizes: dict[str, Any] = {name: int(size * getattr(layout, name)) for name in ("parameters", "host")}
-    for name in ("gradients", "optimizer_state", "optimizer_temporaries", "accumulated"):
-        sizes[name] = int(trained * getattr(layout, name))
-    share = sum(training.saved.get(name, 0) for name in stage.layers) / max(saved, 1)
-    of_stage = dataclasses.replace(layout, **sizes, activation_share=stage.batch_share * share)
-    return _rank_memory(training, of_stage, stage.layers, stage.ranks)
+    return [_rank_memory(training, stage.memory, stage.layers, stage.ranks) for stage in stages]
 
 
 def _rank_memory(
@@ -91,9 +65,3 @@ def _rank_memory(
         host=training.host(layout),
         peak=training.peak(layout),
     )
-
-
-def _numbers_of_elements(layers: Iterable[Module]) -> tuple[int, int]:
-    """Return the number of elements of the layers' parameters, and of those that are trained."""
-    parameters = {parameter for layer in layers for parameter in layer.parameters()}
-    return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)

@@ -107,8 +107,16 @@ def show_dry_run(
         )
         batch_size = None
     batch_of_group = None if batch_size is None else batch_size // groups
-    saved = planned.saved_activations
-    training = measure_factory(model, cases.device_type, per_machine, num_nodes, batch_of_group, plugin, saved)
+    training = measure_factory(
+        model,
+        cases.device_type,
+        per_machine,
+        num_nodes,
+        batch_of_group,
+        plugin,
+        planned.saved_activations,
+        planned.forward_dtype(plugin),
+    )
     communication, samples = planned.communication_layout(training), training.batch_size * groups
     problem = value_or_reason(partial(planned.check_training, training))
     if problem is not None:
