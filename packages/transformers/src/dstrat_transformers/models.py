@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +222,20 @@ def _shares_parameters(block: Module, model: Module) -> bool:
         for parameter in layer.parameters(recurse=False)
     }
     return any(id(parameter) in outside for parameter in block.parameters())
+
+
+@contextmanager
+def computed_again_with(block: Any, value: Any) -> Iterator[None]:
+    """In this context a block that computes its activations again begins with a value, if it does so."""
+    recompute = vars(block).get("_gradient_checkpointing_func")
+    if recompute is None:
+        yield
+        return
+    block._gradient_checkpointing_func = lambda function, _, *rest: recompute(function, value, *rest)  # noqa: SLF001 - of transformers
+    try:
+        yield
+    finally:
+        block._gradient_checkpointing_func = recompute  # noqa: SLF001 - likewise
 
 
 def expert_layers(model: Module) -> list[Module]:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat import Pipeline
 from dstrat.errors import MisuseError
-from dstrat_transformers.models import base_model, blocks, count_labels, has_auxiliary_loss, is_peft
+from dstrat_transformers.models import (
+    base_model,
+    blocks,
+    computed_again_with,
+    count_labels,
+    has_auxiliary_loss,
+    is_peft,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -141,15 +148,11 @@ def _receiving(block: Any, value: Any) -> Iterator[None]:
         return (value, *arguments[1:])
 
     hook = block.register_forward_pre_hook(replace, prepend=True)  # before those that gather and cast
-    recompute = block.__dict__.get("_gradient_checkpointing_func")
-    if recompute is not None:  # which calls the hooks again in the backward pass, when this context has ended
-        block._gradient_checkpointing_func = lambda function, _, *rest: recompute(function, value, *rest)  # noqa: SLF001 - of transformers
     try:
-        yield
+        with computed_again_with(block, value):  # which calls hooks in the backward pass, when this context has ended
+            yield
     finally:
         hook.remove()
-        if recompute is not None:
-            block._gradient_checkpointing_func = recompute  # noqa: SLF001 - likewise
 
 
 @contextmanager

@@ -281,12 +281,12 @@ class PreparedModel:
         if self.divided is not None and self.divided.has_stages:  # of which this process has the gradients of one
             return self.strategy.clip_gradients(optimizers[0], limit)
         norm = _total_norm(self.model.parameters())
-        others = self._gradients_without_optimizer()
-        if norm is not None and (len(optimizers) > 1 or others):  # an optimizer's own norm would be smaller
+        unowned = self._gradients_without_optimizer()
+        if norm is not None and (len(optimizers) > 1 or unowned):  # an optimizer's own norm would be smaller
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             for optimizer in optimizers:
                 self.strategy.scale_gradients(optimizer, factor)
-            for gradient in others:  # to which later backward passes add
+            for gradient in unowned:  # to which later backward passes add
                 gradient.mul_(factor.to(gradient.device))
         elif not math.isinf(limit):
             for optimizer in optimizers:
