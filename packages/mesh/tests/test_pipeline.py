@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import logging
 import time
 
 import pytest
@@ -561,6 +562,29 @@ def test_the_plan_shows_stages_and_the_bubble():
         "Interleaved1F1B, 2 stages per rank, 2 microbatches",
         "idle 20% of the time: the bubble",
     )
+
+
+def logged_stages(cluster):
+    messages, logger = [], logging.getLogger("dstrat_mesh")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        started(cluster, pp=2).teardown()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return messages
+
+
+def test_the_first_rank_logs_the_layers_of_each_stage():
+    first, second = in_ranks(logged_stages)
+    titles, layers = zip(*(message.split(": ") for message in first), strict=True)
+    assert titles == ("stage 0 of the pipeline", "stage 1 of the pipeline")
+    blocks = [f"blocks.{number}" for number in range(len(PipeNet().blocks))]
+    assert ", ".join(layers) == ", ".join(["first", *blocks, "last"])
+    assert second == []
 
 
 def held(cluster):

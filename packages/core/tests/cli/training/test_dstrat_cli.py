@@ -14,8 +14,9 @@ from packages.core.tests.cli.training.program import Net, Notes, Numbers
 
 from dstrat.callbacks import EarlyStopping, ModelCheckpoint
 from dstrat.cli import DstratCLI, SaveConfigCallback
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.loggers import CSVLogger
+from dstrat.plugins.options import parse_alias
 
 PROGRAM = program.__name__
 
@@ -40,6 +41,34 @@ def test_a_file_that_has_changed_since_an_earlier_command_line_is_read_again(cli
     for rate in (0.3, 0.2):
         (folder / "base.yaml").write_text(f"model: {{lr: {rate}}}\n")
         assert cli("-c", "base.yaml").model.lr == rate
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "mesh"),
+    [
+        ("ddp(gradient_as_bucket_view=True)", {"gradient_as_bucket_view": True}, None),
+        ("fsdp(cpu_offload=True, state_dict_type='full')", {"cpu_offload": True, "state_dict_type": "full"}, None),
+        ("mesh(pp=2)", {"pp": 2}, "pp 2"),
+        ("mesh(dp_replicate=1, tp=2)", {"dp_replicate": 1, "tp": 2}, "tp 2"),
+    ],
+)
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_options_follow_an_alias_in_a_file(cli, folder, strategy, options, mesh, quote):
+    alias, _, _ = strategy.partition("(")
+    pytest.importorskip(f"dstrat_{alias}")
+    (folder / "run.yaml").write_text(f"trainer:\n  strategy: {quote}{strategy}{quote}\n  devices: 2\n")
+    trainer = cli("--config=run.yaml").trainer
+    assert trainer.plan.strategy_alias == alias
+    rows = {row.subject: row.value for row in trainer.plan.choices}
+    assert parse_alias(rows["strategy"]).options == options
+    assert rows.get("mesh") == mesh
+
+
+def test_a_misspelled_option_of_an_alias_in_a_file_is_answered_with_the_nearest(cli, folder):
+    pytest.importorskip("dstrat_fsdp")
+    (folder / "run.yaml").write_text("trainer:\n  strategy: fsdp(cpu_ofload=True)\n  devices: 2\n")
+    with pytest.raises(RequestError, match=r"no option 'cpu_ofload': did you mean 'cpu_offload'\?"):
+        cli("--config=run.yaml")
 
 
 def test_classes_and_nested_objects_are_named(cli):
