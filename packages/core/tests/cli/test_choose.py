@@ -466,6 +466,9 @@ def test_a_pipeline_needs_what_its_fullest_rank_needs_as_explain_shows_it(choose
     ranks = ranking(CliRunner().invoke(commands, ["explain", *model, "--nodes", "1", "--devices", "2", "--json"]))
     first, last = (rank["peak"] for rank in ranks["memory"])
     assert one["memory"]["peak"] == last > 2 * first
+    of_a_rank = ("--devices", "2", "--batch-size", "16", "--json")
+    (estimated,) = ranking(CliRunner().invoke(commands, ["estimate", *model[:-2], *of_a_rank]))["estimates"]
+    assert estimated["peak"] == last
 
 
 def test_what_does_not_fit_in_the_smallest_batch_of_microbatches_is_refused_for_its_memory(choose):
