@@ -211,6 +211,17 @@ def test_a_layout_that_does_not_fit_is_left_out_with_its_memory(choose):
     assert shown["reasons"] == ["fsdp is the only layout that fits."]
 
 
+def test_what_does_not_fit_is_shown_with_the_batches_that_need_least(choose):
+    pytest.importorskip("dstrat_fsdp")
+    # One sample takes less memory than gradients that are accumulated.
+    options = ("--devices", "2", "--strategy", "fsdp", "--batch", "4", "--json")
+    shown = ranking(choose(*options, "--device-memory", "1MiB"))
+    fits, *_ = ranking(choose(*options))["candidates"]
+    assert (fits["batch_size"], fits["accumulate_grad_batches"]) == (2, 1)
+    assert shown["too_large"]["fsdp"]["peak"] == fits["memory"]["peak"]
+    assert shown["too_large"]["fsdp"]["batch_size"] == 2
+
+
 def test_on_one_device_layers_may_compute_activations_again(choose):
     options = ("--devices", "1", "--strategy", "single_device", "--batch", "1024", "--json")
     found = {one["strategy"]: one for one in ranking(choose(*options, factory="attending"))["candidates"]}
@@ -466,6 +477,9 @@ def test_a_pipeline_needs_what_its_fullest_rank_needs_as_explain_shows_it(choose
     ranks = ranking(CliRunner().invoke(commands, ["explain", *model, "--nodes", "1", "--devices", "2", "--json"]))
     first, last = (rank["peak"] for rank in ranks["memory"])
     assert one["memory"]["peak"] == last > 2 * first
+    of_a_rank = ("--devices", "2", "--batch-size", "16", "--json")
+    (estimated,) = ranking(CliRunner().invoke(commands, ["estimate", *model[:-2], *of_a_rank]))["estimates"]
+    assert estimated["peak"] == last
 
 
 def test_what_does_not_fit_in_the_smallest_batch_of_microbatches_is_refused_for_its_memory(choose):

@@ -102,7 +102,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TooLarge:
-    """The memory of a layout that does not fit, with batches as small as its training allows.
+    """The memory of a layout that does not fit, with the batches of those that its training allows that need least.
 
     Attributes:
         peak: Largest memory of a device, in bytes.
@@ -263,7 +263,8 @@ class Candidates:
         # Smaller batches were tried for their memory only.
         for layout in reversed(layouts[:smallest]):
             if value_or_reason(partial(strategy.check_training, layout.training)) is None:
-                return _too_large(layout)
+                # Without gradients that are accumulated, the largest batch may need less.
+                return _too_large(min(layout, first, key=lambda one: one.peak))
         raise RequestError(problem)
 
     def _layouts(self, strategy: Strategy, cases: Cases) -> list[_Layout]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrat.cli.components import loaded_catalog
+from dstrat.cli.estimate.ranks import memory_of_ranks
 from dstrat.cli.output import json_option, print_json
 from dstrat.errors import ConflictError, DstratError, RequestError
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from dstrat.cli.estimate.fake_step import TrainingSetup
-    from dstrat.interfaces.memory import MemoryLayout, SavedActivations, TrainingSize
+    from dstrat.cli.estimate.ranks import RankMemory
+    from dstrat.interfaces.memory import SavedActivations, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.plugins.catalog import Catalog
@@ -44,7 +46,7 @@ MOST_OF_MEMORY = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Memory of a rank with a strategy; all sizes in bytes.
+    """Memory of a rank with a strategy, of the one that needs most; all sizes in bytes.
 
     Attributes:
         strategy: Its alias, with its options.
@@ -180,11 +182,11 @@ def make_estimates(
         if key not in sizes:
             sizes[key] = measure(plugin, strategy.saved_activations, forward_dtype)
         training = dataclasses.replace(sizes[key], precision=plugin)
-        layout = strategy.memory_layout(training)
-        if layout is None:
+        fullest = max(memory_of_ranks(strategy, training), key=lambda rank: rank.peak, default=None)
+        if fullest is None:
             silent[alias] = "it does not declare its memory_layout"
         else:
-            one = _estimate(alias, sizes[key], layout, limit)
+            one = _estimate(alias, fullest, limit)
             estimates.append(dataclasses.replace(one, problem=_problem(strategy, training)))
     return estimates, silent
 
@@ -391,18 +393,18 @@ class Cases:
 # The result
 
 
-def _estimate(alias: str, size: TrainingSize, layout: MemoryLayout, limit: int | None) -> Estimate:
-    peak = size.peak(layout)
+def _estimate(alias: str, rank: RankMemory, limit: int | None) -> Estimate:
+    layout = rank.memory
     return Estimate(
         strategy=alias,
         parameters=layout.parameters,
         gradients=layout.gradients,
         optimizer_state=layout.optimizer_state,
-        activations=int(layout.activation_share * size.activations),
+        activations=rank.activations,
         other=layout.buffers + max(layout.step_buffers + layout.reduction_buffer, layout.optimizer_temporaries),
-        peak=peak,
-        host=size.host(layout),
-        fits=None if limit is None else peak <= limit,
+        peak=rank.peak,
+        host=rank.host,
+        fits=None if limit is None else rank.peak <= limit,
         assumption=layout.assumption,
     )
 
