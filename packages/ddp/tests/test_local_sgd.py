@@ -172,16 +172,27 @@ def test_averages_of_weights_are_refused():
     in_ranks(averages_refused)
 
 
-def warnings_of_a_resume(cluster, path):
-    trainer, _ = drifting_fit(cluster)
+def power_sgd_fit(cluster, max_steps=5, **paths):
+    trainer = quiet_trainer(DDPStrategy(ddp_comm_hook="powerSGD"), cluster, max_steps=max_steps)
+    trainer.fit(Drifting(), DataLoader(TensorDataset(torch.arange(20.0)[:, None]), batch_size=2), **paths)
+    return trainer, None
+
+
+def warnings_of_a_resume(cluster, path, fit):
+    trainer, _ = fit(cluster)
     trainer.save_checkpoint(path)
     log = io.StringIO()
     logging.getLogger("dstrat_ddp").addHandler(logging.StreamHandler(log))
-    drifting_fit(cluster, max_steps=6, ckpt_path=path)
+    fit(cluster, max_steps=6, ckpt_path=path)
     return log.getvalue()
 
 
-def test_a_resume_says_that_the_state_of_the_hook_begins_anew(tmp_path):
-    first, second = in_ranks(warnings_of_a_resume, path=tmp_path / "end")
-    assert "ddp_comm_state, which checkpoints do not have, resumes as in a new training and its ranks from" in first
+@pytest.mark.parametrize(
+    ("fit", "end"),
+    [(drifting_fit, " and its ranks from the weights of global rank 0\n"), (power_sgd_fit, "\n")],
+    ids=["post-local SGD", "PowerSGD without a state"],
+)
+def test_a_resume_says_that_the_state_of_the_hook_begins_anew(tmp_path, fit, end):
+    first, second = in_ranks(warnings_of_a_resume, path=tmp_path / "end", fit=fit)
+    assert first == f"ddp_comm_state, which checkpoints do not have, resumes as in a new training{end}"
     assert second == ""

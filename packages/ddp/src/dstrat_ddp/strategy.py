@@ -342,7 +342,7 @@ class DDPStrategy(ParallelStrategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._comm_hook is not None and self._comm_hook.state is not None and self.is_global_zero:
+        if self._comm_hook is not None and self._comm_hook.has_state and self.is_global_zero:
             weights = " and its ranks from the weights of global rank 0" if self._averaging is not None else ""
             _logger.warning("ddp_comm_state, which checkpoints do not have, resumes as in a new training%s", weights)
 
