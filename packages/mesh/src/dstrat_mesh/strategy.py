@@ -392,8 +392,8 @@ class MeshStrategy(SharedBatchStrategy):
         ranks_of_stage = training.world_size // self._pp  # the outermost axis
         stages = []
         for position, layers in enumerate(estimated_layers(*pipeline)):
-            saved_on_rank = saved[position :: self._pp]
-            held = self._schedule.batch_share(position, saved_on_rank) * sum(saved_on_rank) / max(sum(saved), 1)
+            saved_by_rank = saved[position :: self._pp]
+            held = self._schedule.batch_share(position, saved_by_rank) * sum(saved_by_rank) / max(sum(saved), 1)
             stages.append(
                 Stage(
                     layers=tuple(name for stage in names[position :: self._pp] for name in stage),

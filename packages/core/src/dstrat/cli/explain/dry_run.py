@@ -232,8 +232,10 @@ def _sentences(run: DryRun, time: StepTime | None) -> Iterable[str]:
         yield "the strategy does not declare what it communicates"
     assumptions = {one.memory.assumption for one in run.memory}
     assumptions |= set() if run.communication is None else {run.communication.assumption}
-    for assumption in sorted(assumptions - {""}):
-        yield f"if {assumption}"
+    for assumption in sorted(assumptions):
+        # What memory assumes is often a part of what communication assumes.
+        if assumption and not any(assumption != other and assumption in other for other in assumptions):
+            yield f"if {assumption}"
     for reason in run.refused:
         yield f"refused: {reason}"
 
