@@ -39,7 +39,8 @@ class Pipeline:
         inputs: Function of a batch that returns the input of the model, a tensor.
         weight: Function of a microbatch that returns the number that its loss is the mean of, such as the number of
             labels without padding; None for its number of samples.  With it, batches of other processes and accumulated
-            batches count by their numbers too.
+            batches count by their numbers too.  The loss of a microbatch without labels may be nan, as that of torch's
+            ``cross_entropy``; one that divides by hand has nan gradients, unless by ``count.clamp(min=1)``.
         compute: Function of the layers of a stage, its input and the microbatch that returns the output of the last of
             these layers; None calls them one after the other.  Layers of other stages have no values.  In an
             evaluation the microbatch is what the model is called with: its argument, a tuple of several positional
