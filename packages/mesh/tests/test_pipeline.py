@@ -498,6 +498,7 @@ def refusal(cluster, module_class, batch_size=8, **options):
         strategy.setup(Run(strategy.module))
         strategy.training_step(next(batches(1, batch_size)), 0)
     except DstratError as error:
+        strategy.barrier()  # the other rank may still wait for the comparison of batches
         return str(error)
     finally:
         strategy.teardown()
