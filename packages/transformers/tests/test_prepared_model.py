@@ -613,6 +613,7 @@ accelerator = dstrat_transformers.DstratAccelerator()
 model = torch.nn.Linear(2, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 accelerator.save_state(sys.argv[0] + ".state")
+accelerator.wait_for_everyone()
 accelerator.load_state(sys.argv[0] + ".state")
 seen = messages
 """
