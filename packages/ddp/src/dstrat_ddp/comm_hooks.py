@@ -74,10 +74,10 @@ class CommHook:
     @property
     def has_state(self) -> bool:
         """Whether the hook keeps something from step to step."""
-        return self.state is not None or self._is_power_sgd
+        return self.state is not None or self._compresses_by_power_sgd
 
     @property
-    def _is_power_sgd(self) -> bool:
+    def _compresses_by_power_sgd(self) -> bool:
         return self.hook in (_torch(_HOOKS["powerSGD"]), _torch(_HOOKS["batched_powerSGD"]))
 
     def sent_share(self, dtype: torch.dtype) -> float | None:
@@ -114,7 +114,7 @@ class CommHook:
             wrap: Callable[[Hook], Hook] = _for_device(self.wrapper, device)
             hook = wrap(hook)
         state = self.state
-        if state is None and self._is_power_sgd:
+        if state is None and self._compresses_by_power_sgd:
             state = _torch("powerSGD_hook.PowerSGDState")(process_group=None)  # these two have no default of their own
         elif is_one_of_several and (self.is_local_sgd or _is_power_sgd(state)):
             # Both count iterations of a model.  PowerSGD's has what was not sent of each bucket, too, and a bucket has

@@ -103,8 +103,9 @@ def _fill(
 ) -> None:
     shards = {name: existing_shard(layer, name) for name in owned}
     missing = [name for name, shard in shards.items() if shard is None]
-    if parameter_reader(layer) is not None:
-        _read(layer, missing)
+    read = parameter_reader(layer)
+    if read is not None:
+        _read_shards(layer, missing, read)
     elif missing:
         _reset_layer(layer, names, owned)
     for name, shard in shards.items():
@@ -119,16 +120,15 @@ def _fill_buffers(layer: Module, device: torch.device) -> None:
     buffers = [name for name, buffer in layer.named_buffers(recurse=False) if buffer.is_meta]
     for name in buffers:
         setattr(layer, name, torch.empty_like(getattr(layer, name), device=device))
-    if parameter_reader(layer) is not None:
-        _read(layer, buffers)
+    read = parameter_reader(layer)
+    if read is not None:
+        _read_shards(layer, buffers, read)
     else:
         _reset_layer(layer, names, set(buffers), device)
 
 
-def _read(layer: Module, names: Iterable[str]) -> None:
-    """Read this rank's shards of tensors of a layer that has ``read_parameter``."""
-    read = parameter_reader(layer)
-    assert read is not None  # noqa: S101 - callers have checked it
+def _read_shards(layer: Module, names: Iterable[str], read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
+    """Read this rank's shards of tensors of a layer by its ``read_parameter``."""
     for name in names:
         for box in local_boxes(getattr(layer, name), name):
             box.tensor.copy_(read(name, box.slices))

@@ -510,10 +510,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         super().load_rank_state(state)
-        saved, layout = (
-            state.get("layer_random"),
-            self._rank_layout,
-        )  # in another one, other ranks draw the same numbers
+        saved, layout = state.get("layer_random"), self._rank_layout
+        # In another layout, other ranks draw the same numbers.
         if saved is not None and {name: state.get(name) for name in layout} == layout:
             self._random_numbers = LayerRandomNumbers(self, saved)
 

@@ -392,7 +392,7 @@ class PreparedModel:
         """Let the strategy know of a resumption from files of another library, which do not have its state."""
         state = self.strategy.state_dict()
         if not state:
-            self.strategy.load_state_dict(state)  # in which DDPStrategy warns of its ddp_comm_state
+            self.strategy.load_state_dict(state)  # in which a strategy warns of what no checkpoint has
         elif self.strategy.is_global_zero:
             _logger.warning(
                 "%s resumes without its own state, which this checkpoint lacks", type(self.strategy).__name__

@@ -246,7 +246,7 @@ class ChangingBuffers:
                 "so that activation_checkpointing cannot compute it again: leave the layer out by "
                 "activation_checkpointing_policy, or change the buffer from the first step on"
             )
-        before.update((name, values[name]) for name in changed)
+        before.update((name, values[name]) for name in changed if name in values)  # a layer may have removed one
 
     @contextmanager
     def _restoring(self, before: Mapping[str, Tensor]) -> Iterator[None]:

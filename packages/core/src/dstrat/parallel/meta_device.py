@@ -75,7 +75,7 @@ def reset_method(layer: Module, names: Sequence[str]) -> Callable[[], object]:
     return method
 
 
-def materialize(module: Module) -> None:
+def materialize_on_cpu(module: Module) -> None:
     """Give the parameters on the meta device memory on the CPU and first values; shared ones stay shared.
 
     Args:

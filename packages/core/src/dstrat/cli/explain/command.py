@@ -204,10 +204,12 @@ def _recommend(plan: Plan, catalog: Catalog, model: str, limit: int) -> tuple[st
     recommended = recommendation(estimates, limit)
     sizes = {one.strategy: f"{one.peak / _GIB:.1f} GiB" for one in estimates}
     if recommended is None:
-        smallest = min((one for one in estimates if not one.problem), key=lambda one: one.peak)
+        possible = (one for one in estimates if not one.problem)
+        smallest = min(possible, key=lambda one: one.peak, default=None)
+        least = "" if smallest is None else f"; {smallest.strategy} needs {sizes[smallest.strategy]}"
         raise RequestError(
-            f"no strategy fits into {limit / _GIB:.1f} GiB with a tenth to spare; {smallest.strategy} needs "
-            f"{sizes[smallest.strategy]}: give more --devices or --memory, or a smaller model or batch"
+            f"no strategy fits into {limit / _GIB:.1f} GiB with a tenth to spare{least}: give more --devices or --memory, "
+            "or a smaller model or batch"
         )
     reason = f"shards least of those that fit: it needs {sizes[recommended]} of {limit / _GIB:.1f} GiB"
     if plan.strategy in sizes and plan.strategy != recommended:
@@ -240,10 +242,10 @@ def _recommend_fastest(plan: Plan, catalog: Catalog, model: str, limit: int, mac
     if not candidates:
         raise RequestError(f"no layout fits into {limit / _GIB:.1f} GiB: `dstrat choose` says what each needs")
     first = candidates[0]
-    reason = f"dstrat choose ranks it first: a step takes {1000 * first.time.total:.3g} ms by its model"
+    reason = f"dstrat choose ranks it first: a step takes {1000 * first.time.total:.1f} ms by its model"
     of_plan = next((one for one in candidates if one.strategy == plan.strategy), first)
     if of_plan is not first:
-        reason += f", and {1000 * of_plan.time.total:.3g} ms with {plan.strategy}"
+        reason += f", and {1000 * of_plan.time.total:.1f} ms with {plan.strategy}"
     return first.strategy, reason
 
 

@@ -24,7 +24,7 @@ from dstrat.cli.estimate.command import load_factory
 from dstrat.cli.estimate.fake_step import read_training
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
-from dstrat.parallel.meta_device import materialize, parameters_on_meta
+from dstrat.parallel.meta_device import materialize_on_cpu, parameters_on_meta
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.hooks import overrides
 from dstrat.training.loops.sources import DataSources
@@ -99,7 +99,7 @@ def read(source: str, steps: int, num_layers: int | None = None) -> VerifiedTrai
             training = make()
         _check_values(training)
         reduced = training.module.keep_layers(num_layers)
-        materialize(training.module)
+        materialize_on_cpu(training.module)
     except RequestError:
         raise
     except Exception as error:  # noqa: BLE001 - of the user's, which comes again where it has another cause
@@ -295,7 +295,7 @@ def _reduce_when_configured(module: TrainModule, num_layers: int, reduced: dict[
         if not reduced:
             raise _nothing_repeats(module, num_layers)
         if not shards_later:
-            materialize(module)
+            materialize_on_cpu(module)
 
     module.configure_model = configure_and_reduce  # type: ignore[method-assign]  # of this copy
 
