@@ -208,8 +208,8 @@ def _recommend(plan: Plan, catalog: Catalog, model: str, limit: int) -> tuple[st
         smallest = min(possible, key=lambda one: one.peak, default=None)
         least = "" if smallest is None else f"; {smallest.strategy} needs {sizes[smallest.strategy]}"
         raise RequestError(
-            f"no strategy fits into {limit / _GIB:.1f} GiB with a tenth to spare{least}: give more --devices or --memory, "
-            "or a smaller model or batch"
+            f"no strategy fits into {limit / _GIB:.1f} GiB with a tenth to spare{least}: give more --devices or "
+            "--memory, or a smaller model or batch"
         )
     reason = f"shards least of those that fit: it needs {sizes[recommended]} of {limit / _GIB:.1f} GiB"
     if plan.strategy in sizes and plan.strategy != recommended:
