@@ -79,6 +79,18 @@ def initialize_before_forward(unit: FSDPModule) -> None:
     unit._get_fsdp_state()._lazy_init()
 
 
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients of all units that backward passes have accumulated without communication; collective.
+
+    torch's pipeline stages do it likewise.
+    """
+    state: Any = root._get_fsdp_state()
+    for one in state._state_ctx.all_states:
+        for group in _groups(one):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
 def _groups(state: Any) -> list[Any]:
     """Return the parameter groups of a unit, each of which torch gathers in one collective."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.9: one

@@ -231,6 +231,10 @@ class ShardedModule:
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
+    def reduce_gradients(self) -> None:
+        """Reduce what a backward pass without synchronization has accumulated; collective over the ranks of a shard."""
+        internals.reduce_gradients(self.root)
+
     def set_free_after_backward(self, enabled: bool) -> None:
         """Set whether backward passes free units, or leave them gathered for a further microbatch."""
         for unit in self._units:

@@ -229,7 +229,7 @@ class PipelineRun:
         self,
         batch: Any,
         scale: Callable[[Tensor], Tensor],
-        before_backward: Callable[[bool], None],
+        before_backward: Callable[[bool, bool], None],
         weigh: Callable[[Tensor], Tensor],
         capture_logs: Callable[[], AbstractContextManager[Sequence[Any]]],
     ) -> Any:

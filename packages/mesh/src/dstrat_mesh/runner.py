@@ -149,7 +149,7 @@ class StageRunner:
         microbatches: Sequence[Any],
         factors: Sequence[float | Tensor],
         scale: Callable[[Tensor], Tensor],
-        before_backward: Callable[[bool], None],
+        before_backward: Callable[[bool, bool], None],
         trainable: Hashable,
     ) -> Tensor:
         """Run forward and backward passes of all microbatches; return the loss of the batch on every rank.
@@ -159,7 +159,8 @@ class StageRunner:
             microbatches: The microbatches.
             factors: Factor of each microbatch's loss in that of the batch.
             scale: Scales the loss for the precision.
-            before_backward: Called before each backward pass that computes gradients, with whether it is the last.
+            before_backward: Called before each backward pass that computes gradients, with whether it is the last one,
+                and whether the rank before waits for its result.
             trainable: Which parameters of all stages are trained, by which tensors between stages have gradients.
         """
         links, keys = self._links, [(_shapes(microbatch), trainable) for microbatch in microbatches]
@@ -170,10 +171,12 @@ class StageRunner:
         for step in self._schedule.passes(links.position):
             stage, index = self._stage(step.chunk), step.microbatch
             if step.is_backward:
+                received, output = pending.pop((stage, index))
                 if stage in trained:
                     num_computed += 1
-                    before_backward(num_computed == len(trained) * len(microbatches))
-                self._run_backward(stage, index, *pending.pop((stage, index)))
+                    is_awaited = received is not None and received.requires_grad
+                    before_backward(num_computed == len(trained) * len(microbatches), is_awaited)
+                self._run_backward(stage, index, received, output)
                 if not num_forward:
                     self._wait_for_previous(stage, index)
                 continue

@@ -542,8 +542,10 @@ class MeshStrategy(SharedBatchStrategy):
         if self._sequences is not None:
             batch = self._sequences.cut_batch(batch)
 
-        def before_backward(is_last: bool) -> None:
-            sharded.set_gradient_sync(is_last and not self._accumulates)
+        def before_backward(is_last: bool, is_awaited: bool) -> None:
+            # On CPU a collective ends before the backward pass goes on: it would delay the ranks before this one.  They
+            # have passes to do after this rank's last one, and its collectives have that time.
+            sharded.set_gradient_sync(is_last and not is_awaited and not self._accumulates)
             if not self._reshard_after_forward:
                 sharded.set_free_after_backward(is_last)
 
@@ -552,6 +554,8 @@ class MeshStrategy(SharedBatchStrategy):
                 batch, self.precision_plugin.scale_loss, before_backward, self._weigh, self._capture_logs
             )
         sharded.set_gradient_sync(not self._accumulates)
+        if not self._accumulates:
+            sharded.reduce_gradients()
         sharded.end_backward()
         sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
         if not self._accumulates:
