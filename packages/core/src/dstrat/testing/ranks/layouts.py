@@ -190,7 +190,8 @@ class LayoutNet(TrainModule):
         if strategy.replicates_state:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        returned = strategy.clip_gradients(optimizer, _CLIP, gradient_clip_algorithm)
+        assert gradient_clip_val is not None  # noqa: S101 - the trainings clip
+        returned = strategy.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         norm = norm if returned is None else returned
         if norm is not None:
             self.norms.append(float(norm))
