@@ -124,7 +124,11 @@ def test_a_stage_begins_with_what_it_receives(boundary, computes_again):
 
 def others():
     sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
+    opt = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     return {
+        "OPTForCausalLM has the layers decoder, and a pipeline is known": transformers.OPTForCausalLM(
+            transformers.OPTConfig(**opt, ffn_dim=48, word_embed_proj_dim=32)
+        ),
         "BloomForCausalLM has the layers word_embeddings, word_embeddings_layernorm, h, ln_f, and a pipeline is known "
         "for an embedding": transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)),
         "LlamaForSequenceClassification is no model ...ForCausalLM": transformers.LlamaForSequenceClassification(
@@ -139,6 +143,14 @@ def test_a_model_with_other_layers_is_refused(message):
     with pytest.raises(MisuseError) as error:
         HFModule(others()[message]).configure_pipeline()
     assert str(error.value).startswith(message)
+
+
+def test_blocks_that_return_tuples_are_refused():
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    pipeline = HFModule(transformers.FalconForCausalLM(config)).configure_pipeline()
+    batch = {name: torch.stack([row[name] for row in small.rows(2)]) for name in small.rows(1)[0]}
+    with pytest.raises(MisuseError, match="blocks of FalconForCausalLM return tuples, and a pipeline is known for"):
+        pipeline.compute(pipeline.chain[:2], batch["input_ids"], batch)
 
 
 def training():

@@ -45,12 +45,19 @@ def make_pipeline(
     language_model: Any = model
     layers = _layers(language_model)
     body, head = language_model.base_model, layers[-1]
+    is_checked = False
 
     def compute(stage: Sequence[Module], value: Any, batch: Mapping[str, Any]) -> Any:
+        nonlocal is_checked
         # The model itself computes masks and positions, and calls its layers: those of other stages return their input.
         foreign = (layer for layer in layers[1:-1] if layer not in stage)
         begins = layers[0] in stage
-        received = nullcontext() if begins else _receiving(layers[1], value)
+        received: AbstractContextManager[None]
+        if not begins:
+            received = _receiving(layers[1], value)
+        else:  # other stages have their first input from this one
+            received = nullcontext() if is_checked else _refusing_tuples(layers[1], type(language_model).__name__)
+            is_checked = True
         with arguments_of(batch) as model_arguments, _passing_through(foreign), received:
             arguments = {name: argument for name, argument in model_arguments.items() if name not in _INPUTS}
             arguments |= {"use_cache": False, "input_ids" if begins else "inputs_embeds": value}
@@ -125,7 +132,7 @@ def _layers(model: Any) -> list[Module]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inside = {id(block) for block in decoder}
     children = [child for child in body.children() if any(True for _ in child.parameters())]
-    norms = [child for child in children if child is not embedding and not inside & set(map(id, child.children()))]
+    norms = [child for child in children if child is not embedding and not inside & set(map(id, child.modules()))]
     outer = [child for child in model.children() if child is not body and any(True for _ in child.parameters())]
     if body is model or len(norms) != 1 or outer != [head] or children[-1] is not norms[0]:
         names = ", ".join(child_name for child_name, child in body.named_children() if child in children)
@@ -151,6 +158,24 @@ def _receiving(block: Any, value: Any) -> Iterator[None]:
     try:
         with computed_again_with(block, value):  # which calls hooks in the backward pass, when this context has ended
             yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _refusing_tuples(block: Any, name: str) -> Iterator[None]:
+    """In this context a block whose output is no tensor is an error: blocks of other stages return their input."""
+
+    def check(_module: Module, _arguments: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            raise MisuseError(
+                f"blocks of {name} return tuples, and a pipeline is known for blocks that return a tensor: leave pp "
+                "out, or define configure_pipeline in a subclass of HFModule"
+            )
+
+    hook = block.register_forward_hook(check)
+    try:
+        yield
     finally:
         hook.remove()
 
