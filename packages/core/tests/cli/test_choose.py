@@ -299,6 +299,37 @@ def test_state_that_fits_no_device_is_offloaded_to_the_host(choose):
     assert offloaded["seconds"]["offload"] > 0 == plain["seconds"]["offload"]
 
 
+def test_what_the_host_of_a_machine_does_not_have_is_refused(choose):
+    pytest.importorskip("dstrat_fsdp")
+    options = ("--devices", "4", "--strategy", "fsdp_cpu_offload", "--json")
+    (fitting,) = ranking(choose(*options, of=machine(device_type="cuda", devices=4)))["candidates"]
+    of_machine = fitting["memory"]["host_of_machine"]
+    assert of_machine == 4 * fitting["memory"]["host"] > 0
+    network = Link(kind="any", scope="network", ranks=2, latency=0.0, bandwidth=1e8)
+    two = machine(device_type="cuda", host_memory=of_machine * 0.6, links=(*machine().links, network))
+    assert ranking(choose(*options, of=two))["candidates"]
+    shown = choose(*options, of=dataclasses.replace(two, devices=4))
+    assert (shown.exit_code, ranking(shown)["candidates"]) == (1, [])
+    assert re.fullmatch(
+        r"all ranks of a machine need .* GiB of its host, and 90% of its .* GiB are .*, with batches of 1",
+        ranking(shown)["refused"]["fsdp_cpu_offload"],
+    )
+    given = choose(*options, "--host-memory", "1GiB", of=dataclasses.replace(two, devices=4))
+    assert ranking(given)["candidates"]
+
+
+def test_a_host_whose_memory_is_not_known_is_not_checked_which_is_said(choose):
+    pytest.importorskip("dstrat_fsdp")
+    options = ("--devices", "2", "--strategy", "fsdp_cpu_offload", "--strategy", "fsdp")
+    gpus = machine(device_type="cuda")
+    note = "is not checked: mine has no host_memory, so give --host-memory, or a file of `dstrat measure`."
+    assert note in " ".join(choose(*options, of=gpus).stdout.split())
+    (sentence,) = ranking(choose(*options, "--json", of=gpus))["not_checked"]
+    assert sentence.endswith(note)
+    assert ranking(choose(*options, "--json", "--host-memory", "1GiB", of=gpus))["not_checked"] == []
+    assert ranking(choose("--devices", "2", "--strategy", "fsdp", "--json", of=gpus))["not_checked"] == []
+
+
 @pytest.mark.parametrize("strategy", ["fsdp_cpu_offload", "mesh(cpu_offload=True)"])
 def test_what_is_on_the_host_is_copied_for_each_gather(choose, strategy):
     pytest.importorskip("dstrat_mesh")

@@ -125,6 +125,19 @@ def test_a_dry_run_refuses_what_the_machine_does_not_have():
     assert str(many.exception) == ("--devices 20 are 10 on each of 2 machines, and h100x8 has 8: give --nodes 4")
 
 
+def test_a_dry_run_refuses_what_the_host_does_not_have():
+    pytest.importorskip("dstrat_fsdp")
+    options = ("--accelerator", "cuda", "--strategy", "fsdp_cpu_offload")
+    free = json.loads(dry_run(*options, "--json").stdout)
+    assert free["host_of_machine"] == 2 * free["memory"][0]["host"] > 0
+    assert "not checked: all ranks of a machine need 0.0 GiB of its host;" in dry_run(*options).stdout
+    assert dry_run(*options, "--host-memory", str(free["host_of_machine"] / 0.89)).exit_code == 0
+    shown = dry_run(*options, "--host-memory", str(free["host_of_machine"] / 0.91))
+    assert shown.exit_code == 1
+    assert "refused: all ranks of a machine need 0.0 GiB of its host, and 90% of its 0.0 GiB" in shown.stdout
+    assert json.loads(dry_run(*options, "--machine", "h100x8", "--json").stdout)["not_checked"] == []
+
+
 def test_a_dry_run_refuses_a_batch_that_does_not_divide():
     pytest.importorskip("dstrat_ddp")
     shown = dry_run("--strategy", "ddp", "--batch", "6")

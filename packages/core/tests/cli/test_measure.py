@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from dstrat.cli.main import commands
 from dstrat.cli.measure import benchmarks
-from dstrat.cli.measure.benchmarks import fit_link, overlap_of
+from dstrat.cli.measure.benchmarks import fit_link, host_memory, overlap_of
 from dstrat.cli.measure.command import short_rate
 from dstrat.cli.measure.machine import Link, known_machines, read_machine
 from dstrat.errors import RequestError
@@ -30,6 +30,7 @@ def test_known_machines_have_rates_links_and_sources():
     for machine in known_machines().values():
         assert machine.flops["bfloat16"] > machine.flops["float32"] > 1e13, machine.name
         assert {link.scope for link in machine.links} == {"machine", "network"}, machine.name
+        assert machine.host_memory > machine.devices * machine.memory, machine.name
         assert "datasheet" in machine.source
         assert "Assumed" in machine.source
 
@@ -126,6 +127,19 @@ def test_rates_have_three_digits(rate, text):
     assert short_rate(rate) == text
 
 
+def test_the_limit_of_a_container_is_the_memory_of_its_host(tmp_path):
+    process, job = tmp_path / "cgroup", tmp_path / "groups/slurm/job_1"
+    process.write_text("1:name=systemd:/\n0::/slurm/job_1\n")
+    job.mkdir(parents=True)
+    everything = host_memory(process, tmp_path / "groups")
+    assert everything > 2**27
+    (job / "memory.max").write_text("max\n")
+    assert host_memory(process, tmp_path / "groups") == everything
+    (job.parent / "memory.max").write_text("1048576\n")
+    (tmp_path / "memory.max").write_text("1\n")  # of no group
+    assert host_memory(process, tmp_path / "groups") == 2**20
+
+
 @pytest.mark.slow
 def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path):
     path = tmp_path / "machine.json"
@@ -141,6 +155,7 @@ def test_two_ranks_measure_products_copies_and_all_kinds_of_collectives(tmp_path
     assert 1e8 < machine.flops["float32"] < 1e14
     assert 1e7 < machine.memory_bandwidth < 1e13
     assert -1 <= machine.overlap <= 1
+    assert machine.host_memory // 2 == machine.memory > 2**27
     assert 0 < machine.operation_latency < machine.hook_latency < 0.1
     assert 0 <= machine.page_latency < 1e-3
     assert 0 <= machine.operand_overlap <= 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dstrat.cli.choose.cost import step_time
 from dstrat.cli.choose.sizes import TrainingSizes
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory
-from dstrat.cli.estimate.ranks import memory_of_ranks
+from dstrat.cli.estimate.ranks import host_of_machine, memory_of_ranks
 from dstrat.errors import DstratError, RequestError
 from dstrat.plugins.options import options_text, parse_alias
 
@@ -78,6 +78,7 @@ class Candidate:
         memory: What the rank holds that needs most.
         communication: What a rank communicates.
         peak: Largest memory of a device, in bytes.
+        host: Largest memory of the host of a machine, of all its ranks, in bytes.
         time: Time of an optimizer step.
     """
 
@@ -87,6 +88,7 @@ class Candidate:
     memory: MemoryLayout
     communication: CommunicationLayout
     peak: int
+    host: int
     time: StepTime
 
     @property
@@ -239,11 +241,15 @@ class Candidates:
         first, last = layouts[0], layouts[-1]
         strategy.check_training(first.training)
         # More batches need less memory, but for the second one, with which gradients are accumulated.
-        smallest = 0
-        if first.peak > limit:
+        smallest, host_memory = 0, self._workload.machine.host_memory
+
+        def fits(layout: _Layout) -> bool:
+            return layout.peak <= limit and host_problem(layout.host, host_memory) is None
+
+        if not fits(first):
             # Of a module that cannot train on one sample it is not known.
-            fits = value_or_reason(lambda: last.peak <= limit) is not False
-            smallest = bisect_left(layouts, True, 1, key=lambda one: one.peak <= limit) if fits else len(layouts)
+            may_fit = value_or_reason(lambda: fits(last)) is not False
+            smallest = bisect_left(layouts, True, 1, key=fits) if may_fit else len(layouts)
         problem = "a step has no sample"
         if smallest < len(layouts):
             fitting = layouts[smallest]
@@ -258,13 +264,18 @@ class Candidates:
                     memory=fitting.memory,
                     communication=fitting.communication,
                     peak=fitting.peak,
+                    host=fitting.host,
                     time=step_time(self._workload.machine, fitting.training, fitting.memory, fitting.communication),
                 )
         # Smaller batches were tried for their memory only.
         for layout in reversed(layouts[:smallest]):
             if value_or_reason(partial(strategy.check_training, layout.training)) is None:
                 # Without gradients that are accumulated, the largest batch may need less.
-                return _too_large(min(layout, first, key=lambda one: one.peak))
+                least = min(layout, first, key=lambda one: one.peak)
+                too_large = host_problem(layout.host, host_memory) if least.peak <= limit else None
+                if too_large is None:
+                    return _too_large(least)
+                raise RequestError(f"{too_large}, with batches of {layout.training.batch_size}")
         raise RequestError(problem)
 
     def _layouts(self, strategy: Strategy, cases: Cases) -> list[_Layout]:
@@ -349,10 +360,13 @@ class _Layout:
         return dataclasses.replace(size, precision=self.precision)
 
     @cached_property
+    def of_ranks(self) -> list[RankMemory]:
+        return memory_of_ranks(self.strategy, self.training)
+
+    @cached_property
     def fullest(self) -> RankMemory:
         """Memory of the rank that needs most."""
-        fullest = max(memory_of_ranks(self.strategy, self.training), key=lambda one: one.peak, default=None)
-        return _declared(fullest, "memory_layout")
+        return _declared(max(self.of_ranks, key=lambda one: one.peak, default=None), "memory_layout")
 
     @property
     def memory(self) -> MemoryLayout:
@@ -365,6 +379,10 @@ class _Layout:
     @property
     def peak(self) -> int:
         return self.fullest.peak
+
+    @cached_property
+    def host(self) -> int:
+        return host_of_machine(self.of_ranks, self.training.ranks_per_machine)
 
 
 def _declared(layout: T | None, name: str) -> T:
@@ -385,6 +403,19 @@ def value_or_reason(function: Callable[[], T]) -> T | str:
         return function()
     except DstratError as error:
         return str(error)
+
+
+def host_problem(host: int, memory: int | None) -> str | None:
+    """Return why the ranks of a machine need more than most of the memory of its host; None if they do not.
+
+    Args:
+        host: What its ranks have on the host, in bytes.
+        memory: Memory of the host; None if it is not known.
+    """
+    if memory is None or host <= MOST_OF_MEMORY * memory:
+        return None
+    limit = f"{MOST_OF_MEMORY:.0%} of its {memory / 2**30:.1f} GiB are {MOST_OF_MEMORY * memory / 2**30:.1f}"
+    return f"all ranks of a machine need {host / 2**30:.1f} GiB of its host, and {limit}"
 
 
 def _closer(first: str | TooLarge | None, second: str | TooLarge) -> str | TooLarge:

@@ -48,6 +48,7 @@ _VERBS = {
     help="Known machine such as h100x8, or a file.  By default this one, which is measured.",
 )
 @click.option("--device-memory", help="Memory of a device, such as 80GiB.  By default the machine's.")
+@click.option("--host-memory", help="Memory of a machine besides its devices, such as 1TiB.  By default the machine's.")
 @click.option("--batch", type=click.IntRange(1), help="Samples of a step.  By default the factory's on each device.")
 @click.option("--precision", help='Such as "bf16-mixed".  By default 32-true and bf16-mixed are compared.')
 @click.option(
@@ -63,6 +64,7 @@ def choose(
     devices: int,
     machine_name: str | None,
     device_memory: str | None,
+    host_memory: str | None,
     batch: int | None,
     precision: str | None,
     aliases: tuple[str, ...],
@@ -84,6 +86,8 @@ def choose(
     if plot is not None:
         check_suffix(plot, "--plot")
     machine = _measured_machine(devices) if machine_name is None else read_machine(machine_name)
+    if host_memory is not None:
+        machine = dataclasses.replace(machine, host_memory=read_size(host_memory, "--host-memory"))
     if devices > machine.devices and devices % machine.devices:
         raise RequestError(
             f"--devices {devices} are no number of whole machines: {machine_name} has {machine.devices} devices, so "
@@ -125,6 +129,7 @@ def choose(
                 "refused": refused,
                 "too_large": too_large,
                 "unusable": ranking.unusable,
+                "not_checked": _not_checked(ranking.candidates, machine),
             }
         )
     else:
@@ -178,7 +183,7 @@ def _as_dict(candidate: Candidate, workload: Workload) -> dict[str, Any]:
         "precision": candidate.precision,
         "batch_size": candidate.training.batch_size,
         "accumulate_grad_batches": candidate.training.accumulate_grad_batches,
-        "memory": asdict(candidate.memory) | {"peak": candidate.peak},
+        "memory": asdict(candidate.memory) | {"peak": candidate.peak, "host_of_machine": candidate.host},
         "seconds": asdict(candidate.time) | {"total": candidate.time.total},
         "communication": communication,
         "trainer": trainer_line(candidate, workload),
@@ -204,7 +209,8 @@ def _print(ranking: LayoutRanking, smaller: Sequence[Candidate], workload: Workl
         if len(candidates) > len(shown):
             click.echo(f"and {len(candidates) - len(shown)} more that fit")
         click.echo()
-        for sentence in (*reasons(candidates, smaller, workload), *_assumptions(candidates[0])):
+        notes = (*_assumptions(candidates[0]), *_not_checked(candidates, workload.machine))
+        for sentence in (*reasons(candidates, smaller, workload), *notes):
             click.echo(textwrap.fill(sentence, width))
     _print_refused(ranking, width)
     if candidates:
@@ -290,6 +296,18 @@ def _with_links(machine: Machine, factor: float) -> Machine:
 def _assumptions(candidate: Candidate) -> list[str]:
     assumption = candidate.memory.assumption or candidate.communication.assumption
     return [f"{candidate.strategy} if {assumption}."] if assumption else []
+
+
+def _not_checked(candidates: Sequence[Candidate], machine: Machine) -> list[str]:
+    """Return a sentence about the memory of the host, if layouts use it and the machine does not say what it has."""
+    largest = max((one.host for one in candidates), default=0)
+    if machine.host_memory is not None or not largest:
+        return []
+    note = (
+        f"Memory of the host, of which layouts that offload need up to {largest / _GIB:.1f} GiB on a machine, is not "
+        f"checked: {machine.name} has no host_memory, so give --host-memory, or a file of `dstrat measure`."
+    )
+    return [note]
 
 
 # What is not compared

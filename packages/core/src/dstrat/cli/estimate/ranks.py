@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,21 @@ def memory_of_ranks(strategy: Strategy, training: TrainingSize) -> list[RankMemo
     if not stages:
         return [_rank_memory(training, layout, (), range(training.world_size))]
     return [_rank_memory(training, stage.memory, stage.layers, stage.ranks) for stage in stages]
+
+
+def host_of_machine(of_ranks: Sequence[RankMemory], ranks_per_machine: int) -> int:
+    """Return what the ranks of a machine have on its host, in bytes; of the machine whose ranks have most.
+
+    Args:
+        of_ranks: Memory of all ranks.
+        ranks_per_machine: Number of ranks on each machine.
+    """
+    sums: Counter[int] = Counter()
+    for one in of_ranks:
+        if one.host:
+            for machine, ranks in Counter(rank // ranks_per_machine for rank in one.ranks).items():
+                sums[machine] += ranks * one.host
+    return max(sums.values(), default=0)
 
 
 def _rank_memory(

@@ -38,6 +38,7 @@ _GIB = 2**30
     "--memory",
     help="Memory of a device, such as 80GiB.  By default that of this machine's, or in a dry run --machine's.",
 )
+@click.option("--host-memory", help="In a dry run, memory of a machine besides its devices.  By default --machine's.")
 @click.option(
     "--nodes",
     type=click.IntRange(1),
@@ -58,6 +59,7 @@ def explain(
     precision: str | None,
     model: str | None,
     memory: str | None,
+    host_memory: str | None,
     nodes: int | None,
     batch: int | None,
     machine: str | None,
@@ -90,12 +92,14 @@ def explain(
             model=model,
             batch_size=batch,
             memory=None if memory is None else read_size(memory, "--memory"),
+            host_memory=None if host_memory is None else read_size(host_memory, "--host-memory"),
             machine=None if machine is None else read_machine(machine),
             as_json=as_json,
         )
         sys.exit(0 if accepted else 1)
-    if batch is not None:
-        raise ConflictError("--batch is for a dry run: give --nodes, or leave it out")
+    for option, value in (("--batch", batch), ("--host-memory", host_memory)):
+        if value is not None:
+            raise ConflictError(f"{option} is for a dry run: give --nodes, or leave it out")
     if machine is not None and (strategy != "auto" or model is None):
         raise ConflictError("--machine is for a dry run, with --nodes, or for --strategy auto with --model")
     _explain_plan(strategy, accelerator, devices, num_nodes, precision, model, memory, machine, as_json=as_json)

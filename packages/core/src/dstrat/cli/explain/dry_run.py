@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrat.cli.choose.candidates import value_or_reason
+from dstrat.cli.choose.candidates import host_problem, value_or_reason
 from dstrat.cli.choose.cost import step_time
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory, training_maker
 from dstrat.cli.estimate.fake_step import measure_module
-from dstrat.cli.estimate.ranks import memory_of_ranks
+from dstrat.cli.estimate.ranks import host_of_machine, memory_of_ranks
 from dstrat.cli.output import print_json, print_table
 from dstrat.errors import RequestError
 
@@ -41,6 +41,8 @@ class DryRun:
         rows: Rows of the plan: the processes, and what the strategy describes.
         training: Sizes of the training with the batch of a rank.
         memory: Memory of the ranks, one entry for each stage.
+        host: Memory of the host of a machine, of all its ranks, in bytes.
+        host_is_known: Whether it is known what memory the host has.
         communication: What a rank communicates in a step; None if that is not known.
         refused: Reasons why the job would not run.
     """
@@ -48,6 +50,8 @@ class DryRun:
     rows: Sequence[tuple[str, str, str]]
     training: TrainingSize
     memory: Sequence[RankMemory]
+    host: int
+    host_is_known: bool
     communication: CommunicationLayout | None
     refused: Sequence[str]
 
@@ -63,6 +67,7 @@ def show_dry_run(
     model: str,
     batch_size: int | None,
     memory: int | None,
+    host_memory: int | None,
     machine: Machine | None,
     as_json: bool,
 ) -> bool:
@@ -78,6 +83,7 @@ def show_dry_run(
         model: Name of the function that returns the training.
         batch_size: Samples of an optimizer step of all ranks; None for the function's batch on each group of ranks.
         memory: Memory of a device in bytes; None for that of the machine, or any without one.
+        host_memory: Memory of a machine besides its devices, likewise.
         machine: The machine, for the time of a step; None for none.
         as_json: Whether JSON is printed.
     """
@@ -92,6 +98,8 @@ def show_dry_run(
         )
     if machine is not None and memory is None:
         memory = machine.memory
+    if machine is not None and host_memory is None:
+        host_memory = machine.host_memory
     cases = Cases(catalog, accelerator, per_machine, num_nodes, precision)
     ((offer, make_strategy),) = cases.strategies([strategy])
     planned = make_strategy()
@@ -126,6 +134,10 @@ def show_dry_run(
     if memory is not None and peak > MOST_OF_MEMORY * memory:
         limit = f"{MOST_OF_MEMORY:.0%} of a device's {memory / _GIB:.1f} GiB are {MOST_OF_MEMORY * memory / _GIB:.1f}"
         refused.append(f"a rank needs {peak / _GIB:.1f} GiB, and {limit}")
+    host = host_of_machine(of_ranks, per_machine)
+    of_host = host_problem(host, host_memory)
+    if of_host is not None:
+        refused.append(of_host)
     run = DryRun(
         rows=[
             ("strategy", offer.alias_text, offer.owner_label),
@@ -135,6 +147,8 @@ def show_dry_run(
         ],
         training=training,
         memory=of_ranks,
+        host=host,
+        host_is_known=host_memory is not None,
         communication=communication,
         refused=refused,
     )
@@ -194,6 +208,8 @@ def _as_dict(run: DryRun, time: StepTime | None) -> dict[str, Any]:
             }
             for one in run.memory
         ],
+        "host_of_machine": run.host,
+        "not_checked": _not_checked(run),
         "communication": None if run.communication is None else asdict(run.communication),
         "sent": sent,
         "seconds": None if time is None else {**asdict(time), "total": time.total},
@@ -236,8 +252,20 @@ def _sentences(run: DryRun, time: StepTime | None) -> Iterable[str]:
         # What memory assumes is often a part of what communication assumes.
         if assumption and not any(assumption != other and assumption in other for other in assumptions):
             yield f"if {assumption}"
+    yield from _not_checked(run)
     for reason in run.refused:
         yield f"refused: {reason}"
+
+
+def _not_checked(run: DryRun) -> list[str]:
+    """Return a sentence about the memory of the host, if the job uses it and it is not known what there is."""
+    if run.host_is_known or not run.host:
+        return []
+    note = (
+        f"not checked: all ranks of a machine need {run.host / _GIB:.1f} GiB of its host; --host-memory, or a "
+        "--machine that has host_memory, checks whether it has them"
+    )
+    return [note]
 
 
 def _memory_row(number: int, one: RankMemory) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -67,6 +68,7 @@ def measure(loop: OwnLoop, name: str) -> Machine:
         host_bandwidth=_host_bandwidth(clock),
         overlap=_overlap(clock),
         links=links,
+        host_memory=host_memory(),
         source=f"measured with {strategy.world_size} ranks and torch {torch.__version__}",
     )
 
@@ -241,8 +243,23 @@ def _host_bandwidth(clock: _Clock) -> float:
 def device_memory(device: torch.device, ranks_per_machine: int) -> int:
     """Return the memory of a device in bytes; for CPUs, a rank's share of the machine's memory."""
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_machine
+        return host_memory() // ranks_per_machine
     return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def host_memory(process: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory of this machine in bytes, or the limit of its container or job if that is less.
+
+    Args:
+        process: File with the control group of this process.
+        groups: Folder of the control groups, of version 2.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = process.read_text().splitlines() if process.is_file() else ()
+    group = groups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    files = [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(groups)]
+    limits = [file.read_text().strip() for file in files if file.is_file()]
+    return min([memory, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 # Collectives

@@ -60,6 +60,7 @@ def _print(machine: Machine) -> None:
         *(("matrix product", f"{short_rate(rate)}FLOP/s", dtype) for dtype, rate in machine.flops.items()),
         ("copy", f"{short_rate(machine.memory_bandwidth)}B/s", "read and written"),
         ("copy from host", f"{short_rate(machine.host_bandwidth)}B/s", ""),
+        *(() if machine.host_memory is None else (("host", f"{machine.host_memory / 2**30:.1f} GiB", "of all ranks"),)),
         ("operation", f"{machine.operation_latency * 1e6:.1f} us", "on 16 elements"),
     ]
     if machine.operand_overlap is not None:

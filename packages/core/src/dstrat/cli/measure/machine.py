@@ -73,6 +73,8 @@ class Machine:
         overlap: Share of a collective's time that computation hides, if it runs beside it: 1 hides all, and less than 0
             delays both, as where they share processors.
         links: Speed of collectives.
+        host_memory: Memory of the machine besides its devices, in bytes, for what is offloaded; for CPUs it is that of
+            all devices.  None, if it is not known, is no limit.
         efficiency: Share of ``flops`` and ``memory_bandwidth`` that a training reaches: 1 if these are measured.
         source: Where the values come from.
     """
@@ -89,6 +91,7 @@ class Machine:
     overlap: float
     links: Sequence[Link]
     hook_latency: float | None = None
+    host_memory: int | None = None
     page_latency: float | None = None
     operand_overlap: float | None = None
     efficiency: float = 1.0
