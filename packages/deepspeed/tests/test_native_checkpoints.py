@@ -248,7 +248,7 @@ def test_a_script_without_dstrat_goes_on_from_what_was_saved_for_it(ranks, tmp_p
     found = ranks(saved_natively, folder=str(tmp_path), stage=stage)
     for losses, of_script, names, refused, found_first, left in found:
         assert of_script == losses
-        assert names == ["c", "c.deepspeed", "d.deepspeed", "last"]
-        assert "c.deepspeed' are there already, and are not written over" in refused
-        assert "d.deepspeed' are there already, and are not written over" in found_first
-        assert left == ["d.deepspeed"]
+        assert names == ["c", "c.deepspeed", "d", "d-v1.deepspeed", "d.deepspeed", "last"]
+        assert "c' exists already, and none is ever written over" in refused
+        assert found_first is None
+        assert left == ["d", "d-v1.deepspeed", "d.deepspeed", "last"]

@@ -370,15 +370,20 @@ def test_weights_alone_are_loaded_for_evaluation(tmp_path):
     assert torch.equal(net.weight, line().weight)
 
 
-def test_a_used_path_is_an_error_and_the_state_is_saved_beside_it(tmp_path):
+def test_a_new_checkpoint_gets_the_path_and_an_older_one_another(tmp_path):
     def save(loop):
         loop.setup(line(), adam)
-        loop.save_checkpoint(tmp_path / "saved", {"number": 1})
-        with pytest.raises(CheckpointError, match=r"exists already, .* this one is '.*saved-v1'"):
-            loop.save_checkpoint(tmp_path / "saved", {"number": 2})
+        loop.save_checkpoint(tmp_path / "saved", {"number": 2})
+        loop.save_checkpoint(tmp_path / "saved", {"number": 3})
         return loop.load_checkpoint(tmp_path / "saved"), loop.load_checkpoint(tmp_path / "saved-v1")
 
-    assert make_loop().launch(save) == ({"number": 1}, {"number": 2})
+    def save_earlier(loop):
+        loop.setup(line(), adam)
+        loop.save_checkpoint(tmp_path / "saved", {"number": 1})
+
+    make_loop().launch(save_earlier)
+    assert make_loop().launch(save) == ({"number": 3}, {"number": 1})
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved", "saved-v1"]
 
 
 def test_two_optimizers_are_stepped_one_by_one():

@@ -152,7 +152,7 @@ class CheckpointedStrategy(ParallelStrategy):
         if not (options.save_native and self._engine is not None and self.optimizers):
             super().save_checkpoint(checkpoint, path)
             return
-        check_can_save_native(path, self)  # before the checkpoint is written, not after
+        check_can_save_native(path)  # before the checkpoint is written, not after
         super().save_checkpoint(checkpoint, path)
         exclude_frozen = options.exclude_frozen_parameters
         with self._engine.without_empty_groups():

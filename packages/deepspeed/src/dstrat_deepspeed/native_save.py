@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.paths import RemotePath, as_path
+from dstrat.checkpoint.portable.local_files import unused_beside
 from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.errors import CheckpointError
 from dstrat_deepspeed import internals
@@ -19,23 +21,22 @@ if TYPE_CHECKING:
     from dstrat.parallel.strategy import ParallelStrategy
 
 
+_SUFFIX = ".deepspeed"
+
+_log = logging.getLogger(__name__)
+
+
 def native_path(path: str | Path) -> Path:
     """Return the folder of DeepSpeed's files beside a checkpoint, an argument of ``engine.load_checkpoint``."""
-    return Path(f"{path}.deepspeed")
+    return Path(f"{path}{_SUFFIX}")
 
 
-def check_can_save_native(path: str | Path, strategy: ParallelStrategy) -> None:
-    """Raise a CheckpointError if DeepSpeed's files cannot be written beside a checkpoint, or exist; collective."""
+def check_can_save_native(path: str | Path) -> None:
+    """Raise a CheckpointError if DeepSpeed's files cannot be written beside a checkpoint."""
     if isinstance(as_path(path), RemotePath):
         raise CheckpointError(
             f"DeepSpeed's files cannot be written beside {str(path)!r}, which is in a store: leave save_native out, or "
             "save into a folder"
-        )
-    target = native_path(path)
-    if strategy.broadcast(strategy.is_global_zero and target.exists()):
-        raise CheckpointError(
-            f"DeepSpeed's files {str(target)!r} are there already, and are not written over: choose another path, or "
-            "remove them"
         )
 
 
@@ -44,8 +45,10 @@ def save_native(
 ) -> None:
     """Let DeepSpeed write its files beside a checkpoint; they appear when all ranks are done; collective.
 
+    Files of an earlier checkpoint are moved to an unused name, which is logged.
+
     Raises:
-        CheckpointError: Some rank cannot write them, or they are there already.
+        CheckpointError: Some rank cannot write them.
     """
     target = native_path(path)
     unfinished = target.with_name(f".{target.name}.tmp")
@@ -70,6 +73,10 @@ def save_native(
             with ranks.on_all_ranks(f"finish DeepSpeed's files {str(target)!r}"):
                 if ranks.rank == 0:
                     (unfinished / "latest").write_text(tag, encoding="utf-8")
+                    if target.exists():
+                        moved_to = unused_beside(Path(path), _SUFFIX)
+                        target.rename(moved_to)
+                        _log.warning("%s has DeepSpeed's new files: those that were there are %s now", target, moved_to)
                     unfinished.rename(target)
         except CheckpointError as error:
             if ranks.rank == 0:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dstrat.checkpoint.paths import RemotePath, as_path
+from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
-from dstrat.checkpoint.portable.local_files import remove_stale
+from dstrat.checkpoint.portable.format import MANIFEST
+from dstrat.checkpoint.portable.local_files import remove_stale, unused_beside
+from dstrat.checkpoint.portable.memory_files import is_in_memory
 from dstrat.checkpoint.portable.newest import is_complete, is_portable, step_of
 from dstrat.checkpoint.torch_file import TorchCheckpointIO, read_content
 from dstrat.errors import CheckpointError, DstratError
+from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.checkpoint_io import CheckpointIO
 
@@ -61,16 +63,44 @@ def portable_io(io: CheckpointIO) -> PortableCheckpointIO | None:
     return inner if isinstance(inner, PortableCheckpointIO) else None
 
 
-def unused_beside(path: str | Path, io: CheckpointIO) -> str | None:
-    """Return another path for a checkpoint where a folder is to be written, and something is there; otherwise None."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Occupied:
+    """A path at which a folder is to be written, and something is.
+
+    Attributes:
+        is_movable: Whether that can be moved beside it: a checkpoint, a file or an empty folder on a disk.
+        is_checkpoint: Whether that is a checkpoint, of any program.
+        other: An unused path beside it.
+    """
+
+    is_movable: bool
+    is_checkpoint: bool
+    other: str
+
+
+def find_occupied(path: str | Path, io: CheckpointIO) -> Occupied | None:
+    """Return what is at the path of a checkpoint that is to be a folder; None if nothing is, or it is to be a file.
+
+    Raises:
+        OSError: The path cannot be accessed.
+    """
     target = as_path(path)
-    exists: Callable[[Any], bool] = os.path.lexists if isinstance(target, Path) else RemotePath.exists
-    if type(io.file_io) is not PortableCheckpointIO or not exists(target):
+    if type(io.file_io) is not PortableCheckpointIO:
         return None
+    if not (os.path.lexists(target) if isinstance(target, Path) else target.exists()):
+        return None
+    is_checkpoint = (target / MANIFEST).exists()
+    if isinstance(target, Path):
+        from dstrat.checkpoint.foreign import reader_of
+
+        is_single = target.is_symlink() or not target.is_dir() or not any(target.iterdir())
+        is_movable = (is_checkpoint or is_single) and not is_in_memory(target)
+        is_checkpoint = is_checkpoint or is_movable or reader_of(target, get_catalog()) is not None
+        return Occupied(is_movable=is_movable, is_checkpoint=is_checkpoint, other=str(unused_beside(target)))
     name, version = target.name.removesuffix(target.suffix), 1
-    while exists(other := target.parent / f"{name}-v{version}{target.suffix}"):
+    while (other := target.parent / f"{name}-v{version}{target.suffix}").exists():
         version += 1
-    return str(other)
+    return Occupied(is_movable=False, is_checkpoint=is_checkpoint, other=str(other))
 
 
 def recover_checkpoint(path: str, step: int, *, io: CheckpointIO) -> bool:

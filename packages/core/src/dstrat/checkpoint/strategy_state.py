@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.checkpoint.formats import unused_beside
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.formats import find_occupied, portable_io
 from dstrat.checkpoint.portable.format import checksum
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -44,24 +45,41 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def unused_path(strategy: Strategy, path: str | Path) -> Iterator[str | Path]:
-    """Yield the path for a checkpoint: another one beside it if nothing may be written there; collective.
+def writable_path(strategy: Strategy, path: str | Path) -> Iterator[str | Path]:
+    """Yield the path for a checkpoint: another one beside it if what is there cannot be moved; collective.
+
+    A checkpoint on a disk is moved beside its path when the new one is complete.  Both are logged.
 
     Raises:
-        CheckpointError: The block has written the checkpoint beside the requested path.
+        CheckpointError: The path is that of a checkpoint in a store or of another program, and the block has written
+            this one beside it.
     """
-    # Only after the block: the training may have ended, and its state be lost if the save was refused.
-    other = None
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO) and strategy.checkpoint_io.written_path == str(path):
+        strategy.checkpoint_io.wait()  # for what is at the path
+    # Never an error before the block: the training may have ended, and its state be lost if the save was refused.
+    occupied = None
     if strategy.is_global_zero:
         with contextlib.suppress(OSError):  # raised by the save, on all ranks
-            other = unused_beside(path, strategy.checkpoint_io)
-    other = strategy.broadcast(other)
-    yield other or path
-    if other is not None:
+            occupied = find_occupied(path, strategy.checkpoint_io)
+    occupied = strategy.broadcast(occupied)
+    io = portable_io(strategy.checkpoint_io)
+    if occupied is None or io is None:
+        yield path
+        return
+    if occupied.is_movable:
+        io.move_existing(path)
+        yield path
+        return
+    yield occupied.other
+    if occupied.is_checkpoint:  # an error, since whoever loads it by this path would get the other one
         raise CheckpointError(
-            f"checkpoint {str(path)!r} exists already, and none is ever written over, so this one is {other!r}: rename "
+            f"checkpoint {str(path)!r} exists already, and is not replaced, so this one is {occupied.other!r}: rename "
             "it, and choose another path for the next one, or pass Trainer(plugins='torch'), whose single files are "
             "replaced"
+        )
+    if strategy.is_global_zero:
+        _log.warning(
+            "%s is a folder with other files, so the checkpoint is %s: load it by this path", path, occupied.other
         )
 
 

@@ -22,7 +22,7 @@ from dstrat.checkpoint.strategy_state import (
     reader_of,
     restore_optimization,
     state_to_follow,
-    unused_path,
+    writable_path,
 )
 from dstrat.data.random_state import RandomState
 from dstrat.errors import CheckpointError
@@ -72,7 +72,7 @@ def save(
         checkpoint["per_rank"] = rank_state
     else:
         checkpoint["ranks"] = gather_on_host(strategy, rank_state)
-    with unused_path(strategy, path) as target:
+    with writable_path(strategy, path) as target:
         strategy.save_checkpoint(checkpoint, target)
 
 

@@ -414,7 +414,8 @@ class OwnLoop:
         and the random state.
 
         Args:
-            path: A path at which nothing exists.
+            path: The path.  A checkpoint of another run that is there is moved beside it, which is logged; one of this
+                process is replaced.
             state: Further state of the loop: plain values and tensors, the same in every process.
         """
         steps = self._set_up("save_checkpoint")

@@ -429,13 +429,15 @@ class Trainer(TrainerProperties):
         freed with the Trainer.
 
         Args:
-            path: Path or URL of the checkpoint.
+            path: Path or URL of the checkpoint.  A folder of another run that is there is moved beside it, which is
+                logged; what this process has saved there, and a single file, is replaced.
             weights_only: Whether the checkpoint has the module's weights only.
 
         Raises:
             MisuseError: The state does not exist any more: another module has run since, the fit ran in processes that
                 have ended, or the strategy has sharded the state and freed it.
-            CheckpointError: It cannot be written; or a folder exists at the path, and it was written beside that.
+            CheckpointError: It cannot be written; or the path is that of another checkpoint in a store, and it was
+                written beside that.
         """
         from dstrat.training.checkpoint.save import save_checkpoint
 

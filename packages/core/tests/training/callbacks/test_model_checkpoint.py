@@ -67,6 +67,13 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(fit, tmp_path,
     assert not trained
 
 
+def test_a_folder_of_names_that_cannot_be_made_is_an_error_before_training(fit, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "best").touch()
+    with pytest.raises(CheckpointError, match="best' is not a folder"):
+        fit(ModelCheckpoint(tmp_path / "c", filename="best/{epoch}"), validates=False)
+
+
 class NotRemoving(TorchCheckpointIO):
     """Removes nothing, as a run that is killed between a save and what follows."""
 

@@ -9,7 +9,7 @@ import torch
 from tests.warm_program import WarmProgram
 
 from dstrat import Callback, EMAWeightAveraging, OnExceptionCheckpoint
-from dstrat.errors import RankFailedError, RequestError
+from dstrat.errors import CheckpointError, RankFailedError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
 SCRIPT = """
@@ -182,3 +182,11 @@ def test_after_a_signal_all_save_together(tmp_path, devices, number):
 def test_an_empty_name_is_refused(tmp_path):
     with pytest.raises(RequestError, match="filename='' is no name"):
         OnExceptionCheckpoint(tmp_path, "")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(quiet_trainer, line, loader, tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = quiet_trainer(callbacks=OnExceptionCheckpoint(tmp_path / "file" / "saved"))
+    with pytest.raises(CheckpointError, match="file' is not a folder: pass another dirpath to OnExceptionCheckpoint"):
+        trainer.fit(line, loader())
+    assert trainer.global_step == 0

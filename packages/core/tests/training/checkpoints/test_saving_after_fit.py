@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import socket
+import uuid
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from tests.warm_program import WarmProgram
 from torch import nn
 
 from dstrat import Callback, EMAWeightAveraging
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError
 
 TRAIN = """
@@ -106,25 +107,106 @@ def test_a_fit_goes_on_from_its_end_as_if_it_had_not_ended(quiet_trainer, make_l
 
 
 @pytest.mark.parametrize("in_run", [True, False])
-def test_a_used_path_loses_no_finished_training(quiet_trainer, line, line_class, loader, tmp_path, in_run):
+def test_a_used_path_loses_no_finished_training(quiet_trainer, line, line_class, loader, tmp_path, caplog, in_run):
     class Saving(Callback):
         def on_train_end(self, trainer, module):
             if in_run:
                 trainer.save_checkpoint(tmp_path / "final.ckpt")
 
-    (tmp_path / "final.ckpt").mkdir()
-    trainer = quiet_trainer(max_epochs=1, callbacks=Saving())
-    where = re.escape(str(tmp_path / "final-v1.ckpt"))
-    if in_run:
-        with pytest.raises(CheckpointError, match=f"exists already, .* this one is '{where}'"):
-            trainer.fit(line, loader())
-    else:
-        trainer.fit(line, loader())
-        with pytest.raises(CheckpointError, match=f"exists already, .* this one is '{where}'"):
+    def fit(module):
+        trainer = quiet_trainer(max_epochs=1, callbacks=Saving())
+        trainer.fit(module, loader())
+        if not in_run:
             trainer.save_checkpoint(str(tmp_path / "final.ckpt"))
-    saved = line_class.load_from_checkpoint(tmp_path / "final-v1.ckpt")
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), line.parameters(), strict=True))
-    assert not any((tmp_path / "final.ckpt").iterdir())
+
+    earlier = line_class()
+    fit(earlier)
+    fit(line)
+    assert same(line_class.load_from_checkpoint(tmp_path / "final.ckpt"), line)
+    assert same(line_class.load_from_checkpoint(tmp_path / "final-v1.ckpt"), earlier)
+    assert not same(earlier, line)
+    assert f"{tmp_path / 'final-v1.ckpt'} now" in caplog.text
+    assert (tmp_path / "last").read_text() == "final.ckpt\n"
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_replaces_the_checkpoint_that_it_saved_itself(
+    quiet_trainer, line_class, loader, tmp_path, caplog, in_background
+):
+    class Saving(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "latest.ckpt")
+
+    for _ in range(2):
+        module = line_class()
+        plugins = AsyncCheckpointIO() if in_background else None
+        quiet_trainer(max_epochs=3, callbacks=Saving(), plugins=plugins).fit(module, loader())
+    assert same(line_class.load_from_checkpoint(tmp_path / "latest.ckpt"), module)
+    assert sorted(path.name for path in tmp_path.glob("latest*")) == ["latest-v1.ckpt", "latest.ckpt"]
+    assert caplog.text.count("what was there before") == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "empty folder", "folder", "link"])
+def test_what_is_at_the_path_of_a_checkpoint_stays(quiet_trainer, line, line_class, loader, tmp_path, caplog, kind):
+    path, other = tmp_path / "final", tmp_path / "final-v1"
+    if kind == "link":
+        (tmp_path / "target").mkdir()
+        path.symlink_to(tmp_path / "target")
+    elif kind == "file":
+        path.write_text("text")
+    else:
+        path.mkdir()
+    if kind == "folder":
+        (path / "notes").write_text("text")
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(line, loader())
+    trainer.save_checkpoint(path)
+    saved, kept = (other, path) if kind == "folder" else (path, other)
+    assert same(line_class.load_from_checkpoint(saved), line)
+    is_kept = {
+        "file": lambda: kept.read_text() == "text",
+        "empty folder": lambda: not any(kept.iterdir()),
+        "folder": lambda: (kept / "notes").read_text() == "text",
+        "link": lambda: kept.readlink() == tmp_path / "target" and not any(kept.iterdir()),
+    }
+    assert is_kept[kind]()
+    assert f"{other}" in caplog.text
+
+
+def test_a_checkpoint_may_be_named_as_the_pointer_is(quiet_trainer, line, line_class, loader, tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(line, loader())
+    for name in ("last", "other", "last"):
+        trainer.save_checkpoint(tmp_path / name)
+        assert same(line_class.load_from_checkpoint(tmp_path / name), line)
+
+
+def test_a_failed_save_leaves_the_checkpoint_at_its_path(quiet_trainer, line_class, loader, tmp_path):
+    class Unsavable(Callback):
+        value = 1
+
+        def state_dict(self):
+            return {"value": self.value}
+
+    callback, earlier = Unsavable(), line_class()
+    trainer = quiet_trainer(max_epochs=1, callbacks=callback)
+    trainer.fit(earlier, loader())
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    callback.value = object()
+    with pytest.raises(CheckpointError):
+        trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert [path.name for path in tmp_path.glob("final*")] == ["final.ckpt"]
+    assert same(line_class.load_from_checkpoint(tmp_path / "final.ckpt"), earlier)
+
+
+def test_a_checkpoint_in_a_store_is_saved_beside_another(quiet_trainer, line, line_class, loader):
+    folder = f"memory://{uuid.uuid4().hex}"
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(line, loader())
+    trainer.save_checkpoint(f"{folder}/final.ckpt")
+    with pytest.raises(CheckpointError, match=rf"exists already, .* this one is '{folder}/final-v1.ckpt'"):
+        trainer.save_checkpoint(f"{folder}/final.ckpt")
+    assert same(line_class.load_from_checkpoint(f"{folder}/final-v1.ckpt"), line)
 
 
 def test_single_files_are_replaced_after_a_fit(quiet_trainer, line, loader, tmp_path):

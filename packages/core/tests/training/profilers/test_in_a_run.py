@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from dstrat import CSVLogger, SimpleProfiler, TorchProfiler
+from dstrat import AdvancedProfiler, CSVLogger, SimpleProfiler, TorchProfiler
+from dstrat.errors import RequestError
 
 
 def actions(lines):
@@ -73,3 +74,20 @@ def test_every_rank_writes_into_the_runs_folder_and_rank_0_prints(
     printed = capfd.readouterr().err
     assert printed.count("Profile of fit on rank 0") == printed.count("trace: ") == 1
     assert "rank 1" not in printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SimpleProfiler, {"filename": "times"}),
+        (AdvancedProfiler, {"filename": "times"}),
+        (AdvancedProfiler, {"dump_stats": True}),
+        (TorchProfiler, {}),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(quiet_trainer, line, loader, tmp_path, kind, options):
+    (tmp_path / "file").write_text("")
+    trainer = quiet_trainer(profiler=kind(dirpath=tmp_path / "file" / "profiles", **options), max_epochs=1)
+    with pytest.raises(RequestError, match="file' is not a folder: pass it another dirpath"):
+        trainer.fit(line, loader())
+    assert trainer.global_step == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.reader import CheckpointReader
     from dstrat.checkpoint.portable.save import Prepared, ShardFile
+    from dstrat.checkpoint.portable.storage import Storage
+
+_log = logging.getLogger(__name__)
 
 
 class PortableCheckpointIO(CheckpointIO):
@@ -53,6 +58,15 @@ class PortableCheckpointIO(CheckpointIO):
         self._ranks: Ranks | None = None
         self._machines: Machines | None = None
         self._memory = StagingMemory()
+        self._moves_existing: set[str] = set()
+        self._written: set[str] = set()
+
+    def move_existing(self, path: str | Path) -> None:
+        """Let the next save at a path move what is there beside it, on a disk; called by every rank before that save.
+
+        What this process has saved there itself is removed, as if the new checkpoint had replaced it.
+        """
+        self._moves_existing.add(str(path))
 
     @override
     def check_values(self, values: Mapping[str, Any]) -> None:
@@ -98,11 +112,26 @@ class PortableCheckpointIO(CheckpointIO):
 
                 write_mirrored(staged, target, machines)
                 return
-        write(staged, target, storage)
+        moves_existing = str(path) in self._moves_existing
+        self._moves_existing.discard(str(path))
+        moved_to = write(staged, target, storage, moves_existing=moves_existing)
         # Only now: the pointer must never name a checkpoint that is not complete.
         with staged.ranks.on_all_ranks("point to the newest checkpoint"):
             if staged.ranks.rank == 0:
                 point_to(target, storage)
+                if moved_to is not None:
+                    self._announce_move(target, moved_to, storage)
+        self._written.add(str(target.absolute()))
+
+    def _announce_move(self, target: CheckpointPath, moved_to: Path, storage: Storage[Any]) -> None:
+        if str(target.absolute()) in self._written:
+            storage.remove_checkpoint(moved_to)
+            return
+        _log.warning(
+            "%s is the new checkpoint: what was there before, and was not saved by this process, is %s now",
+            target,
+            moved_to,
+        )
 
     def _prepare(self, checkpoint: Mapping[str, Any]) -> Prepared:
         from dstrat.checkpoint.portable.save import prepare

@@ -37,14 +37,22 @@ class UnfinishedFolder:
 
     Args:
         target: The final path.
+        moves_existing: Whether the commit moves what is at the target beside it.
+
+    Attributes:
+        moved_to: Where the commit has moved what was at the target; None if nothing was there.
 
     Raises:
         CheckpointError: The target exists.
         OSError: The folder cannot be created.
     """
 
-    def __init__(self, target: Path) -> None:
-        check_free(target)  # now, before the ranks write for nothing
+    moved_to: Path | None = None
+
+    def __init__(self, target: Path, *, moves_existing: bool = False) -> None:
+        self._moves_existing = moves_existing
+        if not moves_existing:
+            check_free(target)  # now, before the ranks write for nothing
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target.parent)
         self.target = target
@@ -52,10 +60,15 @@ class UnfinishedFolder:
 
     def commit(self, manifest: bytes) -> None:
         """Write the manifest, and rename the folder, whose other files are flushed already, to its target."""
-        check_free(self.target)  # again: rename would replace an empty folder that appeared meanwhile
+        if not self._moves_existing:
+            check_free(self.target)  # again: rename would replace an empty folder that appeared meanwhile
         write_flushed(self.path / MANIFEST, manifest)
         # Before the rename, or a power failure could leave the final name with missing files.
         flush_folder(self.path)
+        if self._moves_existing and os.path.lexists(self.target):
+            # Only now: until the new checkpoint is complete, the old one is what a restart looks for.
+            self.moved_to = unused_beside(self.target)
+            self.target.rename(self.moved_to)
         self.path.rename(self.target)
         # After it, or a power failure could undo the rename, while older checkpoints are removed already.
         flush_folder(self.target.parent)
@@ -124,6 +137,19 @@ def is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
+
+
+def unused_beside(path: Path, more: str = "") -> Path:
+    """Return the first unused path among ``name-v1.ckpt``, ``name-v2.ckpt`` ... beside ``name.ckpt``.
+
+    Args:
+        path: Of the checkpoint.
+        more: Follows the suffix, in the name of files that belong to the checkpoint.
+    """
+    name, version = path.name.removesuffix(path.suffix), 1
+    while os.path.lexists(other := path.with_name(f"{name}-v{version}{path.suffix}{more}")):
+        version += 1
+    return other
 
 
 def check_free(target: Path) -> None:

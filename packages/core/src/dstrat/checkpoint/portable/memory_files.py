@@ -219,10 +219,11 @@ class RecyclingFolder(UnfinishedFolder):
 
     Args:
         target: The final path.
+        moves_existing: Whether the commit moves what is at the target beside it.
     """
 
-    def __init__(self, target: Path) -> None:
-        super().__init__(target)
+    def __init__(self, target: Path, *, moves_existing: bool = False) -> None:
+        super().__init__(target, moves_existing=moves_existing)
         spare = target.parent / _SPARE
         for path in spare.glob("*"):
             path.rename(self.path / path.name)

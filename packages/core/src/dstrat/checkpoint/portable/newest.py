@@ -86,8 +86,11 @@ def _complete(path: CheckpointPath) -> Manifest | None:
 
 def point_to(path: CheckpointPath, storage: Storage[Any]) -> None:
     """Write the checkpoint's name into the pointer beside it."""
+    pointer = path.parent / LAST
+    if storage.is_local and pointer.is_dir():  # a checkpoint of this name; the newest one is found without a pointer
+        return
     # surrogateescape, here and in _target: names on a disk need not be UTF-8.
-    storage.replace_file(path.parent / LAST, path.name.encode(errors="surrogateescape") + b"\n")
+    storage.replace_file(pointer, path.name.encode(errors="surrogateescape") + b"\n")
 
 
 def forget(path: CheckpointPath) -> None:

@@ -6,7 +6,7 @@ import bisect
 import importlib.metadata
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +29,13 @@ from dstrat.checkpoint.portable.format import (
     rank_file,
 )
 from dstrat.checkpoint.portable.index import check_shares
+from dstrat.checkpoint.portable.local_files import UnfinishedFolder
 from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.checkpoint.portable.index import TensorEntry
@@ -101,8 +103,19 @@ def _limited(data: bytes, content: str) -> bytes:
     return data
 
 
-def write(prepared: Prepared, target: CheckpointPath, storage: Storage[Any]) -> None:
+def write(
+    prepared: Prepared, target: CheckpointPath, storage: Storage[Any], *, moves_existing: bool = False
+) -> Path | None:
     """Write the prepared files of every rank, then give the checkpoint its path; collective.
+
+    Args:
+        prepared: The files.
+        target: The path.
+        storage: Of the path.
+        moves_existing: Whether what is at the path is moved beside it, at the end; on a disk only.
+
+    Returns:
+        On rank 0, where it was moved to; None if nothing was at the path.
 
     Raises:
         CheckpointError: A rank failed; then all ranks raise, and the unfinished checkpoint is removed.
@@ -111,7 +124,9 @@ def write(prepared: Prepared, target: CheckpointPath, storage: Storage[Any]) -> 
     folder: Unfinished | None = None
     try:
         with ranks.on_all_ranks(f"create checkpoint {str(target)!r}"):
-            folder = storage.begin_checkpoint(target) if ranks.rank == 0 else None
+            if ranks.rank == 0:
+                begin = partial(UnfinishedFolder, moves_existing=True) if moves_existing else storage.begin_checkpoint
+                folder = begin(target)
         # On a disk it has a temporary name until the commit, which only rank 0 knows.
         name = ranks.broadcast(b"" if folder is None else folder.path.name.encode()).decode()
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
@@ -122,6 +137,7 @@ def write(prepared: Prepared, target: CheckpointPath, storage: Storage[Any]) -> 
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if folder is not None:
                 folder.commit(complete(prepared, folder.path, [parse_json(report) for report in reports], storage))
+        return folder.moved_to if isinstance(folder, UnfinishedFolder) else None
     finally:
         if folder is not None:
             folder.close()

@@ -302,7 +302,9 @@ class ModelCheckpoint(Callback):
         self._check_link(trainer, self.dirpath)
         # Before training, not at the first save, which may be hours away.
         if trainer.is_global_zero and (self.save_top_k or self.save_last):
-            check_writable(self.dirpath, trainer.strategy.checkpoint_io)
+            # A template may have folders; of those with values only the name in the file is known then.
+            folder = self.dirpath / self.filename.partition("{")[0].rpartition("/")[0]
+            check_writable(folder, trainer.strategy.checkpoint_io)
         self._is_running = self._is_fresh = True
         self._rescue = OnExceptionCheckpoint(self.dirpath) if self._rescued_exceptions(trainer) else None
 

@@ -13,6 +13,7 @@ from dstrat.launch.failures import kind_of
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import UnusedPaths
 from dstrat.training.callbacks.save_schedule import wait_for_writes
+from dstrat.training.checkpoint.path import check_writable
 from dstrat.training.checkpoint.save import rescue_checkpoint
 from dstrat.training.loops.stopping import Interrupted, Terminated
 
@@ -59,6 +60,9 @@ class OnExceptionCheckpoint(Callback):
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._has_begun = False  # a callback may serve several fits
+        if stage == "fit" and trainer.is_global_zero:
+            advice = f"another dirpath to {type(self).__name__}"
+            check_writable(as_path(self.dirpath), trainer.strategy.checkpoint_io, advice)
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

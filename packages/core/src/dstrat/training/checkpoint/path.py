@@ -341,19 +341,21 @@ def _nothing_in(folders: list[CheckpointPath]) -> str:
     return f"there is no complete checkpoint in {', '.join(repr(shown_path(folder)) for folder in folders[:4])}{more}"
 
 
-def check_writable(folder: CheckpointPath, io: CheckpointIO) -> None:
+def check_writable(
+    folder: CheckpointPath,
+    io: CheckpointIO,
+    advice: str = "Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...), or enable_checkpointing=False",
+) -> None:
     """Check before training, without writing, that checkpoints can be written to a folder.
 
     Args:
         folder: May not exist yet.
         io: The checkpoint io; a custom one is not checked, as it may write elsewhere.
+        advice: The arguments that choose another folder.
 
     Raises:
         CheckpointError: The folder is not writable.
     """
     reason = storage_of(folder).why_not_writable(folder) if is_builtin(io) else None
     if reason is not None:
-        raise CheckpointError(
-            f"checkpoints cannot be written to {str(folder)!r}, as {reason}: pass "
-            "Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...), or enable_checkpointing=False"
-        )
+        raise CheckpointError(f"checkpoints cannot be written to {str(folder)!r}, as {reason}: pass {advice}")

@@ -14,7 +14,7 @@ from dstrat.checkpoint.strategy_state import (
     optimization_entries,
     rank_buffers,
     reader_of,
-    unused_path,
+    writable_path,
 )
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import MisuseError
@@ -43,7 +43,7 @@ def save_checkpoint(run: Run, path: str | Path, *, weights_only: bool) -> None:
 
     Raises:
         MisuseError: The state does not exist any more.
-        CheckpointError: It cannot be written; or a folder exists at the path, and it was written beside that.
+        CheckpointError: It cannot be written; or it was written beside another checkpoint in a store.
     """
     path = os.path.expanduser(path)  # noqa: PTH111 - may be a URL; a custom CheckpointIO may not expand it
     if run.is_running:
@@ -51,7 +51,7 @@ def save_checkpoint(run: Run, path: str | Path, *, weights_only: bool) -> None:
         with warn_if_slow(run, "save_checkpoint"):
             run.strategy.barrier("save_checkpoint")
         begin = monotonic()
-        with unused_path(run.strategy, path) as target:
+        with writable_path(run.strategy, path) as target:
             if not weights_only:
                 record_checkpoint(run, target)  # before it is written: a restart checks whether it is complete
             run.strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only), target)
@@ -218,7 +218,7 @@ def _save_final_state(final: FinalState, run: Run, path: str | Path, *, weights_
     try:
         with warn_if_slow(run, "save_checkpoint"):
             strategy.setup_environment()
-        with unused_path(strategy, path) as target:
+        with writable_path(strategy, path) as target:
             strategy.save_checkpoint(collect_checkpoint(run, weights_only=weights_only, ended=final), target)
     except BaseException as error:
         strategy.on_exception(error)  # closes communication, in which other ranks wait

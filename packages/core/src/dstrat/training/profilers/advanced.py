@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import home_path
 from dstrat.errors import RequestError
-from dstrat.training.profilers.profiler import Profiler
+from dstrat.training.profilers.profiler import Profiler, writable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +52,7 @@ class AdvancedProfiler(Profiler):
             )
         self._dirpath, self._filename, self._dumps = dirpath, filename, dump_stats
         self._restriction = line_count_restriction
-        self._stage, self._log_dir, self._rank = "", Path(), 0
+        self._stage, self._folder, self._rank = "", Path(), 0
         self._profiles: dict[str, cProfile.Profile] | None = None
         self._running: list[cProfile.Profile] = []  # outermost first
 
@@ -78,7 +77,9 @@ class AdvancedProfiler(Profiler):
 
     @override
     def start(self, stage: str, log_dir: Path, rank: int) -> None:
-        self._stage, self._log_dir, self._rank = stage, log_dir, rank
+        self._stage, self._rank = stage, rank
+        if self._filename is not None or self._dumps:
+            self._folder = writable_folder(self._dirpath, log_dir)
         self._profiles, self._running = {}, []
 
     @override
@@ -88,17 +89,16 @@ class AdvancedProfiler(Profiler):
             return
         tables = [f"{name}\n{self._table(profile)}" for name, profile in profiles.items()]
         text = "\n".join([f"Profile of {self._stage} on rank {self._rank}", *tables])
-        folder = home_path(self._dirpath or self._log_dir)
         if self._filename is not None or self._dumps:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
         if self._filename is not None:
-            path = folder / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
+            path = self._folder / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
             path.write_text(text + "\n", encoding="utf-8")
         elif self._rank == 0:
             print(text, file=sys.stderr, flush=True)
         if self._dumps:
             for name, profile in profiles.items():
-                profile.dump_stats(folder / f"{self._stage}-{name.replace('/', '_')}-rank{self._rank}.prof")
+                profile.dump_stats(self._folder / f"{self._stage}-{name.replace('/', '_')}-rank{self._rank}.prof")
 
     def _table(self, profile: cProfile.Profile) -> str:
         table = io.StringIO()

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dstrat.checkpoint.paths import home_path
+from dstrat.checkpoint.portable.storage import LocalStorage
+from dstrat.errors import RequestError
 from dstrat.interfaces.keywords import NamedArguments
 
 if TYPE_CHECKING:
@@ -14,6 +17,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 R = TypeVar("R")
+
+
+def writable_folder(dirpath: str | Path | None, log_dir: Path) -> Path:
+    """Return the folder of a profiler's files, checked before the run, as they are written at its end.
+
+    Raises:
+        RequestError: It is not writable.
+    """
+    folder = home_path(dirpath or log_dir)
+    reason = LocalStorage().why_not_writable(folder)
+    if reason is not None:
+        raise RequestError(
+            f"the profiler's files cannot be written to {str(folder)!r}, as {reason}: pass it another dirpath"
+        )
+    return folder
 
 
 class Profiler(NamedArguments, ABC):

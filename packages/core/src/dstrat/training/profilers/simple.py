@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self, override
 
-from dstrat.checkpoint.paths import home_path
-from dstrat.training.profilers.profiler import Profiler
+from dstrat.training.profilers.profiler import Profiler, writable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ class SimpleProfiler(Profiler):
     ) -> None:
         self._dirpath, self._filename, self._extended, self._prints = dirpath, filename, extended, prints
         self._stage = ""
-        self._log_dir = Path()
+        self._folder = Path()
         self._rank = 0
         self._started: float | None = None
         self._records: dict[str, _Record] = {}
@@ -71,7 +70,9 @@ class SimpleProfiler(Profiler):
 
     @override
     def start(self, stage: str, log_dir: Path, rank: int) -> None:
-        self._stage, self._log_dir, self._rank = stage, log_dir, rank
+        self._stage, self._rank = stage, rank
+        if self._filename is not None:
+            self._folder = writable_folder(self._dirpath, log_dir)
         for record in self._records.values():  # in place, as wrapped functions hold the records and the list
             record.reset()
         self._open.clear()
@@ -85,7 +86,7 @@ class SimpleProfiler(Profiler):
         if self._prints and self._rank == 0:
             print(self.table(seconds), file=sys.stderr, flush=True)
         if self._filename is not None:
-            path = home_path(self._dirpath or self._log_dir) / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
+            path = self._folder / f"{self._stage}-{self._filename}-rank{self._rank}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.table(seconds) + "\n", encoding="utf-8")
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from dstrat.checkpoint.paths import home_path
 from dstrat.errors import RequestError
-from dstrat.training.profilers.profiler import Profiler
+from dstrat.training.profilers.profiler import Profiler, writable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,6 +89,8 @@ class TorchProfiler(Profiler):
     @override
     def start(self, stage: str, log_dir: Path, rank: int) -> None:
         self._stage, self._log_dir, self._rank = stage, log_dir, rank
+        if self._filename is not None or (self._writes_traces and self._on_trace_ready is None):
+            writable_folder(self._dirpath, log_dir)
         self._batches = self._cycles = 0
         self._reports = []
         self._start_cycle()
@@ -165,7 +166,7 @@ class TorchProfiler(Profiler):
         return f"{averages.table(**options)}\n"
 
     def _folder(self) -> Path:
-        folder = home_path(self._dirpath or self._log_dir)
+        folder = writable_folder(self._dirpath, self._log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
