@@ -8,6 +8,7 @@ import torch
 from packages.mesh.tests.pipeline_fits import Net, data, fit, predictions
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from dstrat import grad_norm
@@ -45,6 +46,41 @@ def test_mixed_precision_trains_in_stages():
         assert found[0] == pytest.approx(losses, rel=0.02)  # parameters are gathered in bfloat16, of 8 bits
         assert found[1][-1] == pytest.approx(validated[-1], rel=0.02)
         assert found[0] != pytest.approx(losses_in_float32(), rel=1e-5)
+
+
+def trained_again(cluster, layouts):
+    """Fit and test one module with each layout; return losses and tests, or with what the module is refused."""
+    module, tested = Net(), []
+    module.test_step = lambda batch, _: module.log("test_loss", nn.functional.mse_loss(module.net(batch[0]), batch[1]))
+    for options in layouts:
+        strategy = MeshStrategy(**options) if cluster else "single_device"
+        trainer = quiet_trainer(strategy, cluster, limit_val_batches=0)
+        batches = DataLoader(data(16), 4 if "dp_shard" in options else 8)
+        try:
+            trainer.fit(module, batches)
+            (results,) = trainer.test(module, batches, verbose=False)
+        except MisuseError as error:
+            return str(error)
+        tested.append(results["test_loss"])
+    return module.losses, tested
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"dp_shard": 2}], ids=["stages", "shards"])
+def test_a_module_goes_on_in_later_runs(options):
+    losses, tested = trained_again(None, [{}, {}])
+    for found in in_ranks(trained_again, 2, layouts=[options, options]):
+        assert found == (pytest.approx(losses, rel=1e-6), pytest.approx(tested, rel=1e-6))
+
+
+def test_a_run_that_cannot_use_earlier_shards_says_why():
+    interleaved = {"pp": 2, "schedule": "Interleaved1F1B", "microbatches": 2}
+    cases = {
+        "Net is sharded over stages=2 by an earlier run; this run uses stages=4: create": [{"pp": 2}, interleaved],
+        "layers of Net were split by an earlier run, to whose groups": [{"tp": 2}],
+    }
+    for message, layouts in cases.items():
+        for found in in_ranks(trained_again, 2, layouts=layouts):
+            assert found.startswith(message)
 
 
 def losses_in_float32():

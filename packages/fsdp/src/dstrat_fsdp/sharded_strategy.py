@@ -29,6 +29,7 @@ from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shar
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.options import precision_policy
 from dstrat_fsdp.parameters import (
+    check_reusable,
     discard_parameters,
     discard_shards,
     gather_parameters,
@@ -122,6 +123,7 @@ class ShardedStrategy(ParallelStrategy):
         return {**super().__getstate__(), "_mesh": None}  # its groups are those of this process
 
     def setup_environment(self) -> None:
+        check_reusable(self.module)  # before configure_model, which would split its layers again
         super().setup_environment()
         self._failed = False
         self._mesh = self._open_mesh()
@@ -140,7 +142,7 @@ class ShardedStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         self.precision_plugin.reduce_overflow = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
-        parked = unpark_shards(module, self.device_mesh)
+        parked = unpark_shards(module, self.device_mesh, self._rank_layout)
         blocks = list(self._blocks())
         # Manual optimization runs backward passes and optimizer steps within the root's forward, and torch reduces the
         # root's own gradients after it.
@@ -220,7 +222,7 @@ class ShardedStrategy(ParallelStrategy):
             if self._state_dict_type == "full" and not self._failed:
                 gather_parameters(self.module)
             else:
-                park_shards(self.module, self.device_mesh, is_reusable=self._is_reusable)
+                park_shards(self.module, self.device_mesh, self._rank_layout, is_reusable=self._is_reusable)
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:

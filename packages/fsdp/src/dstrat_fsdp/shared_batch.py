@@ -207,7 +207,7 @@ class SharedBatchStrategy(ShardedStrategy):
 
     @property
     def _is_reusable(self) -> bool:
-        return False  # tensor-parallel layers hold the mesh of their run
+        return self.tensor_parallel_size == 1  # layers that are split hold the mesh of their run
 
     # Communication
 

@@ -340,6 +340,10 @@ class MeshStrategy(SharedBatchStrategy):
     def _rank_layout(self) -> dict[str, Any]:
         return {**super()._rank_layout, "ep": self._ep, "stages": self._schedule.num_stages}
 
+    @property
+    def _is_reusable(self) -> bool:
+        return super()._is_reusable and self._ep == 1  # experts likewise
+
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
         meshes = layouts(world_size, ranks_per_machine, num_experts=common_number_of_experts(module))
