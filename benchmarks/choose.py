@@ -2,8 +2,8 @@
 
 ``python benchmarks/choose.py`` measures the machine with 2 and with 4 ranks, and compares 24 cases: three models, two
 numbers of ranks and four sizes of batches, each with several strategies and layouts of mesh, among them pipelines and
-split layers.  It predicts the time of a step of each, and runs them in alternating rounds.  Then it compares the peak of
-memory of larger models on 2 ranks.  Names of models after it run only these, ``--ranks 4`` one number of ranks, and
+split layers.  It predicts the time of a step of each, and runs them in alternating rounds.  Then it compares the peak
+of memory of larger models on 2 ranks.  Names of models after it run only these, ``--ranks 4`` one number of ranks, and
 ``--short`` one size of batches and one round.
 
 It prints the shortest step of the rounds, for each case the rank correlation, the median error, and how much slower the
