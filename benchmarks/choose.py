@@ -1,15 +1,16 @@
 """Predictions of ``dstrat choose`` beside measured steps and memory, on CPU processes of this machine.
 
 ``python benchmarks/choose.py`` measures the machine with 2 and with 4 ranks, and compares 24 cases: three models, two
-numbers of ranks and four sizes of batches, each with several strategies and layouts of mesh.  It predicts the time of a
-step of each, and runs them in alternating rounds.  Then it compares the peak of memory of larger models on 2 ranks.
-Names of models after it run only these, ``--ranks 4`` one number of ranks, and ``--short`` one size of batches and one
-round.
+numbers of ranks and four sizes of batches, each with several strategies and layouts of mesh, among them pipelines and
+split layers.  It predicts the time of a step of each, and runs them in alternating rounds.  Then it compares the peak
+of memory of larger models on 2 ranks.  Names of models after it run only these, ``--ranks 4`` one number of ranks, and
+``--short`` one size of batches and one round.
 
 It prints the shortest step of the rounds, for each case the rank correlation, the median error, and how much slower the
 layout that ``dstrat choose`` recommends, with ``--strategy`` of each, is than the measured best; and a summary.  On a
 machine that runs other programs the wall time of a step is mostly theirs; the time of the processors that its ranks use
-is not, so that both are compared.
+is not, so that both are compared.  Stages of a pipeline wait for each other: the error of their processors' time is
+that of a step without its bubble, and is not in the summary.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ STRATEGIES = {
     2: (
         *("ddp", "fsdp", "mesh(dp_replicate=2)", "ddp_sharded", "bagua"),
         *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+        *("mesh(pp=2, microbatches=4)", "mesh(tp=2)"),
     ),
     4: (
         *("ddp", "fsdp", "mesh(dp_replicate=2)", "mesh(dp_replicate=4)", "ddp_sharded"),
         *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+        *("mesh(pp=2, microbatches=4)", "mesh(tp=2)", "mesh(pp=2, tp=2, microbatches=4)"),
     ),
 }
 MEASURED = ("wall", "processor")
@@ -130,7 +133,7 @@ def predict(machine: Machine, model: str, ranks: int, samples: int, aliases: Seq
         memory=1000 * machine.memory,
     )
     ranking = Candidates(get_catalog(), workload).rank(aliases)
-    predicted = {one.strategy: one for one in ranking.candidates}
+    predicted = {one.strategy: one for one in ranking.candidates if one.strategy in aliases}
     # Layouts that are predicted to be the same are one candidate.
     missing = [alias for alias in aliases if alias not in predicted and alias in ranking.refused | ranking.unusable]
     if missing:
@@ -143,30 +146,37 @@ def predict(machine: Machine, model: str, ranks: int, samples: int, aliases: Seq
 
 def compare(case: Case, machine: Machine, rounds: int) -> tuple[Comparison, Comparison]:
     """Measure a case, print its rows, and return the comparisons with wall time and with time of the processors."""
-    _, batch = MODELS[case.model]()
-    candidates = predict(machine, case.model, case.ranks, case.batch * len(batch), case.strategies)
+    _, samples = MODELS[case.model]()
+    candidates = predict(machine, case.model, case.ranks, case.batch * len(samples), case.strategies)
     predicted = {alias: one.time.total for alias, one in candidates.items()}
-    samples: dict[str, list[tuple[float, float]]] = {alias: [] for alias in case.strategies}
+    times: dict[str, list[tuple[float, float]]] = {alias: [] for alias in case.strategies}
     for _ in range(rounds):
         for alias in case.strategies:
-            ranks = run_in_team(run, case.ranks, alias=alias, model=case.model, batch=case.batch)
-            samples[alias].append((max(wall for wall, _ in ranks), max(processor for _, processor in ranks)))
+            batch = case.batch * candidates[alias].communication.ranks_per_batch
+            ranks = run_in_team(run, case.ranks, alias=alias, model=case.model, batch=batch)
+            times[alias].append((max(wall for wall, _ in ranks), max(processor for _, processor in ranks)))
     turns = max(1.0, case.ranks / len(os.sched_getaffinity(0)))  # ranks that are more than processors
     wall, processor = (
-        {alias: factor * min(times[column] for times in samples[alias]) for alias in case.strategies}
+        {alias: factor * min(one[column] for one in times[alias]) for alias in case.strategies}
         for column, factor in enumerate((1.0, turns))
     )
+    # A stage that waits for another one takes no time of the processor.
+    busy = {alias: one.time.total - one.time.idle for alias, one in candidates.items()}
+    working = [alias for alias, one in candidates.items() if not one.time.idle]
     comparisons = (
         Comparison(predicted=predicted, measured=wall),
-        Comparison(predicted=predicted, measured=processor),
+        Comparison(
+            predicted={alias: predicted[alias] for alias in working},
+            measured={alias: processor[alias] for alias in working},
+        ),
     )
     print(f"\n{f'{case}, ms':<40}{'predicted':>10}{'wall':>10}{'error':>8}{'processor':>12}{'error':>8}")
     for alias in case.strategies:
-        times = "".join(
-            f"{1000 * measured[alias]:>{width}.1f}{predicted[alias] / measured[alias] - 1:>+8.0%}"
-            for measured, width in ((wall, 10), (processor, 12))
+        errors = predicted[alias] / wall[alias] - 1, busy[alias] / processor[alias] - 1
+        print(
+            f"{alias:<40}{1000 * predicted[alias]:>10.1f}{1000 * wall[alias]:>10.1f}{errors[0]:>+8.0%}"
+            f"{1000 * processor[alias]:>12.1f}{errors[1]:>+8.0%}"
         )
-        print(f"{alias:<40}{1000 * predicted[alias]:>10.1f}{times}")
     for name, comparison in zip(MEASURED, comparisons, strict=True):
         print(f"{name}: {comparison}", flush=True)
     return comparisons
@@ -177,9 +187,10 @@ def compare_memory(models: Sequence[str], machine: Machine) -> list[float]:
     print(f"\n{'memory of a rank, MiB':<40}{'predicted':>10}{'measured':>10}{'error':>8}")
     errors = []
     for model in models:
-        _, batch = LARGE_MODELS[model]()
-        for alias, one in predict(machine, model, 2, len(batch), STRATEGIES[2]).items():
-            measured = max(run_job(largest_memory, 2, seconds=120, alias=alias, model=model))
+        _, samples = LARGE_MODELS[model]()
+        for alias, one in predict(machine, model, 2, len(samples), STRATEGIES[2]).items():
+            batch = one.communication.ranks_per_batch
+            measured = max(run_job(largest_memory, 2, seconds=120, alias=alias, model=model, batch=batch))
             errors.append(one.peak / measured - 1)
             sizes = f"{one.peak / MIB:>10.0f}{measured / MIB:>10.0f}{errors[-1]:>+8.1%}"
             print(f"{f'{model}, {alias}':<40}{sizes}", flush=True)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dstrat
-from dstrat import OwnLoop
+from dstrat import OwnLoop, Pipeline
 from dstrat.cli.measure.benchmarks import measure
 from dstrat.parallel.strategy import ParallelStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from dstrat.cli.measure.machine import Machine
     from dstrat.testing.ranks.team import RankContext
@@ -26,49 +30,101 @@ MMAP_THRESHOLD = -3  # of mallopt
 
 
 class Wide(nn.Module):
-    """Square layers, which return the loss."""
+    """Blocks of two square layers, which return the loss.
+
+    Attributes:
+        mesh: The ranks that split the layers; None for none.
+    """
+
+    mesh: DeviceMesh | None = None
+    plan: ClassVar[dict[str, ParallelStyle]] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
+        self.layers = nn.Sequential(*(self.block(width) for _ in range(layers // 2)))
+
+    def block(self, width: int) -> nn.Module:
+        """Return a block."""
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean square of the output."""
-        loss: torch.Tensor = self.layers(x).square().mean()
-        return loss
+        return mean_square(self.layers(x))
+
+    def configure_model(self) -> None:
+        """Split the matrices of each block."""
+        for block in self.layers if self.mesh is not None else ():
+            parallelize_module(block, self.mesh, self.plan)
+
+    def configure_pipeline(self) -> Pipeline:
+        """Return the blocks in order."""
+        return Pipeline(model=self.layers, loss=lambda output, _: mean_square(output))
+
+
+class Attention(nn.Module):
+    """Attention and two layers, with residual connections."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.head_size = width // heads
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries, self.keys, self.values, self.output = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sums, of the same shape."""
+        normed = self.first_norm(x)
+        heads = (
+            layer(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        attended = nn.functional.scaled_dot_product_attention(*heads)
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+        return out
 
 
 class Transformer(Wide):
-    """Layers of an encoder."""
+    """Blocks of an encoder."""
 
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__(width, 0)
-        self.layers = nn.Sequential(
-            *(nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers))
-        )
+    plan: ClassVar[dict[str, ParallelStyle]] = {
+        **dict.fromkeys(("queries", "keys", "values", "up"), ColwiseParallel()),
+        **dict.fromkeys(("output", "down"), RowwiseParallel()),
+    }
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__(width, 2 * blocks)
+
+    def block(self, width: int) -> nn.Module:
+        return Attention(width)
 
 
-def transformer() -> tuple[nn.Module, torch.Tensor]:
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    """Return the mean square."""
+    return output.square().mean()
+
+
+def transformer() -> tuple[Wide, torch.Tensor]:
     """Return a model whose products take most of the time."""
-    return Transformer(256, 3), torch.ones(8, 64, 256)
+    return Transformer(256, 4), torch.ones(8, 64, 256)
 
 
-def wide() -> tuple[nn.Module, torch.Tensor]:
+def wide() -> tuple[Wide, torch.Tensor]:
     """Return a model of many parameters and few samples."""
-    return Wide(1024, 6), torch.ones(8, 1024)
+    return Wide(1024, 8), torch.ones(8, 1024)
 
 
-def deep() -> tuple[nn.Module, torch.Tensor]:
+def deep() -> tuple[Wide, torch.Tensor]:
     """Return a model of small layers and many samples."""
     return Wide(256, 16), torch.ones(512, 256)
 
 
-def large_transformer() -> tuple[nn.Module, torch.Tensor]:
+def large_transformer() -> tuple[Wide, torch.Tensor]:
     """Return a model whose activations take as much as its parameters."""
     return Transformer(768, 6), torch.ones(8, 128, 768)
 
 
-def large_wide() -> tuple[nn.Module, torch.Tensor]:
+def large_wide() -> tuple[Wide, torch.Tensor]:
     """Return a model of 50 million parameters."""
     return Wide(2048, 12), torch.ones(256, 2048)
 
@@ -99,7 +155,7 @@ def run(context: RankContext, alias: str, model: str, batch: int) -> tuple[float
         context: The rank.
         alias: The strategy.
         model: Name of the model.
-        batch: Size of the batch, in batches of the model.
+        batch: Size of the batch of the ranks that share one, in batches of the model.
     """
     seconds: tuple[float, float] = launch(context, alias, train, model, batch)
     return seconds
@@ -109,6 +165,7 @@ def train(loop: OwnLoop, model: str, batch: int) -> tuple[float, float]:
     """Return the shortest wall time and processor time of a step in seconds."""
     module, samples = MODELS[model]()
     samples = torch.cat([samples] * batch)
+    split(loop, module)
     loop.setup(module, lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4))
     times = []
     for _ in range(WARM_UP + STEPS):
@@ -120,10 +177,18 @@ def train(loop: OwnLoop, model: str, batch: int) -> tuple[float, float]:
     return min(wall), min(processor)
 
 
-def largest_memory(context: RankContext, alias: str, model: str) -> int:
+def split(loop: OwnLoop, module: Wide) -> None:
+    """Split the layers of a module where the strategy does so."""
+    strategy: Any = loop.strategy
+    if getattr(strategy, "tensor_parallel_size", 1) > 1:
+        module.mesh = strategy.device_mesh["tp"]
+    module.configure_model()
+
+
+def largest_memory(context: RankContext, alias: str, model: str, batch: int) -> int:
     """Return the bytes that training needs at its peak, in a new rank."""
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)  # memory that is freed goes back to the system
-    size: int = launch(context, alias, train_large, model)
+    size: int = launch(context, alias, train_large, model, batch)
     return size
 
 
@@ -135,16 +200,18 @@ def train_small_layer() -> None:
     optimizer.step()
 
 
-def train_large(loop: OwnLoop, model: str) -> int:
+def train_large(loop: OwnLoop, model: str, batch: int) -> int:
     """Return the largest resident memory in steps after the first one, above that before there was a model."""
     train_small_layer()  # loads modules and kernels, which take up to 100 MiB
     before = resident("VmRSS")
     with loop.strategy.model_sharded_context():
-        module, batch = LARGE_MODELS[model]()
+        module, samples = LARGE_MODELS[model]()
+        split(loop, module)
+    samples = torch.cat([samples] * batch)
     loop.setup(module, lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4))
     for _ in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        loop.backward(loop.compute(module, batch))
+        loop.backward(loop.compute(module, samples))
         loop.step()
     return resident("VmHWM") - before
 

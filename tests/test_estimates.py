@@ -114,6 +114,7 @@ def estimated(alias, world_size, num_blocks, batches):
         ("fsdp", 2, HALF, 1),
         pytest.param("ddp", 2, HALF, 2, marks=pytest.mark.variant),
         pytest.param("fsdp", 2, HALF, 2, marks=pytest.mark.variant),
+        pytest.param("mesh(dp_replicate=2)", 2, 4, 1, marks=pytest.mark.variant),
         pytest.param("model_parallel", 2, ALL, 1, marks=pytest.mark.variant),
         pytest.param("single_device", 1, ALL, 1, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_0", 2, ALL, 1, marks=pytest.mark.variant),

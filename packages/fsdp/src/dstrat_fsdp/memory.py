@@ -153,8 +153,11 @@ def sharded_layout(
         gradients += count * _shard_bytes(unit.trainable, division)
         summed += count * _bytes_in(unit, division, "summed", policy)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
-    step_buffers, reduction_buffer = _buffers(units, policy, frees_blocks=frees_blocks, num_stages=num_stages)
-    accumulated = summed // num_stages if training.accumulate_grad_batches > 1 else 0
+    accumulates = training.accumulate_grad_batches > 1
+    step_buffers, reduction_buffer = _buffers(
+        units, policy, frees_blocks=frees_blocks, num_stages=num_stages, accumulates=accumulates
+    )
+    accumulated = summed // num_stages if accumulates else 0
     layout = MemoryLayout(
         parameters=shards + module_buffers,
         gradients=gradients,
@@ -217,7 +220,12 @@ def _shard_bytes(parameters: Iterable[Tensor], division: Division) -> int:
 
 
 def _buffers(
-    units: Sequence[tuple[Unit, Division, int]], policy: MixedPrecisionPolicy, *, frees_blocks: bool, num_stages: int
+    units: Sequence[tuple[Unit, Division, int]],
+    policy: MixedPrecisionPolicy,
+    *,
+    frees_blocks: bool,
+    num_stages: int,
+    accumulates: bool,
 ) -> tuple[int, int]:
     """Return the memory of gathered parameters and of gradients that are not reduced yet, and of those being reduced.
 
@@ -228,9 +236,8 @@ def _buffers(
     resident = of_blocks = summed_of_root = 0
     working = []
     for unit, division, count in units:
-        gathered, gradients, summed = (
-            _bytes_in(unit, division, stage, policy) for stage in ("gathered", "gradients", "summed")
-        )
+        gathered, summed = (_bytes_in(unit, division, stage, policy) for stage in ("gathered", "summed"))
+        gradients = _unit_gradients(unit, division, policy, accumulates=accumulates)
         if unit.is_root:
             resident += gathered + gradients
             summed_of_root = summed
@@ -239,6 +246,17 @@ def _buffers(
             working.append((gradients + (2 if frees_blocks else 0) * gathered, summed))
     largest, summed = max(working, key=sum, default=(summed_of_root, 0))
     return resident + of_blocks // num_stages + largest, summed
+
+
+def _unit_gradients(unit: Unit, division: Division, policy: MixedPrecisionPolicy, *, accumulates: bool) -> int:
+    """Return the bytes of a unit's gradients besides those that all units' gradients count already."""
+    gradients = _bytes_in(unit, division, "gradients", policy)
+    if not accumulates:
+        return max(0, gradients - _shard_bytes(unit.trainable, division))
+    if _bytes_in(unit, division, "summed", policy) != gradients:  # those of a unit are converted, and then added
+        return gradients
+    # Each gradient is added to the one of earlier batches at once.
+    return max((division.gathered(one) * one.element_size() for one in unit.trainable), default=0)
 
 
 def _bytes_in(unit: Unit, division: Division, stage: str, policy: MixedPrecisionPolicy) -> int:
