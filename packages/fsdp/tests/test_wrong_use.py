@@ -589,3 +589,44 @@ def test_parameters_without_a_gradient_are_left_alone():
     for losses, without in in_ranks(unused):
         assert len(losses) == 2
         assert without
+
+
+class ComputesByData(BlockNet):
+    """Computes one of two blocks, or all in one of two orders, or uses one of two parameters, as a rank's data says."""
+
+    def __init__(self, way, branch):
+        super().__init__()
+        self.way, self.branch = way, branch
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))])
+
+    def layers(self, x):
+        x = self.first(x)
+        if self.way == "parameter":
+            x = x * self.scales[self.branch]
+        blocks = {
+            "block": [self.blocks[self.branch]],
+            "order": [self.blocks[self.branch], self.blocks[1 - self.branch]],
+        }
+        for block in blocks.get(self.way, self.blocks):
+            x = block(x)
+        return self.last(x)
+
+
+def computed_by_data(cluster, way):
+    strategy = FSDPStrategy(auto_wrap_policy={Block})
+    start(strategy, ComputesByData(way, cluster.global_rank), parts(cluster))
+    return misuse_in_a_step(strategy)
+
+
+@pytest.mark.parametrize(
+    ("way", "difference"),
+    {
+        "block": "'blocks.0' on 1 of 2 ranks",
+        "order": "'blocks.0', 'blocks.1'",
+        "parameter": "'scales.0' on 1 of 2",
+    }.items(),
+)
+def test_ranks_that_compute_other_blocks_are_told_of(way, difference):
+    for message in in_ranks(computed_by_data, way=way):
+        assert message.startswith("in step 1 ranks have computed other blocks, or the same ones in another order")
+        assert difference in message

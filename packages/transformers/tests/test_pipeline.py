@@ -153,6 +153,18 @@ def test_blocks_that_return_tuples_are_refused():
         pipeline.compute(pipeline.chain[:2], batch["input_ids"], batch)
 
 
+def test_batches_that_stages_cannot_train_on_say_what_to_change():
+    module = HFModule(models()["llama"])
+    pipeline = module.configure_pipeline()
+    batch = {name: torch.stack([row[name] for row in small.rows(2)]) for name in small.rows(1)[0]}
+    divided = {**batch, "num_items_in_batch": torch.tensor(7)}
+    for step in (module.loss_and_weight, lambda one: pipeline.loss(torch.zeros(2, 8, 64), one)):
+        with pytest.raises(MisuseError, match="LlamaForCausalLM got a batch with num_items_in_batch: leave it out"):
+            step(divided)
+    with pytest.raises(MisuseError, match="got a batch with inputs_embeds, and its first stage takes input_ids"):
+        pipeline.inputs({"inputs_embeds": torch.zeros(2, 8, 32)})
+
+
 def training():
     rows = small.rows(8)
     return HFModule(models()["llama"]), {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

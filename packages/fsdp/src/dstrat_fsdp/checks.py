@@ -6,6 +6,7 @@ import logging
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -218,6 +219,53 @@ def check_split_shapes(module: Module) -> None:
 def is_compared(number: int) -> bool:
     """Return whether ranks compare what they share in a step: in steps 1, 2, 4, 8 ... and in each 128th."""
     return not number % _STEPS_BETWEEN_CHECKS or not number & (number - 1)
+
+
+def check_same_use(module: Module, blocks: Sequence[str], mesh: DeviceMesh, number: int) -> None:
+    """Check that ranks have computed the same blocks in the same order, and have the same gradients; collective.
+
+    A block is gathered by all ranks of its shards together, and gradients of it are reduced in one message: if a rank
+    computes another one, as its data decides, each gets a part of the other's, without an error.
+
+    Args:
+        module: The sharded module, with reduced gradients.
+        blocks: Names of the blocks that this rank has computed, in their order.
+        mesh: The ranks over which parameters are sharded, and reduced.
+        number: Number of the step, from 1.
+
+    Raises:
+        MisuseError: They have not; on all ranks of the mesh.
+    """
+    trained = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+    digest = crc32(repr((blocks, trained)).encode())
+    bounds = torch.tensor([digest, -digest], device=internals.device_of(mesh))
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group(dimension))
+    highest, lowest = bounds.tolist()
+    if highest == -lowest:
+        return
+    raise MisuseError(
+        f"in step {number} ranks have computed other blocks, or the same ones in another order, or have gradients of "
+        f"other parameters ({_difference(blocks, trained, mesh)}): their shards would be mixed up. Let each rank "
+        "compute all of them, and multiply by zero what does not count, or use a strategy with whole weights, such as "
+        "'ddp_find_unused_parameters_true'"
+    )
+
+
+def _difference(blocks: Sequence[str], trained: Sequence[str], mesh: DeviceMesh) -> str:
+    """Return what one of the ranks of a mesh has used and another one has not, in words; collective."""
+    of_ranks = [(list(blocks), list(trained))]
+    for dimension in range(mesh.ndim):
+        gathered: list[Any] = [None] * mesh.size(dimension)
+        dist.all_gather_object(gathered, of_ranks, mesh.get_group(dimension))
+        of_ranks = [one for ranks in gathered for one in ranks]
+    for index in range(2):
+        names = dict.fromkeys(name for one in of_ranks for name in one[index])
+        for name in names:
+            count = sum(name in one[index] for one in of_ranks)
+            if count < len(of_ranks):
+                return f"{name!r} on {count} of {len(of_ranks)} ranks"
+    return f"this one has computed {', '.join(map(repr, blocks))}"
 
 
 @torch.no_grad()

@@ -79,6 +79,16 @@ def initialize_before_forward(unit: FSDPModule) -> None:
     unit._get_fsdp_state()._lazy_init()
 
 
+def forward_order(root: FSDPModule, units: Sequence[FSDPModule]) -> list[int]:
+    """Return the numbers of the units that have computed forward passes since the last backward pass, in their order.
+
+    torch records them to gather units ahead in the backward pass.
+    """
+    numbers = {id(group): index for index, unit in enumerate(units) for group in _groups(unit._get_fsdp_state())}
+    root_state: Any = root._get_fsdp_state()
+    return [numbers[id(group)] for group in root_state._comm_ctx.post_forward_order]
+
+
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce the gradients of all units that backward passes have accumulated without communication; collective.
 

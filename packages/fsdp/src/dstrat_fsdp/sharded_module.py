@@ -19,6 +19,7 @@ from dstrat_fsdp.checks import (
     ViewOutputGuard,
     check_dtypes,
     check_replicas,
+    check_same_use,
     check_split_shapes,
     explain_shards,
     is_compared,
@@ -133,7 +134,7 @@ class ShardedModule:
     def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, gathers_root: bool) -> None:
         check_split_shapes(module)
         self._scalars = ScalarParameters(module, sharding.mesh, sharding.offload_policy)
-        names = {id(submodule): name for name, submodule in module.named_modules()}
+        names = {id(submodule): name or "the module itself" for name, submodule in module.named_modules()}
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
         # Their hooks come before torch's, which then sees the copies.
@@ -144,6 +145,8 @@ class ShardedModule:
         if gathers_root:
             sharding.apply_to_root(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        self._unit_names = [names.get(id(unit), "the module itself") for unit in self._units]
+        self._computed: list[str] = []  # blocks of the last forward pass, in their order, in steps that compare them
         for unit in self._units:
             unit.__dict__["__deepcopy__"] = refuse_copy  # torch's own raises without a reason
         if sharding.sums_gradients:
@@ -211,6 +214,8 @@ class ShardedModule:
             args, kwargs = _in_dtype((args, kwargs), self._input_dtype)
         with explain_shards():
             output = self.root(step, *args, **kwargs)
+        if self._is_comparing and self._gathers_root:
+            self._computed = [self._unit_names[index] for index in internals.forward_order(self.root, self._units)]
         return output if self._output_dtype is None else _in_dtype(output, self._output_dtype)
 
     def free(self) -> None:
@@ -248,16 +253,26 @@ class ShardedModule:
         """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective.
 
         Raises:
-            MisuseError: Ranks of split layers have different gradients of another parameter, which all of them have.
+            MisuseError: Ranks have computed other blocks, or ranks of split layers have different gradients of another
+                parameter, which all of them have.
         """
         if self._synchronizes:
             self._scalars.reduce_gradients()
         self._scalars.make_sharded()
-        # Once only, as the result takes a wait for the device.
-        if self._synchronizes and self._tensor_mesh is not None:
-            self._num_steps += 1
-            if is_compared(self._num_steps):
-                check_replicas(self._module, self._mesh, self._tensor_mesh, self._num_steps)
+        if not self._synchronizes:
+            return
+        # In a few steps only, as the results take a wait for the device.
+        if self._is_comparing:
+            number = self._num_steps + 1
+            if self._mesh.size() > 1:
+                check_same_use(self._module, self._computed, self._mesh, number)
+            if self._tensor_mesh is not None:
+                check_replicas(self._module, self._mesh, self._tensor_mesh, number)
+        self._num_steps += 1
+
+    @property
+    def _is_comparing(self) -> bool:
+        return is_compared(self._num_steps + 1)
 
     def pending_gradients(self) -> dict[str, Any]:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""

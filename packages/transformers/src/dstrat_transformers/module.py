@@ -25,7 +25,7 @@ from dstrat_transformers.models import (
     is_peft,
 )
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
-from dstrat_transformers.pipeline import causal_loss, make_pipeline
+from dstrat_transformers.pipeline import causal_loss, check_not_divided, make_pipeline
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.reduction import keep_made_layers, keep_model_layers
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
@@ -319,8 +319,9 @@ class HFModule(TrainModule):
             labels have no number.
 
         Raises:
-            MisuseError: The model returns no loss.
+            MisuseError: The model returns no loss, or the batch has a number by which it would be divided.
         """
+        check_not_divided(base_model(self.model), batch)
         loss: Tensor = self._output(batch).loss
         labels = count_labels(self.model, batch)
         if labels is None:
@@ -383,6 +384,7 @@ class HFModule(TrainModule):
         return self._call(batch)
 
     def _evaluate(self, prefix: str, batch: Mapping[str, Any]) -> None:
+        check_not_divided(base_model(self.model), batch)
         output = self._output(batch)
         labels = count_labels(self.model, batch)
         weight = None if labels is None else float(labels)

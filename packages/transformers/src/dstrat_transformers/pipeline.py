@@ -66,12 +66,16 @@ def make_pipeline(
             arguments.pop(_OF_HEAD, None)
             return body(**arguments).last_hidden_state
 
+    def mean_loss(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        check_not_divided(language_model, batch)
+        return causal_loss(language_model, logits, batch)
+
     return Pipeline(
         model=model,
         layers=layers,
-        inputs=lambda batch: batch["input_ids"],
+        inputs=lambda batch: _first_input(language_model, batch),
         compute=compute,
-        loss=lambda logits, batch: causal_loss(language_model, logits, batch),
+        loss=mean_loss,
         weight=lambda batch: count_labels(model, batch),
         on_loss=on_loss,
     )
@@ -96,6 +100,23 @@ def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return loss
 
 
+def check_not_divided(model: Module, batch: Mapping[str, Any]) -> None:
+    """Refuse a batch with ``num_items_in_batch``: its loss is no mean, which is weighted by the number of labels.
+
+    Args:
+        model: The model.
+        batch: Its arguments.
+
+    Raises:
+        MisuseError: The batch has it.
+    """
+    if batch.get("num_items_in_batch") is not None:
+        raise MisuseError(
+            f"{type(model).__name__} got a batch with num_items_in_batch: leave it out, as the labels of all ranks, "
+            "microbatches and accumulated batches are counted, and each counts the same"
+        )
+
+
 def check_labels(model: Module, batch: Mapping[str, Any]) -> None:
     """Refuse a batch without labels.
 
@@ -112,6 +133,16 @@ def check_labels(model: Module, batch: Mapping[str, Any]) -> None:
             f"{type(model).__name__} got a batch with {names} and without labels: give it labels, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
         )
+
+
+def _first_input(model: Module, batch: Mapping[str, Any]) -> Any:
+    if batch.get("input_ids") is None:
+        names = ", ".join(name for name, value in batch.items() if value is not None)
+        raise MisuseError(
+            f"{type(model).__name__} got a batch with {names}, and its first stage takes input_ids: give it these, or "
+            "leave pp out"
+        )
+    return batch["input_ids"]
 
 
 def _layers(model: Any) -> list[Module]:
