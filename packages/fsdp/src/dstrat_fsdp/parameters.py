@@ -240,8 +240,9 @@ def unpark_shards(module: Module, mesh: DeviceMesh, layout: Mapping[str, Any]) -
         layout: What determines which part of the parameters a rank has, by name.
 
     Raises:
-        MisuseError: They were made for another layout.
+        MisuseError: They were made for another layout, or belong to the groups of their run.
     """
+    check_reusable(module)
     parked = _parked.pop(module, None)
     if parked is None:
         return None

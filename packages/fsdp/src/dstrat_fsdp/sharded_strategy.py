@@ -123,7 +123,6 @@ class ShardedStrategy(ParallelStrategy):
         return {**super().__getstate__(), "_mesh": None}  # its groups are those of this process
 
     def setup_environment(self) -> None:
-        check_reusable(self.module)  # before configure_model, which would split its layers again
         super().setup_environment()
         self._failed = False
         self._mesh = self._open_mesh()
@@ -132,7 +131,11 @@ class ShardedStrategy(ParallelStrategy):
         """Return the context in which parameters are created on the meta device.
 
         Each rank computes their values when they are sharded, layer by layer, with ``reset_parameters``.
+
+        Raises:
+            MisuseError: An earlier run has split layers of the module, which its hooks would split again.
         """
+        check_reusable(self.module)
         return parameters_on_meta()
 
     def model_to_device(self) -> None:
