@@ -89,14 +89,13 @@ def save(payload, file, pickle_protocol):
 
 if "forkserver" in str(sys.orig_argv):
     Path("imports").touch()
-    while not Path("enough").exists():
-        time.sleep(0.01)
+    time.sleep(600)
 """
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_signal_while_the_fork_server_imports_ends_the_job(program, number, code):
-    """As from a terminal, to the server too; it would answer when it has imported everything."""
+    """As from a terminal, to the server too; it would answer, and end, when it has imported everything."""
     (program.folder / "torch.py").write_text(SLOW_LIBRARY)
     (program.folder / "script.py").write_text(
         "import torch\nfrom train import launcher, work\n"
@@ -105,10 +104,27 @@ def test_signal_while_the_fork_server_imports_ends_the_job(program, number, code
     program.start("script.py")
     program.wait_for("imports")
     os.killpg(program.process.pid, number)
-    assert program.process.wait(60) == code
-    (program.folder / "enough").touch()  # for the server, which holds the program's output open
-    assert "EOFError" not in program.finish().errors
+    outcome = program.finish()  # when its output is closed, which the server holds open too
+    assert outcome.code == code
+    assert "EOFError" not in outcome.errors
     assert program.wait_until_gone() == []
+
+
+def test_a_fork_server_outlives_the_thread_that_started_it(program):
+    (program.folder / "torch.py").write_text(
+        "import pickle\ndef save(payload, file, pickle_protocol): pickle.dump(payload, file)\n"
+    )
+    (program.folder / "script.py").write_text(
+        "import threading\nfrom multiprocessing import forkserver\nfrom train import launcher, work\n"
+        "def launch():\n    launcher('forkserver').launch(work, 'succeed')\n"
+        "    pids.append(forkserver._forkserver._forkserver_pid)\n"
+        "if __name__ == '__main__':\n    pids = []\n    for _ in range(2):\n"
+        "        thread = threading.Thread(target=launch)\n        thread.start()\n        thread.join()\n"
+        "    print('servers', len(set(pids)))\n"
+    )
+    outcome = program.run("script.py")
+    assert outcome.code == 0
+    assert "servers 1" in outcome.output
 
 
 def is_asleep(pid):

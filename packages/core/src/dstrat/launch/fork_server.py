@@ -10,8 +10,11 @@ from dstrat.launch.fast_exit import leave_quickly_at_exit_of_server
 def _prepare() -> None:
     # The server ends after the process that it serves, and holds the job's output open until then.
     leave_quickly_at_exit_of_server()  # first, see that module
+    from dstrat.launch.rank import die_with_parent
     from dstrat.launch.signals import STOP_SIGNALS
 
+    # Until all is imported, which may take half a minute: an interrupted job must not wait for that.
+    die_with_parent()
     # In a session of its own, as Ctrl-C in the terminal would end the server in the middle of its imports.
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()

@@ -69,7 +69,8 @@ def start_served(job: LocalJob, local_rank: int, interrupts: Interrupts) -> Rank
     # The first handler that is registered with atexit runs last, so the server's own comes first.
     # torch._dynamo takes as long to import as torch, and each rank would import it with its first optimizer.
     libraries = ["torch", "torch._dynamo"] if "torch" in sys.modules else []
-    context.set_forkserver_preload(["dstrat.launch.fork_server", *libraries, __name__])
+    first, last = "dstrat.launch.fork_server", "dstrat.launch.fork_server_ready"
+    context.set_forkserver_preload([first, *libraries, __name__, last])
     # The environment is passed, because the server may have been started with another one.
     arguments = (job.folder, job.rank_environment(local_rank), os.getpid())
     process = context.Process(target=_run_served, args=arguments)

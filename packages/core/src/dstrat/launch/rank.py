@@ -207,3 +207,9 @@ def die_with_parent() -> None:
     # More exactly, when the thread ends that has started it, see prctl(2).
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def outlive_parent() -> None:
+    """Undo :func:`die_with_parent`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
