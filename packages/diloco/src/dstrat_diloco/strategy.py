@@ -442,8 +442,8 @@ def _share_of_rank(training: TrainingSize, layout: MemoryLayout) -> tuple[float,
     Outer weights and momentum are divided as the parameters are, and so is a delta.
     """
     on_device = layout.parameters / (training.parameters + training.module_buffers or 1)
-    whole = training.replicated
-    state = whole.gradients + whole.optimizer_state + whole.optimizer_temporaries
+    replicated = training.replicated
+    state = replicated.gradients + replicated.optimizer_state + replicated.optimizer_temporaries
     on_host = layout.host / (training.parameters + state or 1)  # with gradients and the optimizer's state
     return min(1.0, max(on_device, on_host)), on_host > on_device
 
