@@ -1,5 +1,6 @@
 """Options: what is refused, and what the plan, the memory and the communication of a job say."""
 
+import dataclasses
 import re
 
 import pytest
@@ -136,6 +137,34 @@ def test_a_rank_has_outer_weights_and_momentum_of_what_it_holds(inner, share):
     assert layout.buffers - inner_alone.buffers == 2 * share * 400_000
     without = DiLoCoStrategy(inner=inner, outer_momentum=0.0).memory_layout(size())
     assert without.buffers - inner_alone.buffers == share * 400_000
+
+
+def test_outer_weights_of_offloaded_shards_are_on_the_host():
+    training = dataclasses.replace(size(), device_type="cuda", module_buffers=1000)
+    of_group = dataclasses.replace(training, world_size=2)
+    inner = FSDPStrategy(cpu_offload=True)
+    alone, layout = (
+        one.memory_layout(sizes) for one, sizes in ((inner, of_group), (DiLoCoStrategy(inner=inner), training))
+    )
+    shard = 200_000
+    assert alone.host == 4 * shard
+    assert layout == dataclasses.replace(alone, host=alone.host + 2 * shard + 2 * shard)
+    *_, outer = DiLoCoStrategy(inner=inner, every=100).communication_layout(training).collectives
+    assert outer.bytes == shard // 100
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ("mesh(pp=2)", "compiles training steps with these options, or runs pipelines, and a group cannot be trained"),
+        ("mesh(tp=2)", "lets ranks share batches with these options, as tensor and context parallelism do"),
+        ("model_parallel(tensor_parallel_size=2)", "lets ranks share batches with these options"),
+    ],
+)
+def test_layouts_that_a_group_cannot_have_are_refused_before_anything_runs(inner, message):
+    with pytest.raises(ConflictError, match=message):
+        DiLoCoStrategy(inner=inner).check_training(size())
+    DiLoCoStrategy(inner="mesh").check_training(size())
 
 
 @pytest.mark.parametrize("inner", ["ddp", "fsdp"])

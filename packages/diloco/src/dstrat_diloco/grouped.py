@@ -157,7 +157,12 @@ class GroupedStrategy(ParallelStrategy):
         return self.inner.forward_dtype(precision)
 
     def check_training(self, training: TrainingSize) -> None:
-        self.inner.check_training(self._of_group(training))
+        self._check_steps()
+        of_group = self._of_group(training)
+        communication = self.inner.communication_layout(of_group)
+        if communication is not None and communication.ranks_per_batch > 1:
+            raise self._shared_batches_error()
+        self.inner.check_training(of_group)
 
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         division = self._division(world_size, ranks_per_machine)
@@ -243,19 +248,25 @@ class GroupedStrategy(ParallelStrategy):
         return dist.PrefixStore(f"group {self._groups.index}", store)
 
     def setup(self, trainer: TrainerLike) -> None:
+        self._check_steps()
+        division = self._division(self.world_size, len(self.parallel_devices))
+        if self.inner.distributed_sampler_kwargs.get("num_replicas", 1) != division.size:
+            raise self._shared_batches_error()
+        with self._in_group():
+            self.inner.setup(trainer)
+
+    def _check_steps(self) -> None:
         if self.inner.compiled_steps() is not None:
             raise ConflictError(
                 f"inner={type(self.inner).__name__} compiles training steps with these options, or runs pipelines, and "
                 "a group cannot be trained so: leave that out"
             )
-        division = self._division(self.world_size, len(self.parallel_devices))
-        if self.inner.distributed_sampler_kwargs.get("num_replicas", 1) != division.size:
-            raise ConflictError(
-                f"inner={type(self.inner).__name__} lets ranks share batches with these options, as tensor and context "
-                "parallelism do, and a group cannot be trained so: leave that out"
-            )
-        with self._in_group():
-            self.inner.setup(trainer)
+
+    def _shared_batches_error(self) -> ConflictError:
+        return ConflictError(
+            f"inner={type(self.inner).__name__} lets ranks share batches with these options, as tensor and context "
+            "parallelism do, and a group cannot be trained so: leave that out"
+        )
 
     def check_set_up(self) -> None:
         self.inner.check_set_up()

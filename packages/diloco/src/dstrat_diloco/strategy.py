@@ -130,16 +130,18 @@ class DiLoCoStrategy(GroupedStrategy):
         layout = self.inner.memory_layout(self._of_group(training))
         if layout is None:
             return None
-        # Outer weights and momentum are divided as the parameters are, and so is a delta.
-        share = min(1.0, layout.parameters / (training.parameters + training.module_buffers or 1))
+        share, offloads = _share_of_rank(training, layout)
         delta = int(share * max(4 * training.trainable_numel, training.trainable_parameters))
-        copies = 2 if self._settings.momentum else 1
+        outer = (2 if self._settings.momentum else 1) * delta
         # The delta and what a reduction needs; compressed, also the values in both dtypes.
         copies_sent = 2 if self._settings.delta_dtype is None else 3
+        temporaries = copies_sent * delta // self._settings.fragments
+        if offloads:
+            return dataclasses.replace(layout, host=layout.host + outer + temporaries)
         return dataclasses.replace(
             layout,
-            buffers=layout.buffers + copies * delta,
-            optimizer_temporaries=max(layout.optimizer_temporaries, copies_sent * delta // self._settings.fragments),
+            buffers=layout.buffers + outer,
+            optimizer_temporaries=max(layout.optimizer_temporaries, temporaries),
         )
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
@@ -148,7 +150,7 @@ class DiLoCoStrategy(GroupedStrategy):
         if layout is None or memory is None:
             return None
         division = self._division(training.world_size, training.ranks_per_machine)
-        share = min(1.0, memory.parameters / (training.parameters + training.module_buffers or 1))
+        share, _ = _share_of_rank(training, memory)
         in_float32 = max(4 * training.trainable_numel, training.trainable_parameters)
         sent = int(in_float32 * (1 / division.size if self.inner.replicates_state else share)) // self._settings.every
         width = {None: 1.0, "bfloat16": 1 / 2, "int8": (1 + 4 / 1024) / 4}[self._settings.delta_dtype]
@@ -432,6 +434,18 @@ class DiLoCoStrategy(GroupedStrategy):
             optimizer,
             _with_values(super().sharded_optimizer_state(optimizer), values, self._parameters_of(optimizer)),
         )
+
+
+def _share_of_rank(training: TrainingSize, layout: MemoryLayout) -> tuple[float, bool]:
+    """Return the share of the parameters that a rank of the inner strategy has, and whether it is on the host.
+
+    Outer weights and momentum are divided as the parameters are, and so is a delta.
+    """
+    on_device = layout.parameters / (training.parameters + training.module_buffers or 1)
+    replicated = training.replicated
+    state = replicated.gradients + replicated.optimizer_state + replicated.optimizer_temporaries
+    on_host = layout.host / (training.parameters + state or 1)  # with gradients and the optimizer's state
+    return min(1.0, max(on_device, on_host)), on_host > on_device
 
 
 def _distinct(tensors: Mapping[str, Any]) -> dict[str, Any]:
