@@ -11,6 +11,7 @@ from tests.trainer_runs import Evaluated, Losses, Saves, loader, quiet_trainer
 
 from dstrat import StrategyRegistry
 from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.errors import RequestError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -98,3 +99,22 @@ def test_checkpoints_move_to_one_device_and_back(tmp_path):
     for folder in (one, two):
         for found in in_ranks(trained, 2, folder=folder, is_resumed=True):
             assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Factored(Wide):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+def error_of_whole_parameters(cluster):
+    StrategyRegistry.register("on_cpus", OnCPUs, facts={"device_types": ("cpu",)}, min_num_params=200)
+    try:
+        quiet_trainer("on_cpus", cluster).fit(Factored(), loader(48, 4))
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+def test_an_optimizer_of_whole_parameters_is_refused():
+    for message in in_ranks(error_of_whole_parameters):
+        assert "Adafactor needs whole parameters, and OnCPUs lets each rank step flat pieces" in message

@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.hand_loop import BlockNet, Run, batches, losses_of, one_pass, parts, 
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
 
+from dstrat import GatheredOptimizer
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.optimizers import Optimization, SchedulerConfig
@@ -177,3 +179,49 @@ def thaws(cluster):
 def test_a_group_that_is_added_later_is_an_error_as_its_gradients_would_not_be_shared():
     for message in in_ranks(thaws):
         assert "configure_optimizers return all groups" in message
+
+
+class Coupled(torch.optim.SGD):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        trained = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        torch.nn.utils.clip_grad_norm_(trained, 0.1)
+        super().step()
+        return loss
+
+
+class With(Run):
+    def __init__(self, module, make):
+        super().__init__(module)
+        self.make = make
+
+    def configure_optimizers(self):
+        return Optimization(optimizers=(self.make(self.module.parameters()),), schedulers=())
+
+
+def error_with(cluster, make):
+    strategy = DDPShardedStrategy()
+    strategy.receive(parts(cluster))
+    strategy.connect(BlockNet())
+    strategy.setup_environment()
+    try:
+        strategy.setup(With(strategy.module, make))
+    except RequestError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Coupled, "Coupled needs all parameters, and DDPShardedStrategy lets each rank step some of them"),
+        (partial(GatheredOptimizer, torch.optim.SGD), "return the optimizer itself, without GatheredOptimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_some_parameters_is_refused(make, message):
+    for error in in_ranks(error_with, make=make):
+        assert message in error

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dstrat.own_loop.loop import build as build
     from dstrat.parallel.collectives import broadcast_tensors as broadcast_tensors
     from dstrat.parallel.collectives import take_from_first_rank as take_from_first_rank
+    from dstrat.parallel.gathered_optimizer import GatheredOptimizer as GatheredOptimizer
     from dstrat.parallel.gradient_sync import GradientSyncStrategy as GradientSyncStrategy
     from dstrat.parallel.muon import Muon as Muon
     from dstrat.parallel.strategy import ParallelStrategy as ParallelStrategy
@@ -124,6 +125,7 @@ _HOMES = {
     "EMAWeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "EarlyStopping": "dstrat.training.callbacks.early_stopping",
     "ExternalEnvironment": "dstrat.builtin.clusters.external",
+    "GatheredOptimizer": "dstrat.parallel.gathered_optimizer",
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
     "GradientSyncStrategy": "dstrat.parallel.gradient_sync",
     "HyperparametersMixin": "dstrat.training.module.hyperparameters",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
-from dstrat.parallel.optimizer_checks import how_division_fails
+from dstrat.parallel.optimizer_checks import how_flat_pieces_fail
 from dstrat_deepspeed.runtime import check_prerequisites
 from dstrat_deepspeed.validation import offloads_optimizer
 
@@ -49,13 +49,12 @@ def check_elementwise(optimizer: Optimizer | None, stage: int, device: torch.dev
     """Raise a RequestError if a stage shards an optimizer that has other results for flat pieces of parameters."""
     if optimizer is None or stage == 0 or type(optimizer).__module__.startswith("deepspeed."):
         return
-    # A piece of 9 elements is not a multiple of a row, so that row-wise optimizers fail.
-    reason = how_division_fails(optimizer, device, lambda full: [piece.clone() for piece in full.flatten().split(9)])
+    reason = how_flat_pieces_fail(optimizer, device)
     if reason is not None:
         raise RequestError(
-            f"{type(optimizer).__name__} needs whole parameters, and stage {stage} of ZeRO lets it step flat pieces of "
-            f"them ({reason}): take an optimizer that treats each element by itself, such as torch.optim.AdamW, or "
-            "choose stage 0"
+            f"{type(optimizer).__name__} needs whole parameters, and stage {stage} of ZeRO lets each rank step "
+            f"flat pieces of some ({reason}): take an optimizer that treats each element by itself, such as "
+            "torch.optim.AdamW, or choose stage 0"
         )
 
 

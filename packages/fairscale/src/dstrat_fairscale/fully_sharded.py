@@ -12,12 +12,12 @@ from torch.nn import ModuleDict, ModuleList
 from typing_extensions import override
 
 from dstrat.builtin.precision.mixed import MixedPrecision
-from dstrat.errors import ConflictError
+from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat.interfaces.state_dict import load_by_names
 from dstrat.parallel.collectives import running_statistics
-from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
+from dstrat.parallel.optimizer_checks import check_layout, check_optimizers, how_flat_pieces_fail
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
@@ -204,6 +204,13 @@ class DDPFullyShardedStrategy(ParallelStrategy):
         check_optimizers(self.optimizers, self.module)
         for optimizer in self.optimizers:
             check_layout(optimizer)
+            reason = how_flat_pieces_fail(optimizer, self.root_device)
+            if reason is not None:
+                raise RequestError(
+                    f"{type(optimizer).__name__} needs whole parameters, and {type(self).__name__} lets each rank step "
+                    f"flat pieces of some ({reason}): take an optimizer that treats each element by itself, such as "
+                    'torch.optim.AdamW, or choose strategy="fsdp", which shards each parameter'
+                )
 
     @property
     def _wrap_policy(self) -> Any:

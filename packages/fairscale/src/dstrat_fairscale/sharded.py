@@ -17,7 +17,8 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.collectives import running_statistics
-from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers
+from dstrat.parallel.gathered_optimizer import GatheredOptimizer
+from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers, find_coupling
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.step_module import StepModule
 from dstrat.parallel.strategy import ParallelStrategy
@@ -147,6 +148,7 @@ class DDPShardedStrategy(ParallelStrategy):
         check_one_dtype(self.module, "FairScale's ShardedDataParallel")
         for optimizer in self.optimizers:
             check_layout(optimizer)
+            _check_independence(optimizer, type(self).__name__)
         self.optimizers = sharded_optimizers(self.optimizers, self.lr_schedulers)
         self.model = ShardedDataParallel(
             StepModule(self.module), self.optimizers, reduce_buffer_size=0, **self._keywords
@@ -220,6 +222,21 @@ def _check_keywords(keywords: Mapping[str, Any], owner: type) -> None:
 
 
 # FairScale's sharded optimizers (OSS)
+
+
+def _check_independence(optimizer: Optimizer, strategy: str) -> None:
+    """Raise a RequestError for an optimizer that cannot step the parameters of a rank by themselves."""
+    if isinstance(optimizer, GatheredOptimizer):
+        raise RequestError(
+            f"{strategy} lets each rank step some of the parameters, in full: return the optimizer itself, without "
+            "GatheredOptimizer"
+        )
+    reason = find_coupling(optimizer, may_draw=True)
+    if reason is not None:
+        raise RequestError(
+            f"{type(optimizer).__name__} needs all parameters, and {strategy} lets each rank step some of them "
+            f'({reason}): take another optimizer, such as torch.optim.AdamW, or choose strategy="ddp"'
+        )
 
 
 def sharded_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig]) -> list[Optimizer]:

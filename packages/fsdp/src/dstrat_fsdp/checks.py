@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
-from dstrat.parallel.optimizer_checks import how_division_fails
+from dstrat.parallel.optimizer_checks import find_coupling, how_division_fails
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 
@@ -390,10 +390,15 @@ def check_steps_shards(optimizers: Sequence[Optimizer], strategy: str) -> None:
         else:
             reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
         if reason is not None:
-            is_muon = isinstance(optimizer, torch.optim.Muon)
-            other = "dstrat.Muon" if is_muon else "another optimizer, such as torch.optim.AdamW"
+            name = type(optimizer).__name__
+            if isinstance(optimizer, torch.optim.Muon):
+                other = "dstrat.Muon"
+            elif find_coupling(optimizer) is None:
+                other = f"dstrat.GatheredOptimizer({name}, ...), which steps full parameters"
+            else:
+                other = "another optimizer, such as torch.optim.AdamW"
             raise MisuseError(
-                f"{type(optimizer).__name__} cannot step parameters as {strategy} shards them ({reason}): take {other}"
+                f"{name} cannot step parameters as {strategy} shards them ({reason}): take {other}"
                 ", or a strategy that does not shard parameters"
             )
 

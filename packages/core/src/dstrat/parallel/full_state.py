@@ -398,7 +398,8 @@ def shard_entries(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
 
     Args:
         state: The state by the names of parameters, the same on every rank; sharded tensors stay as they are.
-        parameters: The parameters by name; full tensors of the shape of a DTensor are sharded like it.
+        parameters: The parameters by name; full tensors of the shape of a DTensor are sharded like it.  What is left
+            of the state of those on the meta device, which other ranks have, is dropped.
     """
 
     def as_shard(parameter: Tensor | None, key: str, value: Any) -> Any:
@@ -411,6 +412,7 @@ def shard_entries(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
     entries = {
         name: {key: as_shard(parameters.get(name), key, value) for key, value in entry.items()}
         for name, entry in state["state"].items()
+        if name not in parameters or not parameters[name].is_meta
     }
     return {**state, "state": entries}
 

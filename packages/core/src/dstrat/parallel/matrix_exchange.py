@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dstrat.parallel.shards import boxes_at, local_boxes
+from dstrat.parallel.shards import boxes_at, is_distributed, local_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,17 +42,29 @@ def plan_routes(matrices: Sequence[Any]) -> list[Route]:
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # work of ranks, by those that share a replica
     routes = []
     for matrix in matrices:
-        mesh, position = matrix.device_mesh.mesh, matrix.device_mesh.get_coordinate()
-        axes = [
-            (at,) if placement.is_replicate() else range(size)
-            for placement, at, size in zip(matrix.placements, position, mesh.shape, strict=True)
-        ]
-        extents = {int(mesh[coordinate]): boxes_at(matrix, coordinate) for coordinate in itertools.product(*axes)}
+        extents = extents_of(matrix)
         work = loads.setdefault(tuple(extents), dict.fromkeys(extents, 0))
         rank = min(work, key=work.__getitem__)  # the first of those, so that all ranks agree
-        work[rank] += matrix.numel() * min(matrix.shape)
+        work[rank] += matrix.numel() * min(matrix.shape, default=1)
         routes.append(Route(rank=rank, extents=extents))
     return routes
+
+
+def extents_of(tensor: Any) -> dict[int, list[Extent]]:
+    """Return the boxes of each rank that has a shard of this rank's replica of a DTensor, by rank."""
+    mesh, position = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    axes = [
+        (at,) if placement.is_replicate() else range(size)
+        for placement, at, size in zip(tensor.placements, position, mesh.shape, strict=True)
+    ]
+    return {int(mesh[coordinate]): boxes_at(tensor, coordinate) for coordinate in itertools.product(*axes)}
+
+
+def with_placements_of(gradient: Any, parameter: Any) -> Any:
+    """Return a gradient with the placements of its parameter: one may be summands of the ranks."""
+    if not is_distributed(gradient) or gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
 
 
 class MatrixExchange:

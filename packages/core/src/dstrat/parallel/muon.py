@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from typing_extensions import Self, override
 
 from dstrat.errors import RequestError
-from dstrat.parallel.matrix_exchange import MatrixExchange, Route, plan_routes
+from dstrat.parallel.matrix_exchange import MatrixExchange, Route, plan_routes, with_placements_of
 from dstrat.parallel.shards import is_distributed, local_tensor, with_local
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Muon(Optimizer):
     def _update_momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> Any:
         """Update the momentum of a matrix; return what is to be orthogonalized, sharded as the matrix is."""
         assert parameter.grad is not None  # noqa: S101 - selected by the caller
-        state, gradient = self.state[parameter], _laid_out(parameter.grad, parameter)
+        state, gradient = self.state[parameter], with_placements_of(parameter.grad, parameter)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         gradient, momentum = local_tensor(gradient), local_tensor(state["momentum_buffer"])
@@ -227,13 +227,6 @@ class Muon(Optimizer):
                 "together: give one Muon all parameters of the module"
             )
         return device
-
-
-def _laid_out(gradient: Any, parameter: Any) -> Any:
-    """Return a gradient with the placements of its parameter: one may be summands of the ranks."""
-    if not is_distributed(gradient) or gradient.placements == parameter.placements:
-        return gradient
-    return gradient.redistribute(placements=parameter.placements)
 
 
 # Groups of parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -167,6 +168,54 @@ def how_division_fails(
     return None
 
 
+def how_flat_pieces_fail(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Return why an optimizer cannot step flat pieces of parameters, of which each rank has some; None if it can."""
+    # A piece of 9 elements is not a multiple of a row, so that row-wise optimizers fail.
+    reason = how_division_fails(optimizer, device, lambda full: [piece.clone() for piece in full.flatten().split(9)])
+    return find_coupling(optimizer, may_draw=True) if reason is None else reason
+
+
+def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None:
+    """Return why steps of some of the parameters differ from a step of all of them; None if they do not.
+
+    Args:
+        optimizer: The optimizer, of which copies step small matrices on the CPU.
+        may_draw: Whether None is returned for an optimizer that draws random numbers, or fails with such matrices.
+    """
+    if type(optimizer) in _ELEMENT_WISE:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    shapes = (_SHAPE, _SHAPE[::-1])
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    # Of one direction mostly, and more than _STEPS: rates that all gradients determine (Prodigy) grow only then.
+    slopes = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [
+        [slope + 0.1 * torch.randn(slope.shape, generator=generator) for slope in slopes] for _ in range(3 * _STEPS)
+    ]
+
+    def changes(number: int, rate: float, *indices: int) -> list[Tensor]:
+        parameters = [values[index].clone().requires_grad_() for index in indices]
+        of_steps = [[of_step[index].clone() for index in indices] for of_step in gradients]
+        _step_copy(optimizer, number, parameters, of_steps, rate)
+        return [one.detach() - values[index] for one, index in zip(parameters, indices, strict=True)]
+
+    # A rate of 1 too: with less, the factor that Prodigy computes grows too slowly to show.
+    for number, rate in itertools.product(range(len(optimizer.param_groups)), (_RATE, 1.0)):
+        with warnings.catch_warnings(), torch.random.fork_rng([]):
+            warnings.simplefilter("ignore")
+            before = torch.get_rng_state()
+            try:
+                together = changes(number, rate, 0, 1)
+                apart = [*changes(number, rate, 0), *changes(number, rate, 1)]
+            except Exception as error:  # noqa: BLE001 - any error of a third-party optimizer
+                return None if may_draw else f"a copy of it fails with small matrices on the CPU: {error}"
+            if not torch.equal(before, torch.get_rng_state()):
+                return None if may_draw else "it draws random numbers"
+        if not all(map(_same, together, apart)):
+            return "its step of a parameter depends on the others"
+    return None
+
+
 def _undivided(tensor: Tensor) -> list[Tensor]:
     return [tensor.clone()]
 
@@ -190,10 +239,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _step_copy(
-    optimizer: Optimizer, group: int, parameters: list[Tensor], gradients: Sequence[Sequence[Tensor]]
+    optimizer: Optimizer,
+    group: int,
+    parameters: list[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    rate: float = _RATE,
 ) -> Optimizer:
     """Return a copy of an optimizer after steps of other parameters, one for each of the gradients."""
-    probe = _copy(optimizer, group, parameters)
+    probe = _copy(optimizer, group, parameters, rate)
     try:
         _step(probe, parameters, gradients)
     except KeyError:  # Adagrad makes its state in the constructor, others in the first step
@@ -202,7 +255,7 @@ def _step_copy(
     return probe
 
 
-def _copy(optimizer: Optimizer, group: int, parameters: list[Tensor]) -> Optimizer:
+def _copy(optimizer: Optimizer, group: int, parameters: list[Tensor], new_rate: float) -> Optimizer:
     if hasattr(type(optimizer), "__del__"):
         raise TypeError("__del__ of a copy would free resources of the optimizer")
     probe = copy.copy(optimizer)
@@ -211,7 +264,7 @@ def _copy(optimizer: Optimizer, group: int, parameters: list[Tensor]) -> Optimiz
     options = {**optimizer.param_groups[group], "params": parameters}
     rate = options.get("lr")
     if isinstance(rate, int | float | torch.Tensor):
-        options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
+        options["lr"] = torch.full_like(rate, new_rate) if isinstance(rate, torch.Tensor) else new_rate
     probe.state, probe.param_groups = defaultdict(dict), [options]
     return probe
 

@@ -226,6 +226,23 @@ def test_stages_of_a_pipeline_save_what_each_has(io, tmp_path):
     assert all(torch.equal(loaded["state_dict"][f"stage{n}.w"], torch.full((4,), float(n))) for n in range(3))
 
 
+def test_values_and_lists_beside_the_tensors_of_a_stage_are_saved(io, tmp_path):
+    def save_stage():
+        rank = dist.get_rank()
+        entry = {"count": rank, "sides": [torch.full((4,), float(rank)), torch.ones(2), []], "none": None}
+        state = {"common": {"count": 9, "w": torch.ones(3)}, f"stage{rank}": entry}
+        PortableCheckpointIO().save_checkpoint({"optimizers": [{"state": state}], "epoch": 1}, tmp_path / "c")
+
+    run_in_ranks(save_stage, ranks=3)
+    loaded = io.load_checkpoint(tmp_path / "c")
+    state = loaded["optimizers"][0]["state"]
+    assert state.keys() == {"common", "stage0", "stage1", "stage2"}
+    for rank in range(3):
+        entry = state[f"stage{rank}"]
+        assert (entry["count"], entry["sides"][2], entry["none"]) == (rank, [], None)
+        assert torch.equal(entry["sides"][0], torch.full((4,), float(rank)))
+
+
 def everyones_message(path, checkpoint_of):
     """What saving says on each rank, each in a file of its own."""
     try:

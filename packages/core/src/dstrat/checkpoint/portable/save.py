@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dstrat.checkpoint.portable.decode import TAG
 from dstrat.checkpoint.portable.encode import encode
 from dstrat.checkpoint.portable.format import (
     BUCKET,
@@ -34,7 +35,7 @@ from dstrat.checkpoint.portable.write_plan import make_write_plan
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dstrat.checkpoint.paths import CheckpointPath
@@ -169,8 +170,62 @@ def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int, stor
                 if rank == 0 or name in pieces or entry.same_as or not entry.num_bytes
             },
             "pieces": pieces,
+            "values": [] if rank == 0 else list(_values_beside(parse_json(prepared.state), _first_pieces(pieces))),
         }
     )
+
+
+def _first_pieces(pieces: Mapping[str, Sequence[Any]]) -> set[str]:
+    """Return the tensors of which a rank writes the first element."""
+    return {name for name, listed in pieces.items() if any(len(piece) == 1 or not any(piece[1]) for piece in listed)}
+
+
+def _values_beside(value: Any, names: Container[str], *keys: Any) -> Iterator[list[Any]]:
+    """Yield the plain values, and lists of tensors, in dicts that have one of some tensors too, with the dicts' keys.
+
+    Rank 0 writes the plain values, and may lack those of parameters that only other ranks have: of the stages of a
+    pipeline.  One rank writes the first element of a tensor, so that one of them yields a value.
+    """
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _values_beside(item, names, *keys, number)
+    elif isinstance(value, dict) and TAG not in value:
+        inner = {key for key, item in value.items() if _holds_dicts(item)}
+        values = {key: item for key, item in value.items() if key not in inner and not _is_tensor(item)}
+        beside = (item for key, item in value.items() if key not in inner)
+        if values and any(name in names for item in beside for name in _tensor_names(item)):
+            yield [keys, values]
+        for key in inner:
+            yield from _values_beside(value[key], names, *keys, key)
+
+
+def _holds_dicts(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_holds_dicts, value))
+    return isinstance(value, dict) and TAG not in value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and value.get(TAG) == "tensor"
+
+
+def _tensor_names(value: Any) -> Iterator[str]:
+    if _is_tensor(value):
+        yield value["name"]
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _tensor_names(item)
+
+
+def _with_values(state: bytes, values: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]) -> bytes:
+    """Return the plain values of rank 0 with those that it lacks."""
+    document = parse_json(state)
+    for keys, added in values:
+        inner = document
+        for key in keys:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
+        for key, value in added.items():
+            inner.setdefault(key, value)
+    return dump_json(document)
 
 
 def _write_document(storage: Storage[Any], path: CheckpointPath, data: bytes) -> FileRecord:
@@ -189,7 +244,9 @@ def complete(
     }
     index = _index(reports)
     check_shares(index["tensors"], index["files"])  # such a checkpoint could not be loaded
-    files[STATE] = _write_document(storage, folder / STATE, prepared.state)
+    values = [beside for report in reports for beside in report["values"]]
+    state = _limited(_with_values(prepared.state, values), "plain values") if values else prepared.state
+    files[STATE] = _write_document(storage, folder / STATE, state)
     files[INDEX] = _write_document(storage, folder / INDEX, _limited(dump_json(index), "tensors' names"))
     manifest = Manifest(
         files=files,

@@ -1,0 +1,287 @@
+"""An optimizer of whole parameters gives on shards the losses of one device, and its checkpoints move."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from tests.ranks import each, in_ranks
+from tests.trainer_runs import Losses, Saves, quiet_trainer
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from dstrat import GatheredOptimizer, Pipeline, SingleDeviceStrategy, TrainModule
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.errors import DstratError, RequestError
+from dstrat_ddp import DDPStrategy
+from dstrat_fsdp import FSDPStrategy
+from dstrat_mesh import MeshStrategy
+
+STEPS, SAVED_AT, GLOBAL_BATCH = 8, 4, 64
+
+needs_library = pytest.mark.skipif(not find_spec("pytorch_optimizer"), reason="needs pytorch_optimizer")
+
+
+class TwoSided(Optimizer):
+    """Whitens gradients on both sides; its state has lists, counts, and matrices of other shapes than parameters'."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"sides": [torch.eye(size) for size in parameter.shape], "count": torch.zeros(())}
+                state["count"] += 1
+                update = parameter.grad
+                for axis, side in enumerate(state["sides"]):
+                    flat = parameter.grad.movedim(axis, 0).reshape(len(side), -1)
+                    side.addmm_(flat, flat.T)
+                    values, vectors = torch.linalg.eigh(side)
+                    root = vectors @ torch.diag(values.rsqrt()) @ vectors.T
+                    update = torch.tensordot(root, update, dims=([1], [axis])).movedim(0, axis)
+                parameter.sub_(update, alpha=group["lr"] / state["count"].item() ** 0.5)
+
+
+class Coupled(Optimizer):
+    """Divides gradients by the norm of all of them."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        trained = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        with torch.no_grad():
+            self.change(trained)
+        return loss
+
+    def change(self, trained):
+        norm = torch.linalg.vector_norm(torch.stack([one.grad.norm() for one in trained]))
+        for parameter in trained:
+            parameter.sub_(parameter.grad / norm, alpha=0.02)
+
+
+class Noisy(Coupled):
+    """Adds random numbers."""
+
+    def change(self, trained):
+        for parameter in trained:
+            parameter.sub_(parameter.grad + torch.randn_like(parameter), alpha=0.02)
+
+
+def library(name):
+    import pytorch_optimizer
+
+    return getattr(pytorch_optimizer, name)
+
+
+OPTIMIZERS = {
+    "TwoSided": lambda: (TwoSided, {}),
+    "Shampoo": lambda: (library("Shampoo"), {"lr": 0.05, "momentum": 0.5}),
+    "SOAP": lambda: (library("SOAP"), {"lr": 0.01, "precondition_frequency": 2}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(TrainModule):
+    """Has square matrices, of which each gradient has full rank, and rows that ranks divide unevenly.
+
+    The eigenvectors of other gradients, which SOAP takes, depend on rounding.
+    """
+
+    def __init__(self, optimizer, width=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.optimizer = optimizer
+
+    def configure_model(self):
+        if getattr(self.trainer.strategy, "tensor_parallel_size", 1) > 1:
+            for block in self.net:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, self.trainer.strategy.device_mesh["tp"], plan)
+
+    def configure_pipeline(self):
+        return Pipeline(model=self.net, loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        kind, options = OPTIMIZERS.get(self.optimizer, lambda: (globals()[self.optimizer], {}))()
+        *others, last = self.parameters()
+        optimizer = GatheredOptimizer(kind, [{"params": others}, {"params": [last], "lr": 0.005}], **options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit(make, cluster, optimizer, *, readers=1, ckpt_path=None, callbacks=(), plugins=None):
+    losses = Losses()
+    plugins = [PortableCheckpointIO()] if plugins is None else plugins
+    trainer = quiet_trainer(make(), cluster, plugins=plugins, callbacks=[losses, *callbacks])
+    inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs.roll(1, 1) - inputs)
+    trainer.fit(Net(optimizer), DataLoader(data, batch_size=GLOBAL_BATCH // readers), ckpt_path=ckpt_path)
+    return losses.losses
+
+
+def outcome(cluster, make, optimizer, readers, folder, first):
+    """Return the losses of a run, of one that resumes in its middle, and of one that resumes one device's run."""
+    saves = Saves(folder, (SAVED_AT,))
+    run = fit(make, cluster, optimizer, readers=readers, callbacks=[saves])
+    resumed = fit(make, cluster, optimizer, readers=readers, ckpt_path=folder / str(SAVED_AT))
+    return run, resumed, fit(make, cluster, optimizer, readers=readers, ckpt_path=first)
+
+
+LAYOUTS = {
+    2: {
+        "ddp": (DDPStrategy, 2),
+        "fsdp": (FSDPStrategy, 2),
+        "fsdp, offloading": (partial(FSDPStrategy, cpu_offload=True), 2),
+        "a pipeline": (partial(MeshStrategy, pp=2), 1),
+        "split layers": (partial(MeshStrategy, tp=2), 1),
+    },
+    4: {
+        "fsdp": (FSDPStrategy, 4),
+        "replicas of shards": (partial(FSDPStrategy, device_mesh=(2, 2)), 4),
+        "shards of split layers": (partial(MeshStrategy, tp=2), 2),
+        "shards of stages": (partial(MeshStrategy, pp=2), 2),
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.variant)])
+@pytest.mark.parametrize(
+    "optimizer", ["TwoSided", *(pytest.param(name, marks=needs_library) for name in ("Shampoo", "SOAP"))]
+)
+def test_losses_are_those_of_one_device_and_checkpoints_move(optimizer, world_size, tmp_path):
+    first = tmp_path / "one device"
+    expected = fit(SingleDeviceStrategy, None, optimizer, callbacks=[Saves(first, (SAVED_AT,))])
+    assert expected[-1] < 0.95 * expected[0]
+    layouts = LAYOUTS[world_size]
+    cases = {
+        name: {
+            "make": make,
+            "optimizer": optimizer,
+            "readers": readers,
+            "folder": tmp_path / name,
+            "first": first / str(SAVED_AT),
+        }
+        for name, (make, readers) in layouts.items()
+    }
+    for outcomes in in_ranks(each, world_size, function=outcome, cases=cases):
+        for name, (run, resumed, moved) in outcomes.items():
+            assert run == pytest.approx(expected, rel=1e-6, abs=0), name
+            assert resumed == run[SAVED_AT:], name
+            assert moved == pytest.approx(expected[SAVED_AT:], rel=1e-6, abs=0), name
+    for name in layouts:  # and back to one device
+        back = fit(SingleDeviceStrategy, None, optimizer, ckpt_path=tmp_path / name / str(SAVED_AT))
+        assert back == pytest.approx(expected[SAVED_AT:], rel=1e-6, abs=0), name
+
+
+def error_of(cluster, make, optimizer):
+    try:
+        fit(make, cluster, optimizer, readers=2)
+    except DstratError as error:
+        return str(error)
+    return None
+
+
+def zero(stage):
+    from dstrat_deepspeed import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(stage=stage)
+
+
+class CoupledNet(Net):
+    def configure_optimizers(self):
+        return Coupled(self.parameters())
+
+
+def coupled_outcome(cluster, make):
+    losses = Losses()
+    data = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    readers = 1 if cluster is None else cluster.world_size
+    try:
+        quiet_trainer(make(), cluster, callbacks=[losses]).fit(
+            CoupledNet(None), DataLoader(TensorDataset(data, -data), batch_size=16 // readers)
+        )
+    except DstratError as error:
+        return str(error)
+    return losses.losses
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed")
+def test_deepspeed_refuses_optimizers_that_couple_parameters():
+    cases = {stage: {"make": partial(zero, stage)} for stage in range(4)}
+    expected = coupled_outcome(None, SingleDeviceStrategy)
+    for outcomes in in_ranks(each, function=coupled_outcome, cases=cases):
+        assert outcomes[0] == pytest.approx(expected, rel=1e-6, abs=0)
+        for stage in (1, 2, 3):
+            assert "step flat pieces of some (its step of a parameter depends on the others)" in outcomes[stage]
+
+
+def test_shards_are_stepped_together_by_optimizers_that_couple_them():
+    expected = coupled_outcome(None, SingleDeviceStrategy)
+    for found in in_ranks(coupled_outcome, make=FSDPStrategy):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [("Coupled", "its step of a parameter depends on the others"), ("Noisy", "it draws random numbers")],
+)
+def test_an_optimizer_that_cannot_step_some_parameters_is_refused(optimizer, reason):
+    for message in in_ranks(error_of, make=FSDPStrategy, optimizer=optimizer):
+        assert f"{optimizer} cannot step parameters that are divided among ranks ({reason})" in message
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed")
+def test_flat_pieces_of_deepspeed_are_refused():
+    cases = {stage: {"make": partial(zero, stage), "optimizer": "TwoSided"} for stage in range(4)}
+    for messages in in_ranks(each, function=error_of, cases=cases):
+        assert messages[0] is None
+        for stage in (1, 2, 3):
+            assert f"GatheredOptimizer needs whole parameters, and stage {stage} of ZeRO" in messages[stage]
+
+
+class Bare(Net):
+    def configure_optimizers(self):
+        return TwoSided(self.parameters())
+
+
+def bare_error(cluster):
+    try:
+        quiet_trainer(FSDPStrategy(), cluster).fit(Bare("TwoSided"), DataLoader(torch.randn(8, 6)))
+    except DstratError as error:
+        return str(error)
+    return None
+
+
+def test_the_error_of_an_optimizer_on_shards_names_it():
+    for message in in_ranks(bare_error):
+        assert "take dstrat.GatheredOptimizer(TwoSided, ...), which steps full parameters" in message
+
+
+def test_an_instance_is_refused():
+    with pytest.raises(RequestError, match=r"takes the class of an optimizer first, not SGD \("):
+        GatheredOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()), [])
