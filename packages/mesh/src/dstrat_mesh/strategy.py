@@ -216,6 +216,22 @@ class MeshStrategy(SharedBatchStrategy):
         self._recomputes = memory is not None and memory.recomputation == "full"
         self._reshard_after_forward = pp == 1 if reshard_after_forward is None else reshard_after_forward
         self._state_dict_type = state_dict_type_name(state_dict_type)
+        if self._schedule.splits_backward:
+            self._check_split_backward(reshard_after_forward)
+
+    def _check_split_backward(self, reshard_after_forward: bool | None) -> None:
+        schedule = f"schedule={self._schedule.name!r}"
+        if self.saved_activations is not None:
+            raise ConflictError(
+                f"{schedule} reads saved activations in two passes, and activation_checkpointing and "
+                "activation_offload would compute or copy them in each: leave them out, or choose 'Interleaved1F1B' or "
+                "'1F1B'"
+            )
+        if reshard_after_forward:
+            raise ConflictError(
+                f"{schedule} computes gradients of weights long after the backward pass of their layers, so that these "
+                "stay gathered for a batch: leave reshard_after_forward=True out, or choose 'Interleaved1F1B' or '1F1B'"
+            )
 
     # The mesh
 
@@ -551,10 +567,16 @@ class MeshStrategy(SharedBatchStrategy):
 
         with self._attending("training_step"):
             outputs = self._pipeline.train(
-                batch, self.precision_plugin.scale_loss, before_backward, self._weigh, self._capture_logs
+                batch,
+                self.precision_plugin.scale_loss,
+                before_backward,
+                sharded.accumulate_gradients,
+                self._weigh,
+                self._capture_logs,
             )
         sharded.set_gradient_sync(not self._accumulates)
         if not self._accumulates:
+            sharded.set_free_after_backward(True)
             sharded.reduce_gradients()
         sharded.end_backward()
         sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
