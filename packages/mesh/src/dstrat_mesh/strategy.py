@@ -118,7 +118,9 @@ class MeshStrategy(SharedBatchStrategy):
         ep: Number of ranks that divide experts, a divisor of ``dp_shard * cp * tp`` and a multiple of ``tp``.
         pp: Number of ranks with different stages of the model; the ranks of a pipeline read the same batch.
         schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches; or these with several
-            stages on a rank, which is idle for a shorter time: ``"Interleaved1F1B"`` and ``"LoopedBFS"``.
+            stages on a rank, which is idle for a shorter time: ``"Interleaved1F1B"`` and ``"LoopedBFS"``.  Or
+            ``"InterleavedZeroBubble"``, with any number of stages on a rank, which computes gradients of weights when
+            it would be idle, and keeps activations until then.
         stages_per_rank: Number of stages of each rank; None for 1, or 2 where the schedule has several.
         microbatches: Number of microbatches of a batch; None for as many as ``pp``.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
