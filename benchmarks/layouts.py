@@ -55,7 +55,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # number of ranks, and sizes
     "dp_replicate x dp_shard": (4, {"dp_replicate": 2}),
     "pp x dp x tp": (8, {"pp": 2, "tp": 2}),
 }
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

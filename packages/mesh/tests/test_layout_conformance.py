@@ -18,6 +18,7 @@ def split_heads(module):
 
 
 TURNS = {"schedule": "LoopedBFS"}
+ZERO_BUBBLE = {"schedule": "InterleavedZeroBubble"}
 RING = {"context_parallel": "ring"}
 
 
@@ -41,6 +42,7 @@ class TestFourRanks(LayoutSuite):
     configure_model = staticmethod(split_heads)
     layouts: ClassVar = {
         "stages and shards": Layout(processes=4, options={"pp": 2}, share=0.31),
+        "zero bubble and shards": Layout(processes=4, options={"pp": 2, **ZERO_BUBBLE}, share=0.36),
         "stages and split layers": Layout(processes=4, options={"pp": 2, "tp": 2}, share=0.4),
         "stages and sequences": Layout(processes=4, options={"pp": 2, "cp": 2}, share=0.31),
         "a ring and split layers": Layout(processes=4, options={"cp": 2, "tp": 2, **RING}, share=0.4),

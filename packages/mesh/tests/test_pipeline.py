@@ -530,7 +530,7 @@ def test_what_a_pipeline_cannot_do_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2, "schedule": "ZBVZeroBubble"}, "the sharding of each stage takes them, also where it has one"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble"}, "choose schedule='InterleavedZeroBubble', which fills idle time"),
         (
             {"pp": 2, "schedule": "1f1b"},
             "schedule='1f1b' is not known: choose among '1F1B', 'GPipe', 'Interleaved1F1B'",

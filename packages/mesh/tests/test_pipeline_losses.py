@@ -203,7 +203,13 @@ def scaled(cluster, frozen=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(2, {}), (2, {"frozen": True}), (4, {"dp_shard": 2, "microbatches": 4})]
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (2, {"frozen": True}),
+        (4, {"dp_shard": 2, "microbatches": 4}),
+        (4, {"dp_shard": 2, "schedule": "InterleavedZeroBubble"}),
+    ],
 )
 def test_all_stages_skip_the_steps_in_which_a_gradient_overflows(ranks, options):
     expected = scaled(None, frozen=options.get("frozen", False))

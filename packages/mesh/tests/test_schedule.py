@@ -5,13 +5,18 @@ from itertools import product
 
 import pytest
 
-from dstrat_mesh.schedule import Pass, Schedule
+from dstrat_mesh.schedule import Pass, PassKind, Schedule
 
 SCHEDULES = [
     *(("1F1B", ranks, None, count) for ranks, count in product((2, 3, 4), (1, 2, 5, 8))),
     *(("GPipe", ranks, None, count) for ranks, count in product((2, 4), (1, 3))),
     *(("Interleaved1F1B", ranks, stages, 2 * ranks) for ranks, stages in product((2, 3, 4), (2, 3))),
     *(("LoopedBFS", ranks, stages, 5) for ranks, stages in product((2, 4), (2, 3))),
+]
+ZERO_BUBBLE = [
+    *(("InterleavedZeroBubble", ranks, 1, count) for ranks, count in product((1, 2, 3, 4, 8), (1, 2, 5, 8, 12))),
+    *(("InterleavedZeroBubble", ranks, stages, 2 * ranks) for ranks, stages in product((2, 3, 4), (2, 3))),
+    ("InterleavedZeroBubble", 8, 4, 32),
 ]
 
 
@@ -37,7 +42,11 @@ def simulate(schedule):
                 continue
             step = passes[0]
             stage = step.chunk * schedule.ranks + rank
-            source, target = (stage + 1, stage - 1) if step.is_backward else (stage - 1, stage + 1)
+            source, target = {
+                PassKind.FORWARD: (stage - 1, stage + 1),
+                PassKind.BACKWARD: (stage + 1, stage - 1),
+                PassKind.WEIGHTS: (-1, -1),
+            }[step.kind]
             if 0 <= source < schedule.num_stages:
                 received = channels.get(channel(schedule, source, stage))
                 if not received:
@@ -51,19 +60,41 @@ def simulate(schedule):
     raise AssertionError(f"{schedule} waits forever: {[list(passes)[:2] for passes in ranks]}")
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.parametrize("options", [*SCHEDULES, *ZERO_BUBBLE], ids=str)
 def test_each_rank_has_all_passes_and_waits_for_none_forever(options):
     schedule = Schedule.of(*options)
     chunks, microbatches = range(schedule.stages_per_rank), range(schedule.microbatches)
-    expected = {Pass(*values) for values in product(chunks, microbatches, (False, True))}
+    kinds = [PassKind.FORWARD, PassKind.BACKWARD, PassKind.WEIGHTS][: 3 if schedule.splits_backward else 2]
+    expected = {Pass(*values) for values in product(chunks, microbatches, kinds)}
     for rank in range(schedule.ranks):
         passes = list(schedule.passes(rank))
         assert set(passes) == expected
         assert len(passes) == len(expected)
-        for index, step in enumerate(passes):
-            assert not step.is_backward or Pass(step.chunk, step.microbatch, False) in passes[:index]
+        for chunk, microbatch in product(chunks, microbatches):
+            numbers = [passes.index(Pass(chunk, microbatch, kind)) for kind in kinds]
+            assert numbers == sorted(numbers)
     busy = len(expected)
     assert 1 - busy / simulate(schedule) == pytest.approx(schedule.bubble)
+
+
+@pytest.mark.parametrize("options", ZERO_BUBBLE, ids=str)
+def test_gradients_of_weights_fill_idle_time_without_more_activations(options):
+    _, ranks, stages, count = options
+    schedule = Schedule.of(*options)
+    usual = Schedule.of("1F1B" if stages == 1 else "Interleaved1F1B", *options[1:])
+    if count >= ranks:  # as long as the passes of ZB-H1, and 1F1B's idle time has gradients of weights in it
+        assert schedule.bubble == pytest.approx((ranks - 1) / (3 * count * stages + ranks - 1))
+    assert schedule.bubble <= usual.bubble
+    assert schedule.activation_share == usual.activation_share
+    assert max(schedule.batch_share(rank, [1] * stages) for rank in range(ranks)) == usual.batch_share(0, [1] * stages)
+
+
+def test_zero_bubble_keeps_activations_until_weights_have_gradients():
+    schedule = Schedule.of("InterleavedZeroBubble", 4, 1, 8)
+    assert Schedule.of("1F1B", 4, None, 8).batch_share(3, [1]) == 1 / 8
+    assert schedule.batch_share(3, [1]) == 4 / 8
+    short = " ".join(f"{step.kind.value[0]}{step.microbatch}" for step in schedule.passes(3))
+    assert short.startswith("f0 b0 f1 b1 f2 b2 f3 b3 w0 f4 b4 w1")
 
 
 def test_a_stage_counts_with_the_microbatches_that_it_holds():

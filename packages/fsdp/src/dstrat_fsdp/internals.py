@@ -101,6 +101,17 @@ def reduce_gradients(root: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
+def accumulate_gradients(units: Iterable[FSDPModule]) -> None:
+    """Add the gradients of gathered parameters to those in the dtype in which torch accumulates, if it is another.
+
+    As a backward pass without communication does, in torch's hook of each unit.
+    """
+    for param in fsdp_params(units):
+        if _was_gathered(param) and _has_separate_gradient(param):
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
 def _groups(state: Any) -> list[Any]:
     """Return the parameter groups of a unit, each of which torch gathers in one collective."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.9: one

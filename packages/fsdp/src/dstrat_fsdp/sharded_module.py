@@ -240,6 +240,13 @@ class ShardedModule:
         """Reduce what a backward pass without synchronization has accumulated; collective over the ranks of a shard."""
         internals.reduce_gradients(self.root)
 
+    def accumulate_gradients(self) -> None:
+        """Accumulate in their dtype what the engine has added to gathered parameters beside a backward pass of units.
+
+        The next passes neither synchronize nor free units.
+        """
+        internals.accumulate_gradients(self._units)
+
     def set_free_after_backward(self, enabled: bool) -> None:
         """Set whether backward passes free units, or leave them gathered for a further microbatch."""
         for unit in self._units:

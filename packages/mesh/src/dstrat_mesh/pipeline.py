@@ -90,21 +90,28 @@ def pipeline_of(module: Any) -> Pipeline:
     return pipeline
 
 
-def check_not_compiled(module: Module, pipeline: Pipeline) -> None:
-    """Check that no compiled code has layers of several stages.
+def check_not_compiled(module: Module, pipeline: Pipeline, schedule: Schedule) -> None:
+    """Check that no compiled code has layers of several stages, or a backward pass that the schedule divides.
 
     Raises:
-        MisuseError: A module is compiled that has several layers of the pipeline, or is its model.
+        MisuseError: A module is compiled that has several layers of the pipeline, or is its model; or any, and the
+            schedule has passes for gradients of weights.
     """
     for name, container in module.named_modules():
         wrapped = wrapped_module(container)
         if wrapped is None and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
             continue
+        subject = plain_name(name) or type(module).__name__
         inside = set((container if wrapped is None else wrapped).modules())
         if pipeline.model in (container, wrapped) or len(inside.intersection(pipeline.chain)) > 1:
             raise MisuseError(
-                f"{plain_name(name) or type(module).__name__} is compiled as a whole, and a pipeline divides its "
+                f"{subject} is compiled as a whole, and a pipeline divides its "
                 "layers over ranks: compile each layer instead, for layer in layers: layer.compile()"
+            )
+        if schedule.splits_backward:
+            raise MisuseError(
+                f"{subject} is compiled, and compiled code computes its gradients in one pass, which "
+                f"schedule={schedule.name!r} divides: leave out to compile it, or choose 'Interleaved1F1B' or '1F1B'"
             )
 
 
@@ -173,7 +180,7 @@ class PipelineRun:
     ) -> None:
         self._module, self._schedule, self._loss_dtype = module, schedule, loss_dtype
         self._pipeline = pipeline_of(module)
-        check_not_compiled(module, self._pipeline)
+        check_not_compiled(module, self._pipeline, schedule)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
         num_new = 3 if schedule.stages_per_rank > 1 else 1
@@ -230,6 +237,7 @@ class PipelineRun:
         batch: Any,
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool, bool], None],
+        after_weights: Callable[[], None],
         weigh: Callable[[Tensor], Tensor],
         capture_logs: Callable[[], AbstractContextManager[Sequence[Any]]],
     ) -> Any:
@@ -239,6 +247,7 @@ class PipelineRun:
             batch: The batch.
             scale: As for :meth:`StageRunner.train`.
             before_backward: Likewise.
+            after_weights: Likewise.
             weigh: Returns the factor of the loss of a batch with a weight.
             capture_logs: Returns the context in which values that layers and loss log are collected instead.
 
@@ -269,6 +278,7 @@ class PipelineRun:
                 factors,
                 scale if factor is None else lambda loss: scale(loss * factor),
                 before_backward,
+                after_weights,
                 tuple(parameter.requires_grad for parameter in self._module.parameters()),
             )
         if logged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
-from dstrat_mesh.schedule import Pass
+from dstrat_mesh.schedule import Pass, PassKind
+from dstrat_mesh.split_backward import backward_to_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _MOST_DIMENSIONS = 8
-_PASSES_BEHIND = 2  # of the rank before this one, of which it waits for no more when all forward passes are done
+_HEADER_SIZE = 4 + _MOST_DIMENSIONS
+_IS_HEADER = 0x5AFE_0DD5_7A6E_0001  # unlike what any activation has in its first eight bytes
+# Of the rank before this one, of which it waits for no more when all forward passes are done.
+_PASSES_BEHIND = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +92,18 @@ class _Outline:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def header(self, device: torch.device) -> Tensor:
-        facts = [_DTYPES.index(self.dtype), int(self.requires_grad), len(self.shape), *self.shape]
-        return torch.tensor([*facts, *[0] * (3 + _MOST_DIMENSIONS - len(facts))], device=device)
+        facts = [_IS_HEADER, _DTYPES.index(self.dtype), int(self.requires_grad), len(self.shape), *self.shape]
+        return torch.tensor([*facts, *[0] * (_HEADER_SIZE - len(facts))], device=device)
 
     @classmethod
     def from_header(cls, header: Tensor) -> _Outline:
-        dtype, requires_grad, dimensions, *shape = header.tolist()
+        mark, dtype, requires_grad, dimensions, *shape = header.tolist()
+        if mark != _IS_HEADER:
+            raise MisuseError(
+                "a stage of the pipeline got an activation where it expected the shape of one: ranks of the pipeline "
+                "have loaded batches of other sizes. Let all of them load the same data, as a sampler with "
+                "num_replicas and rank of strategy.distributed_sampler_kwargs does"
+            )
         return cls(tuple(shape[:dimensions]), _DTYPES[dtype], bool(requires_grad))
 
 
@@ -134,9 +145,10 @@ class StageRunner:
     ) -> None:
         self._links, self._schedule, self._loss_dtype, self._forward = links, schedule, loss_dtype, forward
         neighbours = {(links.position + distance) % len(links.ranks) for distance in (-1, 1)}
-        self._numbers = {
-            position: {step: number for number, step in enumerate(schedule.passes(position))} for position in neighbours
-        }
+        self._numbers: dict[int, dict[Pass, int]] = {}
+        for position in neighbours:
+            with_messages = (step for step in schedule.passes(position) if step.kind is not PassKind.WEIGHTS)
+            self._numbers[position] = {step: number for number, step in enumerate(with_messages)}
         # By the stage, and what all ranks know of a microbatch: so they agree on when headers are sent.
         self._received: dict[Any, _Outline] = {}
         self._sent: dict[Any, _Outline] = {}
@@ -150,6 +162,7 @@ class StageRunner:
         factors: Sequence[float | Tensor],
         scale: Callable[[Tensor], Tensor],
         before_backward: Callable[[bool, bool], None],
+        after_weights: Callable[[], None],
         trainable: Hashable,
     ) -> Tensor:
         """Run forward and backward passes of all microbatches; return the loss of the batch on every rank.
@@ -160,23 +173,33 @@ class StageRunner:
             factors: Factor of each microbatch's loss in that of the batch.
             scale: Scales the loss for the precision.
             before_backward: Called before each backward pass that computes gradients, with whether it is the last one,
-                and whether the rank before waits for its result.
+                and whether the rank before waits for its result.  None is the last if gradients of weights have passes.
+            after_weights: Called after each pass that computes gradients of weights only.
             trainable: Which parameters of all stages are trained, by which tensors between stages have gradients.
         """
         links, keys = self._links, [(_shapes(microbatch), trainable) for microbatch in microbatches]
         total = torch.zeros((), dtype=self._loss_dtype, device=links.device)
         pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
+        weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what computes their gradients
         trained: set[int] = set()  # the stages with gradients, known before the first backward pass
         num_computed, num_forward = 0, len(microbatches) * self._schedule.stages_per_rank
         for step in self._schedule.passes(links.position):
             stage, index = self._stage(step.chunk), step.microbatch
-            if step.is_backward:
+            if step.kind is PassKind.WEIGHTS:
+                if (compute_weights := weights.pop((stage, index))) is not None:
+                    compute_weights()
+                    after_weights()
+                del compute_weights
+                continue
+            if step.kind is PassKind.BACKWARD:
                 received, output = pending.pop((stage, index))
                 if stage in trained:
                     num_computed += 1
                     is_awaited = received is not None and received.requires_grad
-                    before_backward(num_computed == len(trained) * len(microbatches), is_awaited)
-                self._run_backward(stage, index, received, output)
+                    is_last = num_computed == len(trained) * len(microbatches) and not self._schedule.splits_backward
+                    before_backward(is_last, is_awaited)
+                weights[stage, index] = self._run_backward(stage, index, received, output)
+                del received, output  # which would keep activations for longer than the pass of weights
                 if not num_forward:
                     self._wait_for_previous(stage, index)
                 continue
@@ -185,12 +208,9 @@ class StageRunner:
             if stage:
                 received = self._receive(stage, keys[index])
                 self._free_sends(links.rank_of(stage - 1), self._number(stage - 1, index))
-            output = self._forward(step.chunk, received, microbatches[index])
+            output = self._forward(step.chunk, _changeable(received) if stage else received, microbatches[index])
             if self._is_last(stage):
-                loss, factor = _checked_loss(output), factors[index]
-                if isinstance(factor, Tensor):  # 0 for a microbatch without labels, whose mean loss may be nan
-                    loss = torch.where(factor > 0, loss, 0.0)
-                loss = loss * factor
+                loss = _weighted_loss(output, factors[index])
                 total += loss.detach()
                 output = scale(loss)
             else:
@@ -228,7 +248,7 @@ class StageRunner:
         # rank receives from the first one only when it has done all passes of its own later stages: that may take until
         # this one goes on.
         if stage % len(self._links.ranks):
-            number = self._number(stage - 1, microbatch, is_backward=True)
+            number = self._number(stage - 1, microbatch, PassKind.BACKWARD)
             self._free_sends(self._links.rank_of(stage - 1), number - _PASSES_BEHIND)
 
     def _free_sends(self, rank: int, number: int) -> None:
@@ -241,10 +261,10 @@ class StageRunner:
                 remaining.append(send)
         self._sends = remaining
 
-    def _number(self, stage: int, microbatch: int, *, is_backward: bool = False) -> int:
-        """Return the number of a pass in the order of its rank, a neighbour."""
+    def _number(self, stage: int, microbatch: int, kind: PassKind = PassKind.FORWARD) -> int:
+        """Return the number of a pass with messages in the order of its rank, a neighbour."""
         chunk, position = divmod(stage, len(self._links.ranks))
-        return self._numbers[position][Pass(chunk, microbatch, is_backward)]
+        return self._numbers[position][Pass(chunk, microbatch, kind)]
 
     def evaluate(self, value: Any, batch: Any) -> Tensor:
         """Return the output of all stages for an input, on every rank; collective over the ranks.
@@ -285,7 +305,7 @@ class StageRunner:
         links, key = self._links, (stage, known)
         source, group = links.rank_of(stage - 1), links.group(stage - 1, stage)
         if key not in self._received:
-            header = torch.empty(3 + _MOST_DIMENSIONS, dtype=torch.int64, device=links.device)
+            header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=links.device)
             dist.recv(header, source, group=group)
             self._received[key] = _Outline.from_header(header)
         outline = self._received[key]
@@ -314,27 +334,58 @@ class StageRunner:
         work = dist.isend(tensor, rank, group=self._links.group(origin, target))
         self._sends.append(_Send(work=work, tensor=tensor, rank=rank, number=number))
 
-    def _run_backward(self, stage: int, microbatch: int, received: Tensor | None, output: Tensor) -> None:
+    def _run_backward(
+        self, stage: int, microbatch: int, received: Tensor | None, output: Tensor
+    ) -> Callable[[], None] | None:
+        """Run a backward pass; return the function that computes gradients of weights, if they have another pass."""
+        gradient = self._receive_gradient(stage, microbatch, output)
+        awaited = received if received is not None and received.requires_grad else None
+        compute_weights: Callable[[], None] | None = None
+        if output.requires_grad or self._is_last(stage):
+            if not self._schedule.splits_backward:
+                output.backward(gradient)
+            elif awaited is None:
+                compute_weights = partial(output.backward, gradient)
+            else:
+                compute_weights = backward_to_input(output, gradient, awaited).compute
+        if awaited is not None:
+            sent = torch.zeros_like(awaited) if awaited.grad is None else awaited.grad
+            self._isend(sent, stage, stage - 1, self._number(stage - 1, microbatch, PassKind.BACKWARD))
+        return compute_weights
+
+    def _receive_gradient(self, stage: int, microbatch: int, output: Tensor) -> Tensor | None:
+        """Return the gradient of a stage's output; None for a loss, and if nothing before it is trained."""
         links = self._links
         if self._is_last(stage):
-            output.backward()
-        elif output.requires_grad:
-            gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
-            dist.recv(gradient, links.rank_of(stage + 1), group=links.group(stage + 1, stage))
-            self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch, is_backward=True))
-            output.backward(gradient)
-        else:  # a frozen stage, to which nothing answers
+            return None
+        if not output.requires_grad:  # nothing answers to it
             self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch))
-        if received is not None and received.requires_grad:
-            gradient = torch.zeros_like(received) if received.grad is None else received.grad
-            self._isend(gradient, stage, stage - 1, self._number(stage - 1, microbatch, is_backward=True))
+            return None
+        gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
+        dist.recv(gradient, links.rank_of(stage + 1), group=links.group(stage + 1, stage))
+        self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch, PassKind.BACKWARD))
+        return gradient
 
 
-def _checked_loss(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise MisuseError(f"the loss of the pipeline returned {shown}: return a scalar tensor, such as a mean")
+def _changeable(received: Tensor) -> Tensor:
+    """Return what a stage has received as a tensor that its first layer may change in place, such as a ReLU.
+
+    Autograd refuses to change a leaf, whose gradient the rank before waits for; that keeps no values.
+    """
+    if not received.requires_grad:
+        return received
+    value = received.clone()
+    received.untyped_storage().resize_(0)
+    return value
+
+
+def _weighted_loss(loss: Any, factor: float | Tensor) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim():
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise MisuseError(f"the loss of the pipeline returned {shown}: return a scalar tensor, such as a mean")
+    if isinstance(factor, Tensor):  # 0 for a microbatch without labels, whose mean loss may be nan
+        return torch.where(factor > 0, loss, 0.0) * factor
+    return loss * factor
 
 
 def _numbers(batch: Any) -> tuple[tuple[str, int], ...]:

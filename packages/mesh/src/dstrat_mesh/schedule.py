@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -12,24 +14,34 @@ from dstrat_mesh.axes import checked_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_ONE_STAGE, _SEVERAL_STAGES = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS")
+_ZERO_BUBBLE = "InterleavedZeroBubble"
+_ONE_STAGE, _SEVERAL_STAGES = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", _ZERO_BUBBLE)
 _ALL_FORWARD_FIRST = ("GPipe", "LoopedBFS")
-_REFUSED = ("zerobubble", "zbv", "dualpipe")
+_IN_GROUPS = ("Interleaved1F1B", _ZERO_BUBBLE)  # of as many microbatches as ranks
+_V_PLACEMENT = ("zbv", "dualpipe")
+
+
+class PassKind(Enum):
+    """What a pass computes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # of weights too, where the schedule has no passes for them
+    WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward or backward pass of a rank.
+    """A pass of a rank over a microbatch.
 
     Attributes:
         chunk: Which stage of the rank computes.
         microbatch: Index of the microbatch.
-        is_backward: Whether it is a backward pass.
+        kind: What it computes.
     """
 
     chunk: int
     microbatch: int
-    is_backward: bool
+    kind: PassKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +51,9 @@ class Schedule:
     Stage ``s`` is on rank ``s % ranks``.  ``1F1B`` (Narayanan et al. 2019, https://arxiv.org/abs/1806.03377) and
     ``GPipe`` (Huang et al. 2019, https://arxiv.org/abs/1811.06965) have a stage on each rank.  ``Interleaved1F1B``
     (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473) and ``LoopedBFS`` (Lamy-Poirier 2022,
-    https://arxiv.org/abs/2211.05953) have several, which shorten the bubble.
+    https://arxiv.org/abs/2211.05953) have several, which shorten the bubble.  ``InterleavedZeroBubble`` (ZB-H1 of Qi et
+    al. 2023, https://arxiv.org/abs/2401.10241) has any number of them, and divides a backward pass into two: other
+    ranks wait for the gradients of inputs only, and those of weights are computed when a rank would be idle.
 
     Attributes:
         name: The name in torch.
@@ -69,9 +83,9 @@ class Schedule:
         usual = 1 if name in _ONE_STAGE else 2
         count = checked_size("stages_per_rank", usual if stages_per_rank is None else stages_per_rank)
         number = ranks if microbatches is None else checked_size("microbatches", microbatches)
-        if name == "Interleaved1F1B" and number % ranks:
+        if name in _IN_GROUPS and count > 1 and number % ranks:
             raise RequestError(
-                f"microbatches={number} is no multiple of pp={ranks}, and schedule='Interleaved1F1B' computes {ranks} "
+                f"microbatches={number} is no multiple of pp={ranks}, and schedule={name!r} computes {ranks} "
                 f"microbatches in each of its stages in turn: choose {number + -number % ranks}, or 'LoopedBFS'"
             )
         return cls(name=name, ranks=ranks, stages_per_rank=count, microbatches=number)
@@ -86,8 +100,15 @@ class Schedule:
         return self.ranks * self.stages_per_rank
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights have passes of their own."""
+        return self.name == _ZERO_BUBBLE
+
+    @property
     def bubble(self) -> float:
         """The share of time in which a rank is idle, if all passes of a microbatch take the same time."""
+        if self.splits_backward:
+            return 1 - 3 * self.microbatches * self.stages_per_rank / _orders(self).num_slots
         return (self.ranks - 1) / (self.microbatches * self.stages_per_rank + self.ranks - 1)
 
     @property
@@ -114,18 +135,26 @@ class Schedule:
         All ranks have the same order of their forward passes, and of their backward passes, so that messages between
         two ranks are received in the order in which they are sent.
         """
-        size = self.microbatches if self.name in _ALL_FORWARD_FIRST else self.ranks
-        chunks, total = range(self.stages_per_rank), self.microbatches * self.stages_per_rank
-        # Each stage of a rank computes a group of microbatches before the next one does.
-        groups = [range(first, min(first + size, self.microbatches)) for first in range(0, self.microbatches, size)]
-        forward = [Pass(chunk, index, False) for group in groups for chunk in chunks for index in group]
-        backward = iter(Pass(chunk, index, True) for group in groups for chunk in reversed(chunks) for index in group)
-        ahead = total if self.name in _ALL_FORWARD_FIRST else self._num_ahead(rank)
+        if self.splits_backward:
+            yield from _orders(self).passes[rank]
+            return
+        forward, backward = self._in_order(PassKind.FORWARD), iter(self._in_order(PassKind.BACKWARD))
+        ahead = len(forward) if self.name in _ALL_FORWARD_FIRST else self._num_ahead(rank)
         for number, following in enumerate(forward):
             yield following
             if number >= ahead:
                 yield next(backward)
         yield from backward
+
+    def _in_order(self, kind: PassKind) -> list[Pass]:
+        """Return the passes of a kind in the order of every rank."""
+        size = self.microbatches if self.name in _ALL_FORWARD_FIRST else self.ranks
+        chunks = list(range(self.stages_per_rank))
+        if kind is not PassKind.FORWARD:
+            chunks.reverse()
+        # Each stage of a rank computes a group of microbatches before the next one does.
+        groups = [range(first, min(first + size, self.microbatches)) for first in range(0, self.microbatches, size)]
+        return [Pass(chunk, index, kind) for group in groups for chunk in chunks for index in group]
 
     def _num_ahead(self, rank: int) -> int:
         """Return the number of forward passes before the first one that a backward pass follows."""
@@ -135,14 +164,81 @@ class Schedule:
         return distance if self.stages_per_rank == 1 else 2 * distance + (self.stages_per_rank - 1) * self.ranks
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Orders:
+    """Orders of passes in which those of weights fill what would be idle.
+
+    Attributes:
+        passes: Those of each rank.
+        num_slots: The time until the last rank has done its last one, if each takes 1.
+    """
+
+    passes: tuple[tuple[Pass, ...], ...]
+    num_slots: int
+
+
 @cache  # of a few schedules, which many layouts have
+def _orders(schedule: Schedule) -> _Orders:
+    """Return the orders that result if each rank computes what it can, and what other ranks wait for first.
+
+    No rank holds the activations of more microbatches than the first one does in 1F1B: where it would, the gradients of
+    weights free some before its next forward pass.
+    """
+    ranks, last = schedule.ranks, schedule.num_stages - 1
+    most = schedule._num_ahead(0) + 1  # noqa: SLF001 - of this module
+    forward = [deque(schedule._in_order(PassKind.FORWARD)) for _ in range(ranks)]  # noqa: SLF001
+    backward = [deque(schedule._in_order(PassKind.BACKWARD)) for _ in range(ranks)]  # noqa: SLF001
+    weights: list[deque[Pass]] = [deque() for _ in range(ranks)]
+    passes: list[list[Pass]] = [[] for _ in range(ranks)]
+    follows_backward = [False] * ranks
+    held, done, num_slots = [0] * ranks, set[tuple[int, int, PassKind]](), 0
+
+    def can_begin(rank: int, step: Pass) -> bool:
+        stage, index = step.chunk * ranks + rank, step.microbatch
+        if step.kind is PassKind.FORWARD:
+            return held[rank] < most and (stage == 0 or (stage - 1, index, step.kind) in done)
+        if stage == last:
+            return (stage, index, PassKind.FORWARD) in done
+        return (stage + 1, index, step.kind) in done
+
+    while any((*forward, *backward, *weights)):
+        begun = []
+        for rank in range(ranks):
+            # Forward and backward passes take turns where both can begin: other ranks wait for either.
+            turns = (forward, backward) if follows_backward[rank] else (backward, forward)
+            step = next(
+                (queue[rank].popleft() for queue in turns if queue[rank] and can_begin(rank, queue[rank][0])), None
+            )
+            if step is None and not weights[rank]:
+                continue
+            if step is None:
+                step = weights[rank].popleft()
+                held[rank] -= 1
+            elif step.kind is PassKind.FORWARD:
+                follows_backward[rank] = False
+                held[rank] += 1
+            else:
+                follows_backward[rank] = True
+                weights[rank].append(Pass(step.chunk, step.microbatch, PassKind.WEIGHTS))
+            passes[rank].append(step)
+            begun.append((step.chunk * ranks + rank, step.microbatch, step.kind))
+        assert begun  # noqa: S101 - the first rank's limit lets each backward pass begin
+        done.update(begun)
+        num_slots += 1
+    return _Orders(passes=tuple(map(tuple, passes)), num_slots=num_slots)
+
+
+@cache
 def _held_microbatches(schedule: Schedule, rank: int) -> frozenset[tuple[int, ...]]:
-    """Return how many microbatches each stage of a rank holds, whenever a backward pass is about to free one."""
+    """Return how many microbatches each stage of a rank holds, whenever a pass is about to free one."""
+    frees = PassKind.WEIGHTS if schedule.splits_backward else PassKind.BACKWARD
     held, counts = [0] * schedule.stages_per_rank, set()
     for one in schedule.passes(rank):
-        if one.is_backward:
+        if one.kind is frees:
             counts.add(tuple(held))
-        held[one.chunk] += -1 if one.is_backward else 1
+            held[one.chunk] -= 1
+        elif one.kind is PassKind.FORWARD:
+            held[one.chunk] += 1
     return frozenset(counts)
 
 
@@ -151,9 +247,9 @@ def _check_name(name: str) -> None:
     if name in names:
         return
     possible = ", ".join(map(repr, names))
-    if any(word in str(name).lower() for word in _REFUSED):
+    if any(word in str(name).lower() for word in _V_PLACEMENT):
         raise RequestError(
-            f"schedule={name!r} computes gradients of weights without autograd's hooks, by which the sharding of each "
-            f"stage takes them, also where it has one rank (pytorch issue 144530): choose among {possible}"
+            f"schedule={name!r} has the first and the last stage on one rank, and here stage s is on rank s % pp: "
+            f"choose schedule={_ZERO_BUBBLE!r}, which fills idle time with gradients of weights too"
         )
     raise RequestError(f"schedule={name!r} is not known: choose among {possible}")

@@ -118,7 +118,9 @@ class MeshStrategy(SharedBatchStrategy):
         ep: Number of ranks that divide experts, a divisor of ``dp_shard * cp * tp`` and a multiple of ``tp``.
         pp: Number of ranks with different stages of the model; the ranks of a pipeline read the same batch.
         schedule: ``"1F1B"``, or ``"GPipe"``, which keeps the activations of all microbatches; or these with several
-            stages on a rank, which is idle for a shorter time: ``"Interleaved1F1B"`` and ``"LoopedBFS"``.
+            stages on a rank, which is idle for a shorter time: ``"Interleaved1F1B"`` and ``"LoopedBFS"``.  Or
+            ``"InterleavedZeroBubble"``, with any number of stages on a rank, which computes gradients of weights when
+            it would be idle, and keeps activations until then.
         stages_per_rank: Number of stages of each rank; None for 1, or 2 where the schedule has several.
         microbatches: Number of microbatches of a batch; None for as many as ``pp``.
         cpu_offload: Whether shards and the optimizer's step are on the CPU; True, or torch's policy.
@@ -216,6 +218,22 @@ class MeshStrategy(SharedBatchStrategy):
         self._recomputes = memory is not None and memory.recomputation == "full"
         self._reshard_after_forward = pp == 1 if reshard_after_forward is None else reshard_after_forward
         self._state_dict_type = state_dict_type_name(state_dict_type)
+        if self._schedule.splits_backward:
+            self._check_split_backward(reshard_after_forward)
+
+    def _check_split_backward(self, reshard_after_forward: bool | None) -> None:
+        schedule = f"schedule={self._schedule.name!r}"
+        if self.saved_activations is not None:
+            raise ConflictError(
+                f"{schedule} reads saved activations in two passes, and activation_checkpointing and "
+                "activation_offload would compute or copy them in each: leave them out, or choose 'Interleaved1F1B' or "
+                "'1F1B'"
+            )
+        if reshard_after_forward:
+            raise ConflictError(
+                f"{schedule} computes gradients of weights long after the backward pass of their layers, so that these "
+                "stay gathered for a batch: leave reshard_after_forward=True out, or choose 'Interleaved1F1B' or '1F1B'"
+            )
 
     # The mesh
 
@@ -555,10 +573,16 @@ class MeshStrategy(SharedBatchStrategy):
 
         with self._attending("training_step"):
             outputs = self._pipeline.train(
-                batch, self.precision_plugin.scale_loss, before_backward, self._weigh, self._capture_logs
+                batch,
+                self.precision_plugin.scale_loss,
+                before_backward,
+                sharded.accumulate_gradients,
+                self._weigh,
+                self._capture_logs,
             )
         sharded.set_gradient_sync(not self._accumulates)
         if not self._accumulates:
+            sharded.set_free_after_backward(True)
             sharded.reduce_gradients()
         sharded.end_backward()
         sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
