@@ -83,6 +83,28 @@ def test_a_run_that_cannot_use_earlier_shards_says_why():
             assert found.startswith(message)
 
 
+class InPlace(Net):
+    """Begins stages with an operation in place."""
+
+    def __init__(self):
+        super().__init__()
+        for index in (1, 3, 5):
+            self.net[index] = nn.ReLU(inplace=True)
+
+
+def in_place(cluster):
+    module = InPlace()
+    trainer = quiet_trainer(MeshStrategy(pp=2) if cluster else "single_device", cluster, limit_val_batches=0)
+    trainer.fit(module, DataLoader(data(16), 8))
+    return module.losses
+
+
+def test_the_first_layer_of_a_stage_may_work_in_place():
+    expected = pytest.approx(in_place(None), rel=1e-6)
+    for losses in in_ranks(in_place):
+        assert losses == expected
+
+
 def losses_in_float32():
     return one_device()[0]
 
