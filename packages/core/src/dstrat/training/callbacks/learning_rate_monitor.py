@@ -70,9 +70,9 @@ class LearningRateMonitor(Callback):
         self.lrs = {group.name: [] for group in _groups(trainer.strategy)}
         step, every = trainer.global_step, trainer.log_every_n_steps
         # Where a run resumes between the batches of a step, the run before has written the step's rates.
-        self._set_due(trainer, step + (trainer.fit_loop.in_group > 0))
-        # Of a resumed run: the run before has written it.
-        self._written_at_step = step if step and every and step % every == 0 else -1
+        begun = step + (trainer.fit_loop.in_group > 0)
+        self._set_due(trainer, begun)
+        self._written_at_step = begun // every * every or -1 if every else -1
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
