@@ -56,7 +56,7 @@ VIEWS = {
     "freezing": View("(?!checkpoint|logs)"),
     "loggers": View(r"\$|dstrat_logs|checkpoints|events|step|\d|$"),
     "command-line": View(at_most=25),
-    "estimate": View(at_most=15),
+    "estimate": View(at_most=17),
 }
 INTERRUPTED = {"autoresume": re.compile(r"Epoch 3/6 .* [4-9]\d/128")}
 """What a line of the first command shows when Ctrl-C is pressed."""

@@ -6,10 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dstrat.interfaces.communication import Collective, CommunicationLayout
+from dstrat_deepspeed.validation import offload_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dstrat.interfaces.memory import TrainingSize
 
 # DeepSpeed's defaults, in elements
@@ -19,13 +18,18 @@ _MOST_LIVE = 1_000_000_000
 _PREFETCHED = 50_000_000
 
 
-def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> CommunicationLayout:
+def zero_communication(training: TrainingSize, config: dict[str, Any]) -> CommunicationLayout | None:
     """Return what a rank communicates in an optimizer step (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
 
     Args:
         training: Sizes of the training on one device, in DeepSpeed's precision.
         config: DeepSpeed's configuration.
+
+    Returns:
+        What it communicates; None if something is in files on NVMe, whose speed is not known.
     """
+    if "nvme" in offload_devices(config).values():
+        return None
     zero, ranks = config["zero_optimization"], training.world_size
     size, batches = training.trainable_parameters, training.accumulate_grad_batches
     overlaps = bool(zero.get("overlap_comm"))
@@ -51,6 +55,7 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
         return CommunicationLayout(
             collectives=(gradients, parameters),
             copied=times * 4 * size + 4 * size // ranks,
+            copied_from_host=_copied_from_host(training, config, gathers=0),
             allocated=times * size // max(1, buckets),  # a new bucket in each backward pass
             hooks=hooks,
         )
@@ -82,4 +87,30 @@ def zero_communication(training: TrainingSize, config: Mapping[str, Any]) -> Com
     copied = batches * 4 * size + (4 + 2 * passes) * size // ranks + 2 * passes * sum(one.nbytes for one in sharded)
     # Measured with DeepSpeed 0.19 on a CPU: hooks of layers and parameters in each pass, and the optimizer's step.
     hooks = (2 * 6 * batches + 2) * (len(persistent) + len(sharded))
-    return CommunicationLayout(collectives=(gradients, parameters), copied=copied, hooks=hooks)
+    from_host = _copied_from_host(training, config, gathers=passes * sum(one.nbytes for one in sharded))
+    return CommunicationLayout(
+        collectives=(gradients, parameters), copied=copied, copied_from_host=from_host, hooks=hooks
+    )
+
+
+def _copied_from_host(training: TrainingSize, config: dict[str, Any], *, gathers: int) -> int:
+    """Return the bytes that a rank copies between host and device, besides two copies of what it has on the host.
+
+    DeepSpeed 0.19 copies each shard to the device for each gather.  Gradients of several batches are accumulated on the
+    device, and are on the host between them: each batch copies them there and, in stage 3 also of a single batch, back.
+
+    Args:
+        training: Sizes of the training on one device.
+        config: DeepSpeed's configuration.
+        gathers: Bytes of the parameters that all ranks gather in a step.
+    """
+    devices, stage = offload_devices(config), config["zero_optimization"]["stage"]
+    if training.device_type == "cpu":
+        return 0  # device and host are the same
+    ranks, batches = training.world_size, training.accumulate_grad_batches
+    parameters = training.parameters // ranks
+    again = max(0, gathers // ranks - parameters) if stage == 3 and "offload_param" in devices else 0
+    if "offload_optimizer" not in devices or batches == 1 or stage == 1:
+        return again
+    copies = 2 * (batches - 1) if stage == 3 else 2 * batches - 3
+    return again + copies * training.trainable_parameters // ranks

@@ -74,14 +74,17 @@ def _sharded(
     else:
         working = bucket * (2 if zero.get("overlap_comm") and on_device else 1)
         in_step = working + collected - (0 if offloads_optimizer else shard)  # the reduced gradients reuse it
-    parameters = (shard if is_stage_3 else training.trainable_parameters) + frozen + training.module_buffers
-    on_host = 2 * copy + state + shard if offloads_optimizer else 0
+    parameters = (shard if is_stage_3 else training.trainable_parameters) + frozen
+    on_host = 0
+    if offloads_optimizer:
+        on_host = _host_of_optimizer(training, devices, copy + state, copy, shard=shard, is_stage_3=is_stage_3)
     if is_stage_3 and on_device and "offload_param" in devices:
-        parameters, on_host = 0, on_host + parameters
+        on_host += parameters if devices["offload_param"] == "cpu" else 0
+        parameters = 0
     gradients = training.trainable_parameters if fills_bucket else shard
     has_copy = is_stage_3 or itemsize < _FLOAT32  # stages 1 and 2 step parameters in float32 themselves
     return MemoryLayout(
-        parameters=parameters,
+        parameters=parameters + training.module_buffers,
         gradients=0 if offloads_optimizer else gradients,
         optimizer_state=0 if offloads_optimizer else state + (copy if has_copy else 0),
         optimizer_temporaries=max(0 if offloads_optimizer else step, in_step - (gradients - shard)),
@@ -90,3 +93,25 @@ def _sharded(
         step_buffers=0 if fills_bucket else working + reduced_in_backward,
         host=on_host,
     )
+
+
+def _host_of_optimizer(
+    training: TrainingSize, devices: Mapping[str, str], stepped: int, gradients: int, *, shard: int, is_stage_3: bool
+) -> int:
+    """Return the memory of a rank on the host for an offloaded optimizer; buffers for files on NVMe are not counted.
+
+    Args:
+        training: Sizes of the training.
+        devices: Device of each part that is offloaded.
+        stepped: Bytes of the copies in float32 that are stepped, and of their state.
+        gradients: Bytes of the gradients of these copies.
+        shard: Bytes of the rank's shard of the trainable parameters.
+        is_stage_3: Whether parameters are sharded.
+    """
+    size = stepped + gradients if devices["offload_optimizer"] == "cpu" else 0
+    if is_stage_3:
+        return size + shard  # gradients of all batches are accumulated there
+    accumulated = shard if training.accumulate_grad_batches > 1 else 0
+    return (
+        size + shard + accumulated + training.largest_parameter
+    )  # a buffer for stepped parameters, and for a gradient

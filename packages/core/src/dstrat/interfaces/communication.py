@@ -71,7 +71,8 @@ class CommunicationLayout:
         operation_share: Share of a batch's operations that a rank begins: 1 if it computes a part of each, and more if
             it does so for several microbatches.
         copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
-        copied_from_host: Bytes that a rank copies from the host for collectives, after a first copy of each of them.
+        copied_from_host: Bytes that a rank copies between host and device for collectives, besides two copies of what
+            it has on the host, such as shards for further gathers and gradients of further batches.
         allocated: Bytes of memory that a rank allocates anew in a step, and writes to.
         hooks: What the strategy does in Python in a step, as the number of layers whose plain hooks take as long.
         idle: Share of the time in which a rank waits for others besides, such as the bubble of a pipeline.
