@@ -88,6 +88,7 @@ def library(name):
 
 OPTIMIZERS = {
     "TwoSided": lambda: (TwoSided, {}),
+    "Adafactor": lambda: (torch.optim.Adafactor, {"lr": 0.05}),
     "Shampoo": lambda: (library("Shampoo"), {"lr": 0.05, "momentum": 0.5}),
     "SOAP": lambda: (library("SOAP"), {"lr": 0.01, "precondition_frequency": 2}),
 }
@@ -171,7 +172,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.variant)])
 @pytest.mark.parametrize(
-    "optimizer", ["TwoSided", *(pytest.param(name, marks=needs_library) for name in ("Shampoo", "SOAP"))]
+    "optimizer", ["TwoSided", "Adafactor", *(pytest.param(name, marks=needs_library) for name in ("Shampoo", "SOAP"))]
 )
 def test_losses_are_those_of_one_device_and_checkpoints_move(optimizer, world_size, tmp_path):
     first = tmp_path / "one device"
