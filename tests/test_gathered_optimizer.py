@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import GatheredOptimizer, Pipeline, SingleDeviceStrategy, TrainModule
+from dstrat import Callback, GatheredOptimizer, Pipeline, SingleDeviceStrategy, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import DstratError, RequestError
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy
@@ -88,6 +89,7 @@ def library(name):
 
 OPTIMIZERS = {
     "TwoSided": lambda: (TwoSided, {}),
+    "Adafactor": lambda: (torch.optim.Adafactor, {"lr": 0.05}),
     "Shampoo": lambda: (library("Shampoo"), {"lr": 0.05, "momentum": 0.5}),
     "SOAP": lambda: (library("SOAP"), {"lr": 0.01, "precondition_frequency": 2}),
 }
@@ -171,7 +173,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.variant)])
 @pytest.mark.parametrize(
-    "optimizer", ["TwoSided", *(pytest.param(name, marks=needs_library) for name in ("Shampoo", "SOAP"))]
+    "optimizer", ["TwoSided", "Adafactor", *(pytest.param(name, marks=needs_library) for name in ("Shampoo", "SOAP"))]
 )
 def test_losses_are_those_of_one_device_and_checkpoints_move(optimizer, world_size, tmp_path):
     first = tmp_path / "one device"
@@ -210,6 +212,60 @@ def zero(stage):
     from dstrat_deepspeed import DeepSpeedStrategy
 
     return DeepSpeedStrategy(stage=stage)
+
+
+class Unfreezes(Callback):
+    """Trains a frozen matrix from some step on, in a group of its own."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step and not module.net[0].up.weight.requires_grad:
+            module.net[0].up.weight.requires_grad_()
+            trainer.optimizers[0].add_param_group({"params": [module.net[0].up.weight], "lr": 0.03})
+
+
+class PartlyFrozen(Net):
+    def __init__(self):
+        super().__init__("TwoSided")
+        self.net[0].up.weight.requires_grad_(requires_grad=False)
+
+    def configure_optimizers(self):
+        return GatheredOptimizer(TwoSided, [one for one in self.parameters() if one.requires_grad])
+
+
+def unfrozen(cluster, make):
+    losses = Losses()
+    trainer = quiet_trainer(make(), cluster, callbacks=[losses, Unfreezes(3)])
+    inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
+    readers = 1 if cluster is None else cluster.world_size
+    loader = DataLoader(TensorDataset(inputs, inputs.roll(1, 1) - inputs), batch_size=GLOBAL_BATCH // readers)
+    trainer.fit(PartlyFrozen(), loader)
+    return losses.losses
+
+
+def test_a_group_that_is_added_while_training_is_stepped():
+    expected = unfrozen(None, SingleDeviceStrategy)
+    for losses in in_ranks(unfrozen, make=FSDPStrategy):
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def one_file(cluster, make, folder, first):
+    """Return the losses of a run, and of those that resume its checkpoints of one file, and one device's."""
+    options = {"readers": 1 if cluster is None else cluster.world_size, "plugins": [TorchCheckpointIO()]}
+    run = fit(make, cluster, "TwoSided", callbacks=[Saves(folder, (SAVED_AT,))], **options)
+    paths = (folder / str(SAVED_AT), first)
+    return run, *(fit(make, cluster, "TwoSided", ckpt_path=path, **options) for path in paths)
+
+
+def test_checkpoints_of_one_file_have_its_state(tmp_path):
+    path = tmp_path / "one" / str(SAVED_AT)
+    expected = one_file(None, SingleDeviceStrategy, tmp_path / "one", path)
+    for run, resumed, moved in in_ranks(one_file, make=FSDPStrategy, folder=tmp_path / "two", first=path):
+        assert run == pytest.approx(expected[0], rel=1e-6, abs=0)
+        assert resumed == run[SAVED_AT:]
+        assert moved == pytest.approx(expected[1], rel=1e-6, abs=0)
 
 
 class CoupledNet(Net):
