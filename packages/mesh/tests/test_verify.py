@@ -123,6 +123,7 @@ def verify(factory, strategy, *options):
 
 RIGHT = [
     ("sequences", "mesh(pp=2)"),
+    ("sequences", "mesh(pp=2, schedule='InterleavedZeroBubble')"),
     ("sequences", "mesh(tp=2)"),
     ("sequences", "mesh(cp=2)"),
     ("mixtures", "mesh(ep=2)"),
