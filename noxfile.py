@@ -145,6 +145,7 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")
 CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries, which are in the session neighbours
 BESIDE_OTHERS = (ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS))
+ON_SIMULATED_GPUS = ROOT / "tests" / "simulated_gpu"
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
 PASSED = "DSTRAT_TEST_PASSED"  # a file with the tests that have passed in the session tests: others leave them out
@@ -370,6 +371,9 @@ def variants(session: nox.Session) -> None:
     run(session, workspace(), "pytest", "-m", "variant", *(session.posargs or workers()), OMP_NUM_THREADS="1")
     arguments = pytest_arguments(session, *BESIDE_OTHERS, by_default=workers("loadgroup", more=1))
     run_beside_others(session, "-m", "variant and not (clusters and slow)", *arguments)
+    # The first line has skipped those on simulated GPUs, which a process has if it is told so when it starts.
+    arguments = pytest_arguments(session, ON_SIMULATED_GPUS, by_default=workers(more=1))
+    run_on_simulated_gpus(session, "-m", "variant", *arguments)
 
 
 @nox.session(name="all")
@@ -450,11 +454,15 @@ def simulated_gpu(session: nox.Session) -> None:
     It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Other arguments go to
     pytest.  Other sessions have no such device: torch has one type of device beside the CPU in a process.
     """
+    arguments = pytest_arguments(session, ON_SIMULATED_GPUS, by_default=workers(more=1))
+    run_on_simulated_gpus(session, "-m", DEFAULT, *arguments)
+
+
+def run_on_simulated_gpus(session: nox.Session, *arguments: str) -> None:
+    """Compile the simulator where it has not been, and run pytest with four simulated GPUs."""
     programs = workspace()
     run(session, programs, "python", "-m", "dstrat.testing.simulated_gpu.extension")
-    arguments = pytest_arguments(session, ROOT / "tests" / "simulated_gpu", by_default=workers(more=1))
-    environ = {"OMP_NUM_THREADS": "1", "DSTRAT_SIMULATED_GPUS": "4"}
-    run(session, programs, "pytest", "-m", DEFAULT, *arguments, **environ)
+    run(session, programs, "pytest", *arguments, OMP_NUM_THREADS="1", DSTRAT_SIMULATED_GPUS="4")
 
 
 def simulator_of_hpu(session: nox.Session, programs: Path) -> str:

@@ -1,5 +1,6 @@
 """noxfile.py, run by a Python that has nothing installed, makes itself an environment with nox and goes on in it."""
 
+import ast
 import os
 import re
 import shutil
@@ -97,3 +98,9 @@ def test_the_workflow_runs_every_session_of_the_test_command():
     run = " ".join(re.findall(r"sessions: (.*)", workflow)).split()
     assert {*re.findall(r'"(\w+)"', listed)} <= {"environments", *run}
     assert {"oldest", "newest"} <= {*run}
+
+
+def test_variants_on_simulated_gpus_run_with_the_others():
+    functions = ast.parse(NOXFILE.read_text(encoding="utf-8")).body
+    (variants,) = (each for each in functions if isinstance(each, ast.FunctionDef) and each.name == "variants")
+    assert "run_on_simulated_gpus(session, '-m', 'variant', *arguments)" in map(ast.unparse, ast.walk(variants))
