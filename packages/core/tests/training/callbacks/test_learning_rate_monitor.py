@@ -76,11 +76,11 @@ def test_a_run_that_resumes_within_a_step_does_not_write_its_rate_again(fit, tmp
 
 def test_a_rate_of_the_last_step_before_an_epoch_is_written_once(fit, tmp_path):
     options = {"validates": False, "accumulate_grad_batches": 2, "limit_train_batches": 2, "max_epochs": 3}
-    options |= {"log_every_n_steps": 1, "logger": CSVLogger(tmp_path)}
+    options |= {"log_every_n_steps": 2, "logger": CSVLogger(tmp_path)}
     whole, resumed = LearningRateMonitor(), LearningRateMonitor()
     fit([whole, SavesWithin(tmp_path / "saved")], **options)
     fit([resumed], ckpt_path=tmp_path / "saved", **options)
-    assert (len(whole.lrs["lr-SGD"]), len(resumed.lrs["lr-SGD"])) == (3, 1)
+    assert (len(whole.lrs["lr-SGD"]), len(resumed.lrs["lr-SGD"])) == (2, 0)
 
 
 def test_accumulated_batches_are_written_once(rates):
