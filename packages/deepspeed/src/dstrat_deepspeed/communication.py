@@ -105,8 +105,8 @@ def _copied_from_host(training: TrainingSize, config: dict[str, Any], *, gathers
         gathers: Bytes of the parameters that all ranks gather in a step.
     """
     devices, stage = offload_devices(config), config["zero_optimization"]["stage"]
-    if training.device_type == "cpu":
-        return 0  # device and host are the same
+    if not devices or training.device_type == "cpu":
+        return 0  # a CPU is device and host
     ranks, batches = training.world_size, training.accumulate_grad_batches
     parameters = training.parameters // ranks
     again = max(0, gathers // ranks - parameters) if stage == 3 and "offload_param" in devices else 0
