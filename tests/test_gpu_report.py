@@ -118,3 +118,14 @@ def test_what_is_missing_is_put_into_the_folder_of_the_report(tmp_path):
     assert program["missing_requirements"](["brought_along>=1", "torch"], environ) == {"brought_along>=1"}
     assert program["provide_requirements"](tmp_path / "site", wheel.parent, environ) == set()
     assert program["missing_requirements"](["brought_along>=1", "torch"], environ) == set()
+
+
+def test_a_python_without_torch_is_told_so_in_a_sentence(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # -S: without the packages of this Python.
+    command = [sys.executable, "-S", str(PROGRAM), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environ)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == (
+        f"{sys.executable} has no torch: run this with a Python that has one for the GPU, such as that of your jobs\n"
+    )

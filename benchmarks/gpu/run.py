@@ -87,6 +87,11 @@ class Outcome:
 def main() -> int:
     """Run the parts, write the report, and return the exit code: 1 if a part did not pass."""
     options = read_options()
+    if not is_installed("torch"):
+        print_line(
+            f"{sys.executable} has no torch: run this with a Python that has one for the GPU, such as that of your jobs"
+        )
+        return 2
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     environ = make_environment(out)
