@@ -46,10 +46,14 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config(**changes))
 
 
-def balanced_experts() -> MixtralForCausalLM:
+def balanced_experts(**changes: Any) -> MixtralForCausalLM:
     """Return a model with a loss of its experts beside that of the labels."""
     torch.manual_seed(1)
-    values = {name: value for name, value in config().to_dict().items() if name not in ("model_type", "architectures")}
+    values = {
+        name: value
+        for name, value in config(**changes).to_dict().items()
+        if name not in ("model_type", "architectures")
+    }
     return MixtralForCausalLM(MixtralConfig(**values, num_local_experts=2, output_router_logits=True))
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import runpy
 import sys
-import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.live_bytes import LiveBytes
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import SchedulerType
 
@@ -218,31 +217,6 @@ def test_first_values_of_a_model_without_memory_are_those_with_memory(name):
     values = dict(later.named_parameters())
     for parameter_name, expected in whole.named_parameters():
         assert torch.equal(values[parameter_name], expected), parameter_name
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the new tensors that are in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.largest = 0
-        self.known = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor) and not output.is_meta:
-            storage = output.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.known:
-                self.known.add(key)
-                self.bytes += size
-                weakref.finalize(storage, self.forget, key, size)
-                self.largest = max(self.largest, self.bytes)
-        return output
-
-    def forget(self, key, size):
-        self.known.discard(key)
-        self.bytes -= size
 
 
 def test_first_values_of_one_layer_at_a_time_are_in_memory_once():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import re
 import subprocess
 import sys
@@ -13,10 +15,12 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.live_bytes import LiveBytes
 
 import dstrat
 from dstrat import Callback
 from dstrat.errors import MisuseError, RequestError
+from dstrat.parallel.internals import RecordedCollectives
 from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
 from dstrat_transformers import save_pretrained, stream_pretrained
@@ -55,6 +59,63 @@ def test_the_stream_has_the_tensors_of_the_files(tmp_path, model, strategy):
     streamed, expected = load_file(path), load_file(tmp_path / "model" / "model.safetensors")
     assert streamed.keys() == expected.keys()
     assert all(torch.equal(streamed[name], expected[name]) for name in expected)
+
+
+def deep_llama():
+    return small.llama(num_hidden_layers=8)
+
+
+def deep_experts():
+    return small.balanced_experts(num_hidden_layers=8)
+
+
+class Measured(Callback):
+    """Writes the memory and the bytes that a stream at the end of a fit takes, in each process."""
+
+    def __init__(self, folder: Path, **options) -> None:
+        self.folder, self.options = folder, options
+
+    def on_train_end(self, trainer, module):
+        gc.collect()
+        received = 0
+        with LiveBytes() as live, RecordedCollectives() as recorded:
+            for _, tensor in stream_pretrained(module, trainer.strategy, **self.options):
+                received += tensor.nbytes
+        sent = sum(one.sent for one in recorded.collectives if one.kind != "broadcast")  # of names
+        path = self.folder / f"measured-{trainer.global_rank}.json"
+        path.write_text(json.dumps([received, live.largest, sent]))
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        pytest.param(deep_llama, FSDPStrategy(start_method="fork"), id="fsdp"),
+        pytest.param(deep_experts, FSDPStrategy(start_method="fork"), id="experts"),
+        pytest.param(deep_llama, MeshStrategy(pp=2, start_method="fork"), id="pp"),
+        pytest.param(deep_llama, MeshStrategy(tp=2, start_method="fork"), id="tp", marks=pytest.mark.variant),
+        pytest.param(deep_llama, "deepspeed", id="deepspeed"),
+    ],
+)
+def test_a_stream_holds_one_block_and_sends_each_tensor_once(tmp_path, model, strategy):
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+        from dstrat_deepspeed import DeepSpeedStrategy
+
+        config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # small ones are sharded
+        strategy = DeepSpeedStrategy(config=config, start_method="fork")
+    module = model()
+    sizes = [parameter.nbytes for parameter in module.parameters()]
+    block = sum(parameter.nbytes for parameter in module.model.layers[0].parameters())
+    small.train(tmp_path, strategy, 2, model=module, callbacks=[Measured(tmp_path)])
+    # The one that the loop has, and the next, which is gathered, are beside the block.
+    limits = block + 2 * max(sizes), 2 * max(sizes)
+    for rank, limit in enumerate(limits):
+        received, live, sent = json.loads((tmp_path / f"measured-{rank}.json").read_text())
+        assert received == (0 if rank else sum(sizes))
+        assert live <= limit + 1024 < sum(sizes) / 3  # names
+        if isinstance(strategy, FSDPStrategy):
+            sent *= 2  # as each rank sends its half
+        assert sum(sizes) / 2 < sent < 1.001 * sum(sizes)
 
 
 @pytest.mark.parametrize("model", [small.llama, small.balanced_experts])

@@ -135,7 +135,8 @@ class ShardedStrategy(ParallelStrategy):
         Raises:
             MisuseError: An earlier run has split layers of the module, which its hooks would split again.
         """
-        check_reusable(self.module)
+        if self._module is not None:  # a loop of one's own may make it in this context
+            check_reusable(self._module)
         return parameters_on_meta()
 
     def model_to_device(self) -> None:

@@ -49,9 +49,12 @@ def stream_pretrained(
     prefix = _prefix(model, strategy)
     divide = _division(model, tensor_parallel, getattr(module, "tensor_parallel_plan", None))
     unsaved = unsaved_names(model)
-    weights = strategy.stream_weights(everywhere=everywhere)
-    of_model = ((name.removeprefix(prefix), tensor) for name, tensor in weights if name.startswith(prefix))
-    saved = ((name, tensor) for name, tensor in of_model if name not in unsaved)
+
+    def is_saved(name: str) -> bool:
+        return name.startswith(prefix) and name.removeprefix(prefix) not in unsaved
+
+    weights = strategy.stream_weights(everywhere=everywhere, selects=is_saved)
+    saved = ((name.removeprefix(prefix), tensor) for name, tensor in weights)
     # By block: several tensors of the module may become one of the files.
     for _, tensors in itertools.groupby(saved, key=lambda item: _block_of(item[0])):
         # The slices are those of the module's tensors: of those in the files, a plan has other names.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -114,6 +114,11 @@ def misfit(module: Module, targets: Mapping[str, Any], state: Mapping[str, Any],
 def is_extra_state(name: str) -> bool:
     """Return whether a name in a module's state belongs to the result of a layer's ``get_extra_state``."""
     return name.rpartition(".")[2] == "_extra_state"
+
+
+def is_streamed(name: str, selects: Callable[[str], bool] | None) -> bool:
+    """Return whether a name in a module's state is one of a stream of weights, of which a program may select some."""
+    return not is_extra_state(name) and (selects is None or selects(name))
 
 
 def groups_misfit(optimizer: Optimizer, groups: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]]) -> str | None:

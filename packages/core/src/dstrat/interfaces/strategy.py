@@ -17,7 +17,7 @@ from dstrat.interfaces.state_dict import (
     group_names,
     groups_misfit,
     has_standard_layout,
-    is_extra_state,
+    is_streamed,
     load_by_names,
     load_named_state,
     name_parameters,
@@ -1022,15 +1022,20 @@ class Strategy(ABC):
         """
         return self.sharded_module_state()
 
-    def stream_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(
+        self, *, everywhere: bool = False, selects: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors of the module's state one after the other; collective until its end.
 
         A program passes the weights on in this way while it trains, such as to an engine that generates samples: no
-        process holds more than one full tensor beside its own shards.
+        process holds more than one full tensor beside its own shards, and a copy of it where shards are no rows of the
+        same number.
 
         Args:
             everywhere: Whether each process gets the tensors; otherwise global rank 0 does, and the others, which take
                 part too, get none.
+            selects: Returns whether the tensor of a name is wanted, the same in each process; others are not sent.
+                None for all.
 
         Yields:
             A name of :meth:`module_state_dict`, and its tensor on the device.  It is valid until the next one, and may
@@ -1041,7 +1046,7 @@ class Strategy(ABC):
         if everywhere and not self.replicates_state:
             state = self.broadcast(state)
         if everywhere or self.is_global_zero:
-            yield from ((name, value.detach()) for name, value in state.items() if not is_extra_state(name))
+            yield from ((name, value.detach()) for name, value in state.items() if is_streamed(name, selects))
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state that :meth:`module_state_dict` returned; collective.

@@ -21,6 +21,7 @@ from dstrat.interfaces.state_dict import (
     groups_misfit,
     has_standard_layout,
     is_extra_state,
+    is_streamed,
     misfit,
     name_parameters,
     number_parameters,
@@ -81,7 +82,11 @@ def gather_entries(entries: Mapping[str, Any], strategy: Strategy) -> dict[str, 
 
 
 def stream_tensors(
-    entries: Mapping[str, Any], strategy: Strategy, *, everywhere: bool = False
+    entries: Mapping[str, Any],
+    strategy: Strategy,
+    *,
+    everywhere: bool = False,
+    selects: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors of all ranks one after the other, on the device; collective until its end.
 
@@ -89,8 +94,9 @@ def stream_tensors(
         entries: Tensors of this rank by name, as in :func:`gather_entries`; extra states are left out.
         strategy: Has the rank and the device.
         everywhere: Whether every rank gets the tensors, or rank 0 alone.
+        selects: Returns whether the tensor of a name is wanted, the same on each rank; None for all.
     """
-    tensors = {name: value for name, value in entries.items() if not is_extra_state(name)}
+    tensors = {name: value for name, value in entries.items() if is_streamed(name, selects)}
     for name, full in _Gathering(strategy, everywhere=everywhere, on_host=False).entries(tensors):
         if full is not None:
             yield name, full

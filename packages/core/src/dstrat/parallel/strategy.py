@@ -278,12 +278,14 @@ class ParallelStrategy(Strategy):
 
         return gather_entries(self.sharded_module_state(), self)
 
-    def stream_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(
+        self, *, everywhere: bool = False, selects: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         if self.replicates_state:
-            return super().stream_weights(everywhere=everywhere)
+            return super().stream_weights(everywhere=everywhere, selects=selects)
         from dstrat.parallel.full_state import stream_tensors
 
-        return stream_tensors(self.sharded_module_state(), self, everywhere=everywhere)
+        return stream_tensors(self.sharded_module_state(), self, everywhere=everywhere, selects=selects)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.replicates_state:
