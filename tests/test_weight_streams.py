@@ -108,14 +108,17 @@ def measured(cluster, alias, everywhere):
 
 
 @pytest.mark.parametrize("alias", LAYOUTS)
-def test_a_stream_takes_the_memory_of_one_tensor_and_sends_each_once(alias):
+def test_a_stream_takes_the_memory_of_few_tensors_and_sends_each_once(alias):
     cases = {everywhere: {"alias": alias, "everywhere": everywhere} for everywhere in (False, True)}
     # Weights that are split along columns are gathered as rows, and copied.
     tensors = 0 if alias in REPLICATED else 2 if alias == "mesh(tp=2)" else 1
+    # A thread of gloo may keep a tensor for a moment after its collective has ended.
+    limit = tensors * LARGEST + (LARGEST if tensors else 0) + 1024  # biases, names
+    assert limit < TOTAL / 1.9
     for rank, results in enumerate(in_ranks(each, function=measured, cases=cases)):
         for everywhere, (received, live, sent) in results.items():
             assert received == (TOTAL if everywhere or rank == 0 else 0)
-            assert live <= tensors * LARGEST + 1024  # biases, names
+            assert live <= limit
             if alias in REPLICATED:
                 assert sent < 64
             elif alias == "fsdp":
