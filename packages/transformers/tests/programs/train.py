@@ -8,7 +8,9 @@ the other: arguments of TrainingArguments, and those of ``train`` below.
 
 import json
 import os
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -19,12 +21,15 @@ OUT, STRATEGY, DEVICES = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if STRATEGY != "own":
     import dstrat_transformers
 
-    dstrat_transformers.use(STRATEGY, accelerator="cpu", devices=DEVICES)
+    dstrat_transformers.use(
+        STRATEGY, accelerator="cpu", devices=DEVICES, max_restarts=int(os.environ.get("RESTARTS", "0"))
+    )
 
 import numpy as np  # noqa: E402 - the process that starts others needs none of these
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 Trainer = transformers.Trainer if STRATEGY == "own" else dstrat_transformers.DstratTrainer
 
@@ -110,6 +115,18 @@ class Events(transformers.TrainerCallback):
         self.names.append("train_end")
 
 
+class Dies(transformers.TrainerCallback):
+    """Kills the last process at the end of a step, once."""
+
+    def __init__(self, step, mark):
+        self.step, self.mark = step, mark
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and args.process_index == args.world_size - 1 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class OutOfMemory(torch.autograd.Function):
     """Identity whose backward pass runs out of memory."""
 
@@ -180,6 +197,7 @@ def train(
     failing=None,
     has_loss=False,
     is_ragged=False,
+    dies_at=None,
     **options,
 ):
     model = llama(**(config or {}))
@@ -198,10 +216,19 @@ def train(
         compute_metrics=accuracy,
         callbacks=[events],
     )
+    if dies_at:
+        trainer.add_callback(Dies(dies_at, folder / "died"))
+        folder.mkdir(exist_ok=True)
+        resume = get_last_checkpoint(folder)
     first = trainer.evaluate()["eval_loss"] if evaluates_first else None
     for _ in range(trainings):
         result = trainer.train(resume_from_checkpoint=resume)
+    if options.get("report_to"):
+        time.sleep(1.1)  # the evaluation has a file of its own, and TensorBoard's are named by the second
     evaluation, prediction = trainer.evaluate(), trainer.predict(rows(7))
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "tb_writer", None) is not None:
+            callback.tb_writer.close()  # which these programs, that end by os._exit, would not do
     predictions = prediction.predictions
     streamed = {} if STRATEGY == "own" or adapters else stream(trainer)
     trainer.save_model(str(folder / "model"))
