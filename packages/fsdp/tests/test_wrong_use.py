@@ -622,7 +622,7 @@ def computed_by_data(cluster, way):
     ("way", "difference"),
     {
         "block": "'blocks.0' on 1 of 2 ranks",
-        "order": "'blocks.0', 'blocks.1'",
+        "order": "this one has computed ",
         "parameter": "'scales.0' on 1 of 2",
     }.items(),
 )

@@ -28,7 +28,7 @@ def work():
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*sys.argv[1:], "preloaded"])
+    context.set_forkserver_preload(sys.argv[1:])
     process = context.Process(target=work)
     process.start()
     process.join()
@@ -46,12 +46,12 @@ def run_with_preload(folder, *names):
 
 
 def test_fork_server_exits_without_teardown_and_its_children_keep_their_codes(tmp_path):
-    lines = run_with_preload(tmp_path, "dstrat.launch.fork_server")
+    lines = run_with_preload(tmp_path, "dstrat.launch.fork_server", "preloaded", "dstrat.launch.fork_server_ready")
     assert [line for line in lines if line] == ["code 3", "handler"]
 
 
 def test_teardown_of_a_fork_server_is_seen(tmp_path):
-    assert "torn down" in run_with_preload(tmp_path)
+    assert "torn down" in run_with_preload(tmp_path, "preloaded")
 
 
 FILES = """

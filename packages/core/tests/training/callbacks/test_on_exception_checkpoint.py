@@ -102,9 +102,12 @@ def test_a_second_interruption_does_not_wait_for_a_checkpoint(fit, tmp_path):
 
 
 def test_what_cannot_be_saved_does_not_hide_the_exception(fit, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
+    class Occupy(Callback):
+        def on_train_batch_end(self, *_):
+            (tmp_path / "name").write_text("")  # it could be a folder when the fit began
+
     with pytest.raises(RuntimeError, match="broken"):
-        fit([OnExceptionCheckpoint(tmp_path / "file"), Break()])
+        fit([OnExceptionCheckpoint(tmp_path / "name"), Occupy(), Break()])
     (message,) = caplog.messages
     assert message.startswith("OnExceptionCheckpoint could not save after RuntimeError: could not create checkpoint ")
 
