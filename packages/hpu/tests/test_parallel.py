@@ -93,7 +93,7 @@ def graphs_of_steps(cluster, name):
 
     strategy, module = getattr(dstrat_hpu, name)(), BlockNet()
     start(strategy, module, hpu_parts(cluster))
-    train(strategy, steps=2)
+    train(strategy, steps=8)  # after which ranks of shards compare their blocks in step 16 only
     before = counters()
     optimizer = strategy.optimizers[0]
     batch = strategy.batch_to_device(share(strategy, (torch.randn(8, 6), torch.randn(8, 3))))

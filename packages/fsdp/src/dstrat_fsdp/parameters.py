@@ -195,10 +195,7 @@ def park_shards(module: Module, mesh: DeviceMesh, layout: Mapping[str, Any], *, 
         layout: What determines which part of the parameters a rank has, by name.
         is_reusable: Whether another run can use the shards.
     """
-    has_all = not any(parameter.is_meta for parameter in module.parameters())  # a rank of a pipeline has its stage only
-    is_complete = (
-        is_reusable and has_all and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
-    )
+    is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
 
     def on_cpu(parameter: DTensor) -> Any:
         local = local_tensor(parameter.detach()).cpu()
@@ -222,12 +219,12 @@ def gather_parameters(module: Module) -> None:
 
 
 def check_reusable(module: Module) -> None:
-    """Raise MisuseError if an earlier run has split layers of a module, to whose groups of processes they belong."""
+    """Raise MisuseError if an earlier run has split a module, to whose groups of processes its layers belong."""
     parked, name = _parked.get(module), type(module).__name__
     if parked is not None and not parked.is_reusable:
         raise MisuseError(
-            f"layers of {name} were split by an earlier run, to whose groups of processes they belong: create a new "
-            f"module and load a checkpoint, as trainer.test({name}(), ckpt_path=...) does"
+            f"the computation of {name} was divided by an earlier run, to whose groups of processes its layers belong: "
+            f"create a new module and load a checkpoint, as trainer.test({name}(), ckpt_path=...) does"
         )
 
 

@@ -360,7 +360,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     @property
     def _is_reusable(self) -> bool:
-        return super()._is_reusable and self._ep == 1  # experts likewise
+        # Experts likewise; and of stages one may have failed without the others, which would wait in the next run.
+        return super()._is_reusable and self._ep == self._pp == 1
 
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from dstrat_transformers.models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -110,7 +111,7 @@ def check_not_divided(model: Module, batch: Mapping[str, Any]) -> None:
     Raises:
         MisuseError: The batch has it.
     """
-    if batch.get("num_items_in_batch") is not None:
+    if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
         raise MisuseError(
             f"{type(model).__name__} got a batch with num_items_in_batch: leave it out, as the labels of all ranks, "
             "microbatches and accumulated batches are counted, and each counts the same"
