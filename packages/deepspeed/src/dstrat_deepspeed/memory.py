@@ -112,6 +112,5 @@ def _host_of_optimizer(
     if is_stage_3:
         return size + shard  # gradients of all batches are accumulated there
     accumulated = shard if training.accumulate_grad_batches > 1 else 0
-    return (
-        size + shard + accumulated + training.largest_parameter
-    )  # a buffer for stepped parameters, and for a gradient
+    # With a buffer for stepped parameters, and one for a gradient.
+    return size + shard + accumulated + training.largest_parameter

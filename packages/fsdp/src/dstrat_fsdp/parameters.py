@@ -166,14 +166,14 @@ class ParkedShards:
 
     Attributes:
         shards: This rank's shard of each parameter, by layer and name.
-        layout: What determines which part of the parameters a rank has, such as the shape of the mesh, by name.
+        mesh_shape: The shape of the mesh.
         coordinate: The coordinate of this process in the mesh.
         is_reusable: Whether another run can use them; false if layers communicate by themselves.
         hooks: Hooks on the layers, for uses between two runs.
     """
 
     shards: dict[tuple[Module, str], Tensor]
-    layout: Mapping[str, Any]
+    mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     is_reusable: bool
     hooks: Sequence[RemovableHandle]
@@ -183,7 +183,7 @@ class ParkedShards:
         return self.shards.get((layer, name))
 
 
-def park_shards(module: Module, mesh: DeviceMesh, layout: Mapping[str, Any], *, is_reusable: bool) -> None:
+def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
     """Move the shards of a module to the CPU until its next run; on a mesh of one process they are plain tensors.
 
     Until then ``load_state_dict`` takes full tensors, of which each rank copies its shard.  A forward pass and
@@ -192,7 +192,6 @@ def park_shards(module: Module, mesh: DeviceMesh, layout: Mapping[str, Any], *, 
     Args:
         module: Its parameters are DTensors; no unit is gathered.
         mesh: The mesh that they are sharded over.
-        layout: What determines which part of the parameters a rank has, by name.
         is_reusable: Whether another run can use the shards.
     """
     is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
@@ -206,7 +205,7 @@ def park_shards(module: Module, mesh: DeviceMesh, layout: Mapping[str, Any], *, 
     if shards:
         _parked[module] = ParkedShards(
             shards=shards,
-            layout=layout,
+            mesh_shape=tuple(mesh.shape),
             coordinate=tuple(mesh.get_coordinate() or ()),
             is_reusable=is_reusable,
             hooks=_guard_between_runs(module),
@@ -228,35 +227,29 @@ def check_reusable(module: Module) -> None:
         )
 
 
-def unpark_shards(module: Module, mesh: DeviceMesh, layout: Mapping[str, Any]) -> ParkedShards | None:
+def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
     """Return the shards that an earlier run parked, and move the module's parameters to the meta device.
 
     Args:
         module: The user's module.
         mesh: The mesh of this run.
-        layout: What determines which part of the parameters a rank has, by name.
 
     Raises:
-        MisuseError: They were made for another layout, or belong to the groups of their run.
+        MisuseError: They were made for another mesh, or belong to the groups of their run.
     """
     check_reusable(module)
     parked = _parked.pop(module, None)
     if parked is None:
         return None
-    name, coordinate = type(module).__name__, tuple(mesh.get_coordinate() or ())
-    if (layout, coordinate) == (parked.layout, parked.coordinate):
-        _unpark(module, parked)
-        return parked
-    _parked[module] = parked  # a run that can use them may follow
-    if parked.layout["mesh"] != layout["mesh"] or parked.coordinate != coordinate:
-        earlier, now = (f"a mesh of {tuple(one['mesh'])}" for one in (parked.layout, layout))
-    else:
-        differing = [key for key in layout if parked.layout.get(key) != layout[key]]
-        earlier, now = (", ".join(f"{key}={one.get(key)}" for key in differing) for one in (parked.layout, layout))
-    raise MisuseError(
-        f"{name} is sharded over {earlier} by an earlier run; this run uses {now}: create a new module and load a "
-        "checkpoint"
-    )
+    position = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
+    if position != (parked.mesh_shape, parked.coordinate):
+        _parked[module] = parked  # a run of the right size may follow
+        raise MisuseError(
+            f"{type(module).__name__} is sharded over a mesh of {parked.mesh_shape} by an earlier run; this run uses a "
+            f"mesh of {tuple(mesh.shape)}: create a new module and load a checkpoint"
+        )
+    _unpark(module, parked)
+    return parked
 
 
 def discard_shards(module: Module) -> None:

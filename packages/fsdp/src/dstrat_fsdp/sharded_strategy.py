@@ -146,7 +146,7 @@ class ShardedStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         self.precision_plugin.reduce_overflow = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
-        parked = unpark_shards(module, self.device_mesh, self._rank_layout)
+        parked = unpark_shards(module, self.device_mesh)
         blocks = list(self._blocks())
         # Manual optimization runs backward passes and optimizer steps within the root's forward, and torch reduces the
         # root's own gradients after it.
@@ -226,7 +226,7 @@ class ShardedStrategy(ParallelStrategy):
             if self._state_dict_type == "full" and not self._failed:
                 gather_parameters(self.module)
             else:
-                park_shards(self.module, self.device_mesh, self._rank_layout, is_reusable=self._is_reusable)
+                park_shards(self.module, self.device_mesh, is_reusable=self._is_reusable)
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:

@@ -138,30 +138,35 @@ class Schedule:
         if self.splits_backward:
             yield from _orders(self).passes[rank]
             return
-        forward, backward = self._in_order(PassKind.FORWARD), iter(self._in_order(PassKind.BACKWARD))
-        ahead = len(forward) if self.name in _ALL_FORWARD_FIRST else self._num_ahead(rank)
+        forward = _passes_in_order(self, PassKind.FORWARD)
+        backward = iter(_passes_in_order(self, PassKind.BACKWARD))
+        ahead = len(forward) if self.name in _ALL_FORWARD_FIRST else _num_ahead(self, rank)
         for number, following in enumerate(forward):
             yield following
             if number >= ahead:
                 yield next(backward)
         yield from backward
 
-    def _in_order(self, kind: PassKind) -> list[Pass]:
-        """Return the passes of a kind in the order of every rank."""
-        size = self.microbatches if self.name in _ALL_FORWARD_FIRST else self.ranks
-        chunks = list(range(self.stages_per_rank))
-        if kind is not PassKind.FORWARD:
-            chunks.reverse()
-        # Each stage of a rank computes a group of microbatches before the next one does.
-        groups = [range(first, min(first + size, self.microbatches)) for first in range(0, self.microbatches, size)]
-        return [Pass(chunk, index, kind) for group in groups for chunk in chunks for index in group]
 
-    def _num_ahead(self, rank: int) -> int:
-        """Return the number of forward passes before the first one that a backward pass follows."""
-        # The last rank's first backward pass needs a group of microbatches in all of its stages but the last; of the
-        # ranks before it, each is a pass ahead of the next one, in both directions where stages are interleaved.
-        distance = self.ranks - 1 - rank
-        return distance if self.stages_per_rank == 1 else 2 * distance + (self.stages_per_rank - 1) * self.ranks
+def _passes_in_order(schedule: Schedule, kind: PassKind) -> list[Pass]:
+    """Return the passes of a kind in the order of every rank."""
+    size = schedule.microbatches if schedule.name in _ALL_FORWARD_FIRST else schedule.ranks
+    chunks = list(range(schedule.stages_per_rank))
+    if kind is not PassKind.FORWARD:
+        chunks.reverse()
+    # Each stage of a rank computes a group of microbatches before the next one does.
+    firsts = range(0, schedule.microbatches, size)
+    groups = [range(first, min(first + size, schedule.microbatches)) for first in firsts]
+    return [Pass(chunk, index, kind) for group in groups for chunk in chunks for index in group]
+
+
+def _num_ahead(schedule: Schedule, rank: int) -> int:
+    """Return the number of forward passes before the first one that a backward pass follows."""
+    # The last rank's first backward pass needs a group of microbatches in all of its stages but the last; of the
+    # ranks before it, each is a pass ahead of the next one, in both directions where stages are interleaved.
+    ranks, per_rank = schedule.ranks, schedule.stages_per_rank
+    distance = ranks - 1 - rank
+    return distance if per_rank == 1 else 2 * distance + (per_rank - 1) * ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,9 +190,9 @@ def _orders(schedule: Schedule) -> _Orders:
     weights free some before its next forward pass.
     """
     ranks, last = schedule.ranks, schedule.num_stages - 1
-    most = schedule._num_ahead(0) + 1  # noqa: SLF001 - of this module
-    forward = [deque(schedule._in_order(PassKind.FORWARD)) for _ in range(ranks)]  # noqa: SLF001
-    backward = [deque(schedule._in_order(PassKind.BACKWARD)) for _ in range(ranks)]  # noqa: SLF001
+    most = _num_ahead(schedule, 0) + 1
+    forward = [deque(_passes_in_order(schedule, PassKind.FORWARD)) for _ in range(ranks)]
+    backward = [deque(_passes_in_order(schedule, PassKind.BACKWARD)) for _ in range(ranks)]
     weights: list[deque[Pass]] = [deque() for _ in range(ranks)]
     passes: list[list[Pass]] = [[] for _ in range(ranks)]
     follows_backward = [False] * ranks

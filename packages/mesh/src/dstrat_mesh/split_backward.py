@@ -102,6 +102,7 @@ def _divide(output: Tensor, received: Tensor) -> tuple[list[_Operation], list[Te
     target, root = get_gradient_edge(received).node, get_gradient_edge(output).node
     order = _children_first(root)
     on_path = {target}
+    variables: dict[Node, Tensor] = {}  # of the nodes that accumulate the gradients of leaves
     weights: dict[Node, dict[Node, None]] = {}  # of nodes beside the path; dicts keep the order
     users: dict[Node, int] = {}  # number of the path's operations that have a weight
     beside: list[tuple[Node, dict[Node, None]]] = []
@@ -116,16 +117,16 @@ def _divide(output: Tensor, received: Tensor) -> tuple[list[_Operation], list[Te
                 beside.append((node, leaves))
             for leaf in leaves:
                 users[leaf] = users.get(leaf, 0) + 1
-        elif hasattr(node, "variable"):  # it accumulates the gradient of a leaf
-            weights[node] = {node: None}
+        elif (variable := getattr(node, "variable", None)) is not None:
+            variables[node], weights[node] = variable, {node: None}
         else:
             weights[node] = {leaf: None for child in children for leaf in weights[child]}
     operations, at_once = [], {}
     for node, leaves in beside:
         waits = {leaf for leaf in leaves if users[leaf] == 1 and not _is_python(node)}
         if waits:
-            operations.append(_Operation(node, [leaf.variable for leaf in leaves if leaf in waits]))  # type: ignore[attr-defined]
-        at_once.update({leaf: leaf.variable for leaf in leaves if leaf not in waits})  # type: ignore[attr-defined]
+            operations.append(_Operation(node, [variables[leaf] for leaf in leaves if leaf in waits]))
+        at_once.update({leaf: variables[leaf] for leaf in leaves if leaf not in waits})
     return operations, list(at_once.values()), root in on_path
 
 
