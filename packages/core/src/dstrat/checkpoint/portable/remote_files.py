@@ -40,6 +40,8 @@ class UnfinishedUpload:
         CheckpointError: The folder exists, or is being written.
     """
 
+    moved_to: None = None  # a store cannot move what is at the target
+
     def __init__(self, target: RemotePath) -> None:
         self.path, self._claim = target, _claim(target)
         self._is_to_be_removed = False

@@ -138,7 +138,7 @@ def write(
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if folder is not None:
                 folder.commit(complete(prepared, folder.path, [parse_json(report) for report in reports], storage))
-        return folder.moved_to if isinstance(folder, UnfinishedFolder) else None
+        return None if folder is None else folder.moved_to
     finally:
         if folder is not None:
             folder.close()
