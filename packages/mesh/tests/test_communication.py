@@ -236,6 +236,23 @@ def test_stages_begin_their_operations_for_each_microbatch_and_split_layers_all_
     assert [MeshStrategy(**one).communication_layout(training).operation_share for one in layouts] == [1, 1, 4]
 
 
+def test_a_rank_computes_each_microbatch_with_its_share_of_the_weights():
+    axes = ({"tp": 4}, {"pp": 2, "tp": 2, "microbatches": 8}, {"cp": 4})
+    layouts = [MeshStrategy(**one).communication_layout(sizes(SAMPLES)) for one in axes]
+    assert [(one.passes, one.weight_share) for one in layouts] == [(1, 0.25), (8, 0.25), (1, 1.0)]
+    few, many = (MeshStrategy(ep=count).communication_layout(sizes(SAMPLES, Mixtures)) for count in (2, 4))
+    # One part of the weights is divided by 2 and 4, and the other one is whole.
+    assert 0 < few.weight_share - many.weight_share < 0.25
+    assert 2 * (1 - few.weight_share) == pytest.approx(4 / 3 * (1 - many.weight_share))
+
+
+def test_python_takes_time_for_each_microbatch_and_for_split_matrices():
+    axes = ({"pp": 4}, {"pp": 4, "microbatches": 8}, {}, {"tp": 2})
+    few, many, whole, split = (MeshStrategy(**one).communication_layout(sizes(SAMPLES)).hooks for one in axes)
+    assert few < many
+    assert whole < split
+
+
 def gathers(cluster, **options):
     recorded = RecordedCollectives()
     strategy = started(cluster, pp=2, microbatches=4, **options)

@@ -65,16 +65,30 @@ def trained_again(cluster, layouts):
     return module.losses, tested
 
 
-def test_a_module_goes_on_in_later_runs_with_shards():
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"dp_shard": 2}),
+        (2, {"pp": 2}),
+        (2, {"pp": 2, "schedule": "Interleaved1F1B"}),
+        pytest.param(4, {"pp": 2, "dp_shard": 2}, marks=pytest.mark.variant),
+    ],
+)
+def test_a_module_goes_on_in_later_runs_with_its_shards(ranks, options):
     losses, tested = trained_again(None, [{}, {}])
-    for found in in_ranks(trained_again, 2, layouts=[{"dp_shard": 2}, {"dp_shard": 2}]):
+    for found in in_ranks(trained_again, ranks, layouts=[options, options]):
         assert found == (pytest.approx(losses, rel=1e-6), pytest.approx(tested, rel=1e-6))
 
 
-@pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_a_run_that_cannot_use_earlier_layers_says_why(axis):
-    for found in in_ranks(trained_again, 2, layouts=[{axis: 2}]):
+def test_layers_that_an_earlier_run_has_split_are_refused():
+    for found in in_ranks(trained_again, 2, layouts=[{"tp": 2}]):
         assert found.startswith("the computation of Net was divided by an earlier run, to whose groups of processes")
+
+
+def test_stages_that_an_earlier_run_has_divided_otherwise_are_refused():
+    layouts = [{"pp": 2}, {"pp": 2, "schedule": "Interleaved1F1B"}]
+    for found in in_ranks(trained_again, 2, layouts=layouts):
+        assert found.startswith("Net is sharded over mesh=[2, 1, 1, 1], ep=1, stages=2, coordinate=[")
 
 
 class InPlace(Net):

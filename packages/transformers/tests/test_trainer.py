@@ -226,6 +226,14 @@ def test_processes_of_torchrun_are_taken_over(tmp_path, own_ddp):
     assert result(folder, "unclipped")["losses"] == pytest.approx(result(own_ddp, "unclipped")["losses"], rel=1e-6)
 
 
+def test_processes_of_accelerate_launch_are_taken_over(tmp_path, own_loop):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    command = [*launch, "--mixed_precision=no", "--dynamo_backend=no", PROGRAMS / "accelerated.py", tmp_path, "fsdp"]
+    ended = subprocess.run([*command, "2"], capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert result(tmp_path)["losses"] == pytest.approx(own_loop["losses"], rel=1e-6)
+
+
 @pytest.mark.parametrize("alias", ["ddp", "fsdp", "mesh(tp=2)", "mesh(pp=2)"])
 def test_several_trainings_after_an_evaluation_are_those_of_one_device(tmp_path, alias):
     # Its own DDP does not average gradients after an evaluation that precedes the first training.
@@ -301,6 +309,20 @@ def test_a_loop_with_accelerate_is_that_of_its_own_ddp(tmp_path, own_loop, alias
     assert seen["sums"] == pytest.approx(own_loop["sums"], abs=1e-5)
     for key in ("accuracy", "names", "unwrapped"):
         assert seen[key] == own_loop[key], key
+
+
+@pytest.fixture(scope="module")
+def own_translation(tmp_path_factory):
+    return result(run(tmp_path_factory.mktemp("translation"), "own", {}, program="translate.py"))
+
+
+@pytest.mark.parametrize("alias", ["fsdp", pytest.param("ddp", marks=pytest.mark.variant)])
+def test_sequences_that_are_generated_are_those_of_its_own_ddp(tmp_path, own_translation, alias):
+    seen = result(run(tmp_path, alias, {}, program="translate.py"))
+    for key in ("losses", "evaluations"):
+        assert seen[key] == pytest.approx(own_translation[key], rel=1e-6), key
+    for key in ("accuracies", "generated"):
+        assert seen[key] == own_translation[key], key
 
 
 # Layouts that divide batches

@@ -884,7 +884,7 @@ def test_ranks_wait_for_passes_with_the_collectives_in_them(training):
 
 
 def test_collectives_of_each_batch_are_hidden_beside_all_batches(training):
-    of_batch = dataclasses.replace(training, work=Work(flops=10**8))  # 100 ms
+    of_batch = dataclasses.replace(training, work=Work(flops=10**8), trainable_parameters=0)  # 100 ms
     gather = Collective(kind="all_gather", bytes=8 * 10**7, messages=8, ranks=2, overlaps=True)  # 400 ms
     layouts = [
         CommunicationLayout(collectives=(dataclasses.replace(gather, in_each_batch=each),)) for each in (False, True)
@@ -919,13 +919,31 @@ def test_pages_of_new_memory_take_time_where_the_machine_says_so(training):
 
 
 def test_operands_of_products_take_time_as_far_as_the_machine_does_not_hide_it(training):
-    layout = CommunicationLayout(ranks_per_batch=2)
+    layout = CommunicationLayout(ranks_per_batch=2, weight_share=0.5)
     of_batch = dataclasses.replace(training, work=Work(flops=10**9, operands=4 * 10**8))
     times = [
         step_time(machine(operand_overlap=share), of_batch, training.replicated, layout).compute
         for share in (None, 1.0, 0.25)
     ]
     assert times == [pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5 + 0.75 * 0.2)]
+
+
+def test_each_microbatch_reads_the_weights_and_adds_to_their_gradients(training):
+    size = training.trainable_parameters  # all of them
+    of_batch = dataclasses.replace(training, work=Work(operands=10 * size))  # 3 are weights, and 7 of samples
+    layout = CommunicationLayout(ranks_per_batch=4, passes=8, weight_share=0.5)
+    time = step_time(machine(), of_batch, training.replicated, layout)
+    moved = 7 / 4 + 8 * 3 / 2 + 7 * 3 / 2  # of samples, weights, and gradients
+    assert time.compute == pytest.approx(moved * size / machine().memory_bandwidth)
+
+
+def test_further_batches_add_to_gradients(training):
+    one, three = (
+        step_time(machine(), training.for_steps_of(count), training.replicated, CommunicationLayout()).compute
+        for count in (1, 3)
+    )
+    added = 2 * 3 * training.trainable_parameters / machine().memory_bandwidth
+    assert three == pytest.approx(3 * one + added)
 
 
 def test_a_machine_that_was_measured_by_an_older_version_is_noted(choose):

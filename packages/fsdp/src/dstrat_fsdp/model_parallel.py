@@ -165,6 +165,7 @@ class ModelParallelStrategy(SharedBatchStrategy):
         return CommunicationLayout(
             collectives=(*sharded, *split_collectives(training, blocks, tensor)),
             ranks_per_batch=tensor,
+            weight_share=1 / tensor,
             copied=copied_bytes(sharded),
             hooks=python_hooks(training, blocks, **divided),
             assumption="" if tensor == 1 else MATRICES_SPLIT.format(tensor),

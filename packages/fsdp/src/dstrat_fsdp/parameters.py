@@ -20,7 +20,6 @@ from dstrat_fsdp import internals
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
 
@@ -152,7 +151,7 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch
 
 # Shards parked between runs
 #
-# A run leaves its shards in the module, on the CPU, and the next run over the same mesh continues with them.
+# A run leaves its shards in the module, on the CPU, and the next run with the same layout continues with them.
 
 
 _parked: weakref.WeakKeyDictionary[Module, ParkedShards] = weakref.WeakKeyDictionary()
@@ -162,20 +161,20 @@ _SHARDED_NOTE = "the run has ended, and this process has one shard of each param
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParkedShards:
-    """Shards of parameters on the CPU, and the mesh of the run that made them.
+    """Shards of parameters on the CPU, and the layout of the run that made them.
 
     Attributes:
         shards: This rank's shard of each parameter, by layer and name.
-        mesh_shape: The shape of the mesh.
-        coordinate: The coordinate of this process in the mesh.
+        layout: What determines which part of the state this rank has, by name.
         is_reusable: Whether another run can use them; false if layers communicate by themselves.
+        has_failed: Whether that run has raised an error on this rank.
         hooks: Hooks on the layers, for uses between two runs.
     """
 
     shards: dict[tuple[Module, str], Tensor]
-    mesh_shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
+    layout: Mapping[str, Any]
     is_reusable: bool
+    has_failed: bool
     hooks: Sequence[RemovableHandle]
 
     def shard(self, layer: Module, name: str) -> Tensor | None:
@@ -183,18 +182,23 @@ class ParkedShards:
         return self.shards.get((layer, name))
 
 
-def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
-    """Move the shards of a module to the CPU until its next run; on a mesh of one process they are plain tensors.
+def park_shards(module: Module, layout: Mapping[str, Any], *, is_reusable: bool, has_failed: bool) -> None:
+    """Move the shards of a module to the CPU until its next run; of one process they are plain tensors.
 
     Until then ``load_state_dict`` takes full tensors, of which each rank copies its shard.  A forward pass and
     ``state_dict`` raise an error.
 
     Args:
         module: Its parameters are DTensors; no unit is gathered.
-        mesh: The mesh that they are sharded over.
+        layout: What determines which part of the state this rank has, by name.
         is_reusable: Whether another run can use the shards.
+        has_failed: Whether this run has raised an error on this rank.
     """
-    is_complete = is_reusable and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
+    is_complete = (
+        is_reusable
+        and all(_is_complete(parameter) for _, _, parameter in _sharded_parameters(module))
+        and not any(parameter.is_meta for parameter in module.parameters())  # layers that other ranks compute
+    )
 
     def on_cpu(parameter: DTensor) -> Any:
         local = local_tensor(parameter.detach()).cpu()
@@ -205,9 +209,9 @@ def park_shards(module: Module, mesh: DeviceMesh, *, is_reusable: bool) -> None:
     if shards:
         _parked[module] = ParkedShards(
             shards=shards,
-            mesh_shape=tuple(mesh.shape),
-            coordinate=tuple(mesh.get_coordinate() or ()),
+            layout=layout,
             is_reusable=is_reusable,
+            has_failed=has_failed,
             hooks=_guard_between_runs(module),
         )
 
@@ -227,29 +231,38 @@ def check_reusable(module: Module) -> None:
         )
 
 
-def unpark_shards(module: Module, mesh: DeviceMesh) -> ParkedShards | None:
+def has_failed_shards(module: Module) -> bool:
+    """Return whether an earlier run of a module has parked its shards as it raised an error on this rank."""
+    parked = _parked.get(module)
+    return parked is not None and parked.has_failed
+
+
+def unpark_shards(module: Module, layout: Mapping[str, Any]) -> ParkedShards | None:
     """Return the shards that an earlier run parked, and move the module's parameters to the meta device.
 
     Args:
         module: The user's module.
-        mesh: The mesh of this run.
+        layout: What determines which part of the state this rank has in this run, by name.
 
     Raises:
-        MisuseError: They were made for another mesh, or belong to the groups of their run.
+        MisuseError: They were made for another layout, or belong to the groups of their run.
     """
     check_reusable(module)
-    parked = _parked.pop(module, None)
+    parked = _parked.get(module)
     if parked is None:
         return None
-    position = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
-    if position != (parked.mesh_shape, parked.coordinate):
-        _parked[module] = parked  # a run of the right size may follow
+    if layout != parked.layout:
         raise MisuseError(
-            f"{type(module).__name__} is sharded over a mesh of {parked.mesh_shape} by an earlier run; this run uses a "
-            f"mesh of {tuple(mesh.shape)}: create a new module and load a checkpoint"
+            f"{type(module).__name__} is sharded over {_described(parked.layout)} by an earlier run; this run uses "
+            f"{_described(layout)}: create a new module and load a checkpoint"
         )
+    del _parked[module]
     _unpark(module, parked)
     return parked
+
+
+def _described(layout: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in layout.items())
 
 
 def discard_shards(module: Module) -> None:

@@ -101,6 +101,11 @@ class ShardedStrategy(ParallelStrategy):
         return {"mesh": list(self.device_mesh.shape)}
 
     @property
+    def _layout_of_shards(self) -> dict[str, Any]:
+        """What determines the shards of this rank, by name."""
+        return {**self._rank_layout, "coordinate": list(self.device_mesh.get_coordinate() or ())}
+
+    @property
     def _is_reusable(self) -> bool:
         """Whether another run can use the shards that this one parks."""
         return True
@@ -146,7 +151,7 @@ class ShardedStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         self.precision_plugin.reduce_overflow = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
-        parked = unpark_shards(module, self.device_mesh)
+        parked = unpark_shards(module, self._layout_of_shards)
         blocks = list(self._blocks())
         # Manual optimization runs backward passes and optimizer steps within the root's forward, and torch reduces the
         # root's own gradients after it.
@@ -160,7 +165,9 @@ class ShardedStrategy(ParallelStrategy):
         self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
         existing = parked.shard if parked else _any_shard if self._has_no_values else _no_shard
-        materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=foreign)
+        # Those that a run has parked have their buffers.
+        new_foreign = foreign if parked is None else ()
+        materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=new_foreign)
         internals.move(module.buffers(), self.root_device)  # those that were on the meta device
         self._has_no_values = False
         self.model = self._sharded.root
@@ -226,7 +233,8 @@ class ShardedStrategy(ParallelStrategy):
             if self._state_dict_type == "full" and not self._failed:
                 gather_parameters(self.module)
             else:
-                park_shards(self.module, self.device_mesh, is_reusable=self._is_reusable)
+                layout = self._layout_of_shards
+                park_shards(self.module, layout, is_reusable=self._is_reusable, has_failed=self._failed)
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:

@@ -150,7 +150,7 @@ class SharedBatchStrategy(ShardedStrategy):
         number = self._num_steps[name]
         if not is_compared(number):
             return
-        digest = torch.tensor([_digest(batch)], device=self.root_device)
+        digest = self.from_host(torch.tensor([_digest(batch)]))
         for group in self._batch_groups():
             first, *senders = dist.get_process_group_ranks(group)
             # Messages, as a collective that another rank never comes to would keep this one at the end of the group.
@@ -230,7 +230,7 @@ class SharedBatchStrategy(ShardedStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
         # The base class compares a sum of votes with the world size, and reduce counts ranks that share a batch once.
-        vote = torch.tensor(float(decision), device=self.root_device)
+        vote = self.from_host(torch.tensor(float(decision)))
         return bool(super().reduce(vote, reduce_op="min" if all else "max"))
 
 

@@ -31,6 +31,7 @@ from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
+from dstrat_fsdp.parameters import has_failed_shards
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_configures_model
 from dstrat_fsdp.wrap_policy import blocks_of
@@ -360,8 +361,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     @property
     def _is_reusable(self) -> bool:
-        # Experts likewise; and of stages one may have failed without the others, which would wait in the next run.
-        return super()._is_reusable and self._ep == self._pp == 1
+        return super()._is_reusable and self._ep == 1  # experts likewise
 
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
@@ -504,9 +504,18 @@ class MeshStrategy(SharedBatchStrategy):
             ),
             ranks_per_batch=axes.tp * axes.cp * axes.pp,
             operation_share=self._schedule.microbatches / axes.pp,
+            passes=self._schedule.microbatches,
+            weight_share=_weight_share(training.module, experts, axes),
             copied=copied_bytes(sharded) // axes.pp,
             copied_from_host=from_host // axes.pp,
-            hooks=python_hooks(gathering, units, num_replicas=axes.dp_replicate, **divided) // axes.pp,
+            hooks=python_hooks(
+                gathering,
+                units,
+                num_replicas=axes.dp_replicate,
+                microbatches=self._schedule.microbatches if gathers_once else 1,
+                **divided,
+            )
+            // axes.pp,
             idle=self._schedule.bubble,
             assumption=_assumption(axes),
         )
@@ -541,6 +550,7 @@ class MeshStrategy(SharedBatchStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
             check_pipeline(self.module, trainer)
+            self._check_earlier_run()
         if self._cp > 1:
             with new_connections():
                 group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
@@ -552,6 +562,14 @@ class MeshStrategy(SharedBatchStrategy):
         if self._pipeline is not None:
             self.precision_plugin.peers_have_gradients = True
             self._pipeline.start(self._train_stage, self._evaluate_stage, log=self.is_global_zero)
+
+    def _check_earlier_run(self) -> None:
+        """Raise MisuseError on all ranks if a run of the module has failed on any, with stages of other steps."""
+        if self.reduce_boolean_decision(has_failed_shards(self.module), all=False):
+            raise MisuseError(
+                f"an earlier run of {type(self.module).__name__} has failed, after which its stages can be those of "
+                "different steps: create a new module and load a checkpoint"
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``, or the forward and backward passes of a pipeline."""
@@ -724,6 +742,13 @@ def _divisions(experts: Iterable[Module], axes: Axes) -> Divisions:
         of_experts=Division(shards=axes.mesh_of_experts[SHARD], experts=axes.ep),
         experts=frozenset(id(parameter) for layer in experts for parameter in layer.parameters()),
     )
+
+
+def _weight_share(module: Module, experts: Iterable[Module], axes: Axes) -> float:
+    """Return the share of a module's weights with which a rank computes."""
+    total = max(1, sum(parameter.numel() for parameter in module.parameters()))
+    of_experts = sum(parameter.numel() for layer in experts for parameter in layer.parameters())
+    return ((total - of_experts) / axes.tp + of_experts / axes.ep) / (axes.pp * total)
 
 
 def _assumption(axes: Axes, *, has_equal_stages: bool = True) -> str:

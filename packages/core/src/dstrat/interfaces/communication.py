@@ -70,6 +70,8 @@ class CommunicationLayout:
         ranks_per_batch: Number of ranks that share a batch, and divide its computation.
         operation_share: Share of a batch's operations that a rank begins: 1 if it computes a part of each, and more if
             it does so for several microbatches.
+        passes: Number of parts of a batch that a rank computes one after the other, each with all of its weights.
+        weight_share: Share of the weights with which a rank computes.
         copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
         copied_from_host: Bytes that a rank copies between host and device for collectives, besides two copies of what
             it has on the host, such as shards for further gathers and gradients of further batches.
@@ -82,6 +84,8 @@ class CommunicationLayout:
     collectives: tuple[Collective, ...] = ()
     ranks_per_batch: int = 1
     operation_share: float = 1.0
+    passes: int = 1
+    weight_share: float = 1.0
     copied: int = 0
     copied_from_host: int = 0
     allocated: int = 0

@@ -61,20 +61,18 @@ def step_time(
     """
     dtype = str(training.precision.compute_dtype).removeprefix("torch.")
     batches = training.accumulate_grad_batches
-    work, ranks = training.work, communication.ranks_per_batch
-    of_rank = Work(
-        flops=work.flops // ranks,
-        operands=work.operands // ranks,
-        moved=work.moved // ranks,
-        operations=int(communication.operation_share * work.operations),
-    )
-    compute = batches * work_seconds(machine, of_rank, dtype)
+    compute = batches * work_seconds(machine, _work_of_rank(training, communication), dtype)
+    # The first pass of a step leaves gradients, and each further one reads both and writes their sum.
+    further_passes = batches * communication.passes - 1
+    added = 3 * further_passes * communication.weight_share * training.trainable_parameters
+    compute += added / (machine.efficiency * machine.memory_bandwidth)
     stepping = _stepped_share(training, memory) * work_seconds(machine, training.optimizer_work, dtype)
     offloaded = memory.host > 0
     # Of activations, in both directions, beside computation.
     copied = 2 * (training.host(memory) - memory.host) / machine.host_bandwidth
-    # Ranks wait for whole passes of others, which are longer by the collectives in them.
-    passes = compute + sum(
+    # Ranks wait for whole passes of others, which are longer by the collectives and hooks in them.
+    passes = compute + communication.hooks * (machine.hook_latency or 0.0)
+    passes += sum(
         collective_seconds(machine, one, training.ranks_per_machine)
         for one in communication.collectives
         if not one.overlaps
@@ -87,6 +85,22 @@ def step_time(
         # Gradients leave the device, parameters come back, and the host reads and writes what it holds.
         offload=(2 * memory.host + communication.copied_from_host) / machine.host_bandwidth
         + max(0.0, batches * copied - compute),
+    )
+
+
+def _work_of_rank(training: TrainingSize, communication: CommunicationLayout) -> Work:
+    """Return a rank's part of the work of a batch, whose weights it reads in each pass."""
+    work, ranks = training.work, communication.ranks_per_batch
+    # Both passes read a weight, and the backward pass writes its gradient.
+    size = 2 * training.parameters + training.trainable_parameters
+    itemsizes = training.precision.compute_dtype.itemsize, training.precision.param_dtype.itemsize
+    weights = min(work.operands, size * itemsizes[0] // itemsizes[1])
+    read = communication.passes * communication.weight_share * weights
+    return Work(
+        flops=work.flops // ranks,
+        operands=(work.operands - weights) // ranks + int(read),
+        moved=work.moved // ranks,
+        operations=int(communication.operation_share * work.operations),
     )
 
 
@@ -106,10 +120,12 @@ def work_seconds(machine: Machine, work: Work, dtype: str) -> float:
         work: The work.
         dtype: Dtype of its products.
     """
-    products = work.flops / machine.rate(dtype) if work.flops else 0.0
+    bandwidth = machine.efficiency * machine.memory_bandwidth
     hidden = 1.0 if machine.operand_overlap is None else machine.operand_overlap
-    copies = (work.moved + (1 - hidden) * work.operands) / (machine.efficiency * machine.memory_bandwidth)
-    return products + copies + work.operations * machine.operation_latency
+    operands = work.operands / bandwidth
+    products = work.flops / machine.rate(dtype) if work.flops else 0.0
+    products = max(products + (1 - hidden) * operands, operands)  # of few samples, these read weights for longer
+    return products + work.moved / bandwidth + work.operations * machine.operation_latency
 
 
 def _exposed(machine: Machine, training: TrainingSize, communication: CommunicationLayout, compute: float) -> float:
