@@ -97,10 +97,8 @@ def python_hooks(
 
     Measured with torch 2.13 on a CPU: gathering, freeing or reducing a block takes as long as ten, the collective for
     it as long again, and the optimizer's step of a sharded parameter as long as 2.5.  Both passes of a gathered block
-    take as long as 4.5, and those of a matrix that is split as 9.
-
-    Args:
-        microbatches: Number of parts of each batch, for all of which a block is gathered once.
+    take as long as 4.5, and those of a matrix that is split as 9.  ``microbatches`` is the number of parts of each
+    batch, for all of which a block is gathered once.
     """
     passes, total = training.accumulate_grad_batches * microbatches, 0
     for unit, division, count in divided_units(training.module, blocks, divisions):
