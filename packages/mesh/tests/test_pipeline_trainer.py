@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dstrat import grad_norm
-from dstrat.errors import MisuseError
+from dstrat.errors import MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 
 
@@ -87,8 +87,85 @@ def test_layers_that_an_earlier_run_has_split_are_refused():
 
 def test_stages_that_an_earlier_run_has_divided_otherwise_are_refused():
     layouts = [{"pp": 2}, {"pp": 2, "schedule": "Interleaved1F1B"}]
-    for found in in_ranks(trained_again, 2, layouts=layouts):
-        assert found.startswith("Net is sharded over mesh=[2, 1, 1, 1], ep=1, stages=2, coordinate=[")
+    messages = in_ranks(trained_again, 2, layouts=layouts)
+    assert any("has divided the layers of Net into other stages" in message for message in messages)
+    assert all(message.endswith("create a new module and load a checkpoint") for message in messages)
+
+
+class Counting(nn.Module):
+    """Counts its batches in a buffer, one that it makes in the first, one that grows, and in extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("late", None, persistent=False)
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+            self.seen += 1
+            self.late = self.seen * torch.ones(2)
+            self.table = torch.cat([self.table, self.seen.view(1)])
+        return x * (1 + self.count / 10 + self.seen / 10 + self.table.sum() / 100)
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+class CountingNet(Net):
+    """Counts in a later stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[4] = Counting()
+
+
+def counted_again(cluster, path):
+    """Fit, test and fit one module, and resume the first fit with another one."""
+    one, other = CountingNet(), CountingNet()
+    one.path = path
+    for module, ckpt_path in ((one, None), (one, None), (other, path)):
+        strategy = MeshStrategy(pp=2, microbatches=1) if cluster else "single_device"
+        trainer = quiet_trainer(strategy, cluster, limit_val_batches=0, max_epochs=2 if ckpt_path else 1)
+        module.test_step = lambda batch, _, module=module: module.log("test_loss", module.net(batch[0]).square().mean())
+        trainer.fit(module, DataLoader(data(16), 8), ckpt_path=ckpt_path)
+        module.path = None
+        (results,) = trainer.test(module, DataLoader(data(16), 8), verbose=False)
+        module.losses.append(results["test_loss"])
+        module.losses += [float(tensor.sum()) for tensor in module.net[4].buffers()]
+    return one.losses, other.losses
+
+
+def test_what_later_stages_count_goes_on_in_later_runs_and_resumed_ones(tmp_path):
+    expected = counted_again(None, tmp_path / "one")
+    for found in in_ranks(counted_again, path=tmp_path / "two"):
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+
+def fit_after_an_error(cluster, options):
+    module = Net()
+    for change in ({}, {"auto_wrap_policy": {nn.LSTM}}, {}):
+        strategy = MeshStrategy(**options, **change) if cluster else "single_device"
+        trainer = quiet_trainer(strategy, cluster, limit_val_batches=0)
+        try:
+            if cluster or not change:
+                trainer.fit(module, DataLoader(data(16), 4 if "dp_shard" in options else 8))
+        except RequestError as error:
+            assert "matches no layer" in str(error)  # noqa: PT017 - the next fit is the subject
+    return module.losses
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"dp_shard": 2}])
+def test_an_error_before_the_first_step_leaves_what_was_trained(options):
+    expected = pytest.approx(fit_after_an_error(None, options={}), rel=1e-6)
+    for losses in in_ranks(fit_after_an_error, options=options):
+        assert losses == expected
 
 
 class InPlace(Net):

@@ -154,32 +154,26 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch
 # A run leaves its shards in the module, on the CPU, and the next run with the same layout continues with them.
 
 
-_parked: weakref.WeakKeyDictionary[Module, ParkedShards] = weakref.WeakKeyDictionary()
+_parked: weakref.WeakKeyDictionary[Module, _EarlierRun] = weakref.WeakKeyDictionary()
 
 _SHARDED_NOTE = "the run has ended, and this process has one shard of each parameter"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParkedShards:
-    """Shards of parameters on the CPU, and the layout of the run that made them.
+class _EarlierRun:
+    """The run that left its shards in a module.
 
     Attributes:
-        shards: This rank's shard of each parameter, by layer and name.
         layout: What determines which part of the state this rank has, by name.
         is_reusable: Whether another run can use them; false if layers communicate by themselves.
-        has_failed: Whether that run has raised an error on this rank.
+        has_failed: Whether it has raised an error on this rank.
         hooks: Hooks on the layers, for uses between two runs.
     """
 
-    shards: dict[tuple[Module, str], Tensor]
     layout: Mapping[str, Any]
     is_reusable: bool
     has_failed: bool
     hooks: Sequence[RemovableHandle]
-
-    def shard(self, layer: Module, name: str) -> Tensor | None:
-        """Return this rank's shard of a parameter of a layer; None if it was not sharded."""
-        return self.shards.get((layer, name))
 
 
 def park_shards(module: Module, layout: Mapping[str, Any], *, is_reusable: bool, has_failed: bool) -> None:
@@ -205,15 +199,9 @@ def park_shards(module: Module, layout: Mapping[str, Any], *, is_reusable: bool,
         return local if is_complete else with_local(parameter, local)
 
     _replace_sharded(module, on_cpu)
-    shards = {(layer, name): local_tensor(value.detach()) for layer, name, value in _sharded_parameters(module)}
-    if shards:
-        _parked[module] = ParkedShards(
-            shards=shards,
-            layout=layout,
-            is_reusable=is_reusable,
-            has_failed=has_failed,
-            hooks=_guard_between_runs(module),
-        )
+    if any(True for _ in _sharded_parameters(module)):
+        hooks = _guard_between_runs(module)
+        _parked[module] = _EarlierRun(layout=layout, is_reusable=is_reusable, has_failed=has_failed, hooks=hooks)
 
 
 def gather_parameters(module: Module) -> None:
@@ -231,23 +219,44 @@ def check_reusable(module: Module) -> None:
         )
 
 
-def has_failed_shards(module: Module) -> bool:
-    """Return whether an earlier run of a module has parked its shards as it raised an error on this rank."""
-    parked = _parked.get(module)
-    return parked is not None and parked.has_failed
+def check_stages(module: Module, layers: Module) -> None:
+    """Check that an earlier run of a module has not failed, and has left the shards of a rank's layers on it.
+
+    Args:
+        module: The user's module.
+        layers: Those of its layers that the rank computes.
+
+    Raises:
+        MisuseError: It has not.
+    """
+    parked, name = _parked.get(module), type(module).__name__
+    if parked is None:
+        return
+    if parked.has_failed:
+        raise MisuseError(
+            f"an earlier run of {name} has failed, after which its stages can be those of different steps: create a "
+            "new module and load a checkpoint"
+        )
+    if any(parameter.is_meta for parameter in layers.parameters()):
+        raise MisuseError(
+            f"an earlier run has divided the layers of {name} into other stages, so that their parameters are on other "
+            "ranks: create a new module and load a checkpoint"
+        )
 
 
-def unpark_shards(module: Module, layout: Mapping[str, Any]) -> ParkedShards | None:
-    """Return the shards that an earlier run parked, and move the module's parameters to the meta device.
+def unpark_shards(module: Module, layout: Mapping[str, Any]) -> dict[tuple[Module, str], Tensor] | None:
+    """Return this rank's shards of an earlier run by layer and name, and move its parameters to the meta device.
 
     Args:
         module: The user's module.
         layout: What determines which part of the state this rank has in this run, by name.
 
+    Returns:
+        None without an earlier run.
+
     Raises:
-        MisuseError: They were made for another layout, or belong to the groups of their run.
+        MisuseError: They were made for another layout.
     """
-    check_reusable(module)
     parked = _parked.get(module)
     if parked is None:
         return None
@@ -256,9 +265,10 @@ def unpark_shards(module: Module, layout: Mapping[str, Any]) -> ParkedShards | N
             f"{type(module).__name__} is sharded over {_described(parked.layout)} by an earlier run; this run uses "
             f"{_described(layout)}: create a new module and load a checkpoint"
         )
-    del _parked[module]
-    _unpark(module, parked)
-    return parked
+    # As they are now: they may have been replaced between the runs.
+    shards = {(layer, name): local_tensor(value.detach()) for layer, name, value in _sharded_parameters(module)}
+    discard_shards(module)
+    return shards
 
 
 def _described(layout: Mapping[str, Any]) -> str:
@@ -269,19 +279,15 @@ def discard_shards(module: Module) -> None:
     """Move a module with parked shards to the meta device, for a mesh of another size."""
     parked = _parked.pop(module, None)
     if parked is not None:
-        _unpark(module, parked)
+        for hook in parked.hooks:
+            hook.remove()
+        _replace_sharded(module, _empty_on_meta)
 
 
 def discard_parameters(module: Module) -> None:
     """Move the parameters of a module that are to be sharded, and are not yet, to the meta device."""
     # Scalars are not sharded.
     _replace(module, lambda parameter: not isinstance(parameter, DTensor) and parameter.dim() > 0, _empty_on_meta)
-
-
-def _unpark(module: Module, parked: ParkedShards) -> None:
-    for hook in parked.hooks:
-        hook.remove()
-    _replace_sharded(module, _empty_on_meta)
 
 
 def _empty_on_meta(parameter: Tensor) -> Tensor:

@@ -151,20 +151,23 @@ class ShardedStrategy(ParallelStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         self.precision_plugin.reduce_overflow = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         module, sharding = self.module, self._sharding()
-        parked = unpark_shards(module, self._layout_of_shards)
-        blocks = list(self._blocks())
+        check_reusable(module)
+        blocks = list(self._blocks())  # before its parameters are moved: it may raise an error
         # Manual optimization runs backward passes and optimizer steps within the root's forward, and torch reduces the
         # root's own gradients after it.
         gathers_root = getattr(module, "automatic_optimization", True)
         if not gathers_root:
             blocks += [layer for layer in outermost_layers(module) if layer not in blocks]
+        parked = unpark_shards(module, self._layout_of_shards)
         if self._has_no_values:
             discard_parameters(module)  # of a new process: the others have none to send
         self._take_first_values(module)
         computed, foreign = self._divide_layers()
         self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
-        existing = parked.shard if parked else _any_shard if self._has_no_values else _no_shard
+        existing = _any_shard if self._has_no_values else _no_shard
+        if parked is not None:
+            existing = functools.partial(_shard_of, parked)
         # Those that a run has parked have their buffers.
         new_foreign = foreign if parked is None else ()
         materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=new_foreign)
@@ -343,6 +346,11 @@ class ShardedStrategy(ParallelStrategy):
                 _described(saved),
                 _described(layout),
             )
+
+
+def _shard_of(shards: Mapping[tuple[Module, str], Tensor], layer: Module, name: str) -> Tensor | None:
+    """Return the shard of an earlier run."""
+    return shards.get((layer, name))
 
 
 def _no_shard(_layer: Module, _name: str) -> Tensor | None:

@@ -391,11 +391,32 @@ class PipelineRun:
 
     @torch.no_grad()
     def share_buffers(self) -> None:
-        """Overwrite the buffers of each stage's layers by those of its rank, as rank 0 writes them; collective."""
+        """Overwrite buffers and extra state of each stage's layers by those of its rank, for rank 0; collective.
+
+        A layer may have made a buffer anew in a step, of another shape.
+        """
+        links = self.links
         for stage, layers in enumerate(self._stages.layers):
-            for layer in layers:
-                for buffer in layer.buffers():
-                    self.links.from_position(buffer, stage % len(self.links.ranks))
+            position = stage % len(links.ranks)
+            modules = [inner for layer in layers for inner in layer.modules()]
+            box = [[_state_beside_parameters(inner) for inner in modules] if position == links.position else None]
+            dist.broadcast_object_list(box, links.ranks[position], group=links.groups[0], device=links.device)
+            for inner, (outlines, extra) in zip(modules, box[0] or [], strict=True):
+                if extra is not None and position != links.position:
+                    inner.set_extra_state(extra)
+                for name, (shape, dtype) in outlines.items():
+                    buffer = getattr(inner, name)
+                    if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
+                        buffer = torch.empty(shape, dtype=dtype, device=links.device)
+                        setattr(inner, name, buffer)
+                    links.from_position(buffer, position)
+
+
+def _state_beside_parameters(layer: Module) -> tuple[dict[str, tuple[torch.Size, torch.dtype]], Any]:
+    """Return shapes and dtypes of a layer's own buffers by name, and its extra state, None without one."""
+    outlines = {name: (buffer.shape, buffer.dtype) for name, buffer in layer.named_buffers(recurse=False)}
+    has_extra = type(layer).get_extra_state is not torch.nn.Module.get_extra_state
+    return outlines, layer.get_extra_state() if has_extra else None
 
 
 def _names_of_positional(model: Module, count: int) -> list[str]:

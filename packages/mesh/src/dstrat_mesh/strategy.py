@@ -31,7 +31,7 @@ from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
-from dstrat_fsdp.parameters import has_failed_shards
+from dstrat_fsdp.parameters import check_stages
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_configures_model
 from dstrat_fsdp.wrap_policy import blocks_of
@@ -344,8 +344,22 @@ class MeshStrategy(SharedBatchStrategy):
                 loss_dtype=torch.float64 if self.precision_plugin.compute_dtype is torch.float64 else torch.float32,
             )
             layers = self._pipeline.layers
+            self._check_earlier_run(layers)
         blocks = blocks_of(layers, self._auto_wrap_policy, root=self.module)
         return blocks if self._experts is None else with_experts(self._experts.layers, layers, blocks)
+
+    def _check_earlier_run(self, layers: Module) -> None:
+        """Raise MisuseError on all ranks if one of them cannot go on with the layers of an earlier run."""
+        problem: MisuseError | None = None
+        try:
+            check_stages(self.module, layers)
+        except MisuseError as error:
+            problem = error
+        if self.reduce_boolean_decision(problem is not None, all=False):
+            raise problem or MisuseError(
+                f"other ranks cannot go on with the layers of an earlier run of {type(self.module).__name__}: create a "
+                "new module and load a checkpoint"
+            )
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
         layers, foreign = super()._divide_layers()
@@ -550,7 +564,6 @@ class MeshStrategy(SharedBatchStrategy):
     def wrap_model(self, trainer: TrainerLike) -> None:
         if self._pp > 1:
             check_pipeline(self.module, trainer)
-            self._check_earlier_run()
         if self._cp > 1:
             with new_connections():
                 group, _ = dist.new_subgroups_by_enumeration(self.axes.groups(CONTEXT), timeout=self.timeout)
@@ -562,14 +575,6 @@ class MeshStrategy(SharedBatchStrategy):
         if self._pipeline is not None:
             self.precision_plugin.peers_have_gradients = True
             self._pipeline.start(self._train_stage, self._evaluate_stage, log=self.is_global_zero)
-
-    def _check_earlier_run(self) -> None:
-        """Raise MisuseError on all ranks if a run of the module has failed on any, with stages of other steps."""
-        if self.reduce_boolean_decision(has_failed_shards(self.module), all=False):
-            raise MisuseError(
-                f"an earlier run of {type(self.module).__name__} has failed, after which its stages can be those of "
-                "different steps: create a new module and load a checkpoint"
-            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``, or the forward and backward passes of a pipeline."""
@@ -721,6 +726,8 @@ class MeshStrategy(SharedBatchStrategy):
     def _end_sharding(self) -> None:
         if self._pipeline is not None:
             self._pipeline.end(failed=self._failed)
+            if not self._failed:
+                self._pipeline.share_buffers()  # those of rank 0 begin the next run
             self._pipeline = None
         self._sequences = None
         super()._end_sharding()
