@@ -9,7 +9,7 @@ from tests.trainer_runs import Losses, Saves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import TrainModule
+from dstrat import Callback, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat_diloco import DiLoCoStrategy
 
@@ -105,3 +105,39 @@ def test_schedules_clipping_accumulation_and_frozen_layers_are_those_by_hand(tmp
         for inner, (run, resumed) in found.items():
             assert run == pytest.approx(expected, rel=1e-6, abs=0), inner
             assert resumed == {moment: run[moment:] for moment in resumed}, inner
+
+
+class Replaces(Callback):
+    """Sets other optimizers after the third step, within a round; they divide the parameters in the sixth."""
+
+    def __init__(self, divides):
+        self.divides = divides
+        self.differences = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        weights = torch.cat([one.detach().flatten() for one in module.parameters()])
+        gathered = trainer.strategy.all_gather(weights)
+        self.differences.append(bool((gathered[0] != gathered[1]).any()))
+        if trainer.global_step == 3 and batch_idx % ACCUMULATED:
+            trained = [one for one in module.parameters() if one.requires_grad]
+            groups = [trained[:2], trained[2:]] if self.divides else [trained]
+            strategy = trainer.strategy
+            before = strategy.optimizers[0].state_dict()
+            strategy.optimizers = [torch.optim.SGD(group, lr=0.2, momentum=0.5) for group in groups]
+            if not self.divides:
+                strategy.optimizers[0].load_state_dict(before)
+                strategy.lr_schedulers[0].scheduler.optimizer = strategy.optimizers[0]
+
+
+def replaced(cluster, divides):
+    callback = Replaces(divides)
+    return fit(cluster, "ddp", callbacks=[callback]), callback.differences
+
+
+def test_an_optimizer_that_replaces_another_goes_on_in_its_round():
+    cases = {"replaced": {"divides": False}}
+    for found in in_ranks(each, function=replaced, cases=cases):
+        losses, differences = found["replaced"]
+        assert losses == pytest.approx(losses_by_hand(), rel=1e-6, abs=0)
+        in_round = [(batch + 1) // ACCUMULATED % EVERY > 0 for batch in range(BATCHES)]
+        assert differences == in_round
