@@ -11,7 +11,7 @@ from tests.ranks import in_ranks
 from tests.trainer_runs import quiet_trainer, shuffled_loader
 from torch import nn
 
-from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, TrainModule
+from dstrat import Callback, EMAWeightAveraging, ModelCheckpoint, ModelPruning, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import ConflictError
 from dstrat_diloco import DiLoCoStrategy
@@ -147,3 +147,13 @@ def average_in_groups(cluster):
 
 def test_averages_of_each_group_are_refused():
     in_ranks(average_in_groups)
+
+
+def pruned_in_groups(cluster):
+    trainer = quiet_trainer(DiLoCoStrategy(), cluster, callbacks=[ModelPruning("l1_unstructured")])
+    with pytest.raises(ConflictError, match="ModelPruning renames parameters during the training"):
+        trainer.fit(Breaks(), shuffled_loader(16, 2))
+
+
+def test_pruning_in_groups_is_refused():
+    in_ranks(pruned_in_groups)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.hand_loop import Net as HandNet
+from tests.hand_loop import parts, start
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import Losses, Saves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import TrainModule
+from dstrat import Callback, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat_diloco import DiLoCoStrategy
 
@@ -105,3 +107,60 @@ def test_schedules_clipping_accumulation_and_frozen_layers_are_those_by_hand(tmp
         for inner, (run, resumed) in found.items():
             assert run == pytest.approx(expected, rel=1e-6, abs=0), inner
             assert resumed == {moment: run[moment:] for moment in resumed}, inner
+
+
+class Replaces(Callback):
+    """Sets another optimizer after the third step, within a round; notes in which batches the groups differ."""
+
+    def __init__(self):
+        self.differences = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        strategy = trainer.strategy
+        gathered = strategy.all_gather(weights_of(module))
+        self.differences.append(bool((gathered[0] != gathered[1]).any()))
+        if trainer.global_step == 3 and batch_idx % ACCUMULATED:
+            before = strategy.optimizers[0]
+            strategy.optimizers = [torch.optim.SGD(before.param_groups[0]["params"], lr=0.2, momentum=0.5)]
+            strategy.optimizers[0].load_state_dict(before.state_dict())
+            strategy.lr_schedulers[0].scheduler.optimizer = strategy.optimizers[0]
+
+
+def weights_of(module):
+    return torch.cat([one.detach().flatten() for one in module.parameters()])
+
+
+def replaced(cluster):
+    callback = Replaces()
+    return fit(cluster, "ddp", callbacks=[callback]), callback.differences
+
+
+def test_an_optimizer_that_replaces_another_goes_on_in_its_round():
+    expected = losses_by_hand()
+    for losses, differences in in_ranks(replaced):
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+        assert differences == [(batch + 1) // ACCUMULATED % EVERY > 0 for batch in range(BATCHES)]
+
+
+def divided(cluster):
+    """Return after which steps the groups differ, with two optimizers from the fourth step on."""
+    strategy, module, differences = DiLoCoStrategy(every=2), HandNet(), []
+    start(strategy, module, parts(cluster))
+    for number in range(9):
+        if number == 3:
+            strategy.optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in module.layers[::2]]
+        generator = torch.Generator().manual_seed(10 * number + cluster.global_rank)
+        batch = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+        strategy.backward(strategy.training_step(batch, number))
+        for optimizer in strategy.optimizers:
+            strategy.optimizer_step(optimizer, lambda: None)
+            optimizer.zero_grad()
+        gathered = strategy.all_gather(weights_of(module))
+        differences.append(bool((gathered[0] != gathered[1]).any()))
+    strategy.teardown()
+    return differences
+
+
+def test_optimizers_that_divide_the_parameters_of_another_begin_a_round():
+    for differences in in_ranks(divided):
+        assert differences == [True, False, True, True, False, True, False, True, False]

@@ -329,3 +329,12 @@ def test_strategies_that_accumulate_by_themselves_are_refused_in_lightnings_trai
             made.fit(net(), data())
     finally:
         dstrat.StrategyRegistry.remove("accumulating")
+
+
+def test_strategies_that_train_apart_are_refused_in_lightnings_trainer(library):
+    net, data, _ = nets.classes(library)
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = strategy_class(library.__name__)("diloco", start_method="fork")
+    made = library.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **off)
+    with pytest.raises(Exception, match=r"train different weights.*use dstrat.Trainer"):
+        made.fit(net(), data())

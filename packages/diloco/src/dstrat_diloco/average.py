@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from dstrat.parallel.collectives import wait_for_collective
+from dstrat.parallel.collectives import broadcast_tensors, wait_for_collective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +35,19 @@ class GroupAverage:
         groups: The groups.
         is_shared: Whether all ranks of a group have the same tensor.
         dtype: Dtype in which the values are sent; None for their own.
+        keeps_equal: Whether values that are the same in all groups stay so to the bit, also at the end of their range.
+            They are sent as differences from those of the first group then, without a dtype.
     """
 
-    def __init__(self, tensor: Tensor, groups: RankGroups, *, is_shared: bool, dtype: DeltaDtype | None = None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        groups: RankGroups,
+        *,
+        is_shared: bool,
+        dtype: DeltaDtype | None = None,
+        keeps_equal: bool = False,
+    ) -> None:
         self._groups, self._dtype = groups, dtype
         self._shape, self._dtype_of_mean = tensor.shape, tensor.dtype
         self._num_pieces = groups.division.size if is_shared else 1
@@ -48,12 +58,18 @@ class GroupAverage:
         piece = padded.view(self._num_pieces, -1)[groups.rank if is_shared else 0]
         self._mean: Tensor | None = None
         self._piece: Tensor | None = None  # a sum in place, or what is not sent
+        self._reference: Tensor | None = None  # values of the first group
         self._received: Tensor | None = None
         self._gathered: list[Tensor] = []
         self._work: Any = None
         if num_peers == 1 or not flat.numel():
             self._piece = piece
         elif dtype is None:
+            if keeps_equal:
+                self._reference = piece.clone()
+                broadcast_tensors([self._reference], groups.peers)
+                # Not a difference of infinities, which is no number.
+                piece = (piece - self._reference).masked_fill_(piece == self._reference, 0)
             self._piece = piece
             self._work = dist.all_reduce(piece, group=groups.peers, async_op=True)
         else:
@@ -84,6 +100,8 @@ class GroupAverage:
             self._work = None
             if self._piece is not None:
                 self._piece /= self._groups.division.num_groups
+            if self._piece is not None and self._reference is not None:
+                self._piece, self._reference = self._piece + self._reference, None
         piece = (self._expanded() if self._piece is None else self._piece).to(self._dtype_of_mean)
         self._piece = None
         if self._num_pieces > 1 and piece.numel():
@@ -107,6 +125,8 @@ class GroupAverage:
 def average(tensors: Sequence[Tensor], groups: RankGroups, *, is_shared: bool) -> list[Tensor]:
     """Return the means of floating-point tensors over the groups, in new memory; collective.
 
+    The mean of equal values is that value.
+
     Args:
         tensors: Tensors of this rank, of the same sizes on all peers.
         groups: The groups.
@@ -115,7 +135,8 @@ def average(tensors: Sequence[Tensor], groups: RankGroups, *, is_shared: bool) -
     means: dict[int, Tensor] = {}
     for bucket in _buckets(tensors):
         flat = torch.cat([tensors[index].reshape(-1) for index in bucket])
-        mean = GroupAverage(flat, groups, is_shared=is_shared).wait()
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))  # sums of 16 bits lose digits
+        mean = GroupAverage(wide, groups, is_shared=is_shared, keeps_equal=True).wait().to(flat.dtype)
         pieces = mean.split([tensors[index].numel() for index in bucket])
         for index, piece in zip(bucket, pieces, strict=True):
             means[index] = piece.view(tensors[index].shape)
@@ -123,18 +144,54 @@ def average(tensors: Sequence[Tensor], groups: RankGroups, *, is_shared: bool) -
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that are averaged together: of one dtype, and not too many elements."""
+    """Return the indices of tensors that are averaged together: of one dtype and device, and not too many elements."""
     buckets: list[list[int]] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
         filled = _BUCKET + 1  # the first tensor begins a bucket
         for index, tensor in enumerate(tensors):
-            if tensor.dtype == dtype:
+            if (tensor.dtype, tensor.device) == kind:
                 if filled + tensor.numel() > _BUCKET:
                     buckets.append([])
                     filled = 0
                 buckets[-1].append(index)
                 filled += tensor.numel()
     return buckets
+
+
+# Comparison
+
+_ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number: its multiples look random
+
+
+def find_differing(tensors: Sequence[Tensor], groups: RankGroups, device: torch.device) -> list[bool]:
+    """Return for each tensor whether groups differ in it, on any rank; the same on all ranks; collective.
+
+    Args:
+        tensors: Tensors of this rank, as many on all ranks.
+        groups: The groups.
+        device: Device of the communication.
+    """
+    if not tensors or groups.division.num_groups == 1:
+        return [False] * len(tensors)
+    digests = torch.stack([digest(tensor).to(device) for tensor in tensors])
+    bounds = torch.cat([digests, ~digests])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=groups.peers)
+    largest, smallest = bounds.chunk(2)
+    flags = (largest != ~smallest).int()
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=groups.job)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """Return an integer of the bits of a tensor and their positions, on its device."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in tensor.reshape(-1).contiguous().view(integers).split(_BUCKET):
+        mixed = torch.arange(1, piece.numel() + 1, device=tensor.device).mul_(_ODD).add_(piece)
+        # Squares, as opposite changes of two values, which are common, would cancel out in a sum.
+        total = total * _ODD + mixed.square_().sum()
+    return total
 
 
 # Compression

@@ -18,7 +18,7 @@ from dstrat.interfaces.state_dict import has_standard_layout
 from dstrat.parallel.collectives import broadcast_object, broadcast_tensors
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.shards import is_sharded, local_tensor, with_local
-from dstrat_diloco.average import GroupAverage, average
+from dstrat_diloco.average import GroupAverage, average, digest, find_differing
 from dstrat_diloco.grouped import GroupedStrategy
 from dstrat_diloco.outer import OuterOptimizer, OuterSettings
 
@@ -52,7 +52,8 @@ class DiLoCoStrategy(GroupedStrategy):
     train on (https://arxiv.org/abs/2501.18512).  ``outer_lr=1.0, outer_momentum=0.0`` is post-local SGD.
 
     Within a round the groups have different weights.  An evaluation, a checkpoint and the module after a training have
-    their mean; floating-point buffers are averaged in each round.  Gradients are clipped in each group.
+    their mean; floating-point buffers, and frozen parameters that the module changes by itself, are averaged in each
+    round.  Gradients are clipped in each group.
 
     Args:
         inner: The strategy of each group, as an alias (``"fsdp(cpu_offload=True)"``) or an instance.
@@ -123,6 +124,7 @@ class DiLoCoStrategy(GroupedStrategy):
         )
         self._outer: list[tuple[Optimizer, OuterOptimizer]] = []  # in the order of the optimizers
         self._group_weights: dict[str, Tensor] = {}  # this rank's, while the module has the mean of the groups
+        self._shown: dict[str, Tensor] = {}  # digests of that mean
 
     # Layouts
 
@@ -184,16 +186,23 @@ class DiLoCoStrategy(GroupedStrategy):
                 f"{type(averages[0]).__name__} averages the weights of each group by itself, which differ between "
                 "exchanges: leave it out, as the outer weights are an average already"
             )
+        renaming = [one for one in getattr(trainer, "callbacks", ()) if getattr(one, "renames_parameters", False)]
+        if renaming and self.groups.division.num_groups > 1:
+            raise ConflictError(
+                f"{type(renaming[0]).__name__} renames parameters during the training, by whose names groups exchange "
+                "and save what they have changed: leave it out, or use a strategy whose ranks have the same weights, "
+                "such as 'ddp'"
+            )
 
     def _begin_anew(self) -> None:
-        self._outer, self._group_weights = [], {}
+        self._outer, self._group_weights, self._shown = [], {}, {}
 
     def finish_training(self) -> None:
         super().finish_training()
         self._show_average()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._group_weights = {}
+        self._group_weights, self._shown = {}, {}
         for _, outer in self._outer:  # which a checkpoint that saves the failed training still has
             outer.abandon_exchange()
         super().on_exception(exception)
@@ -209,22 +218,48 @@ class DiLoCoStrategy(GroupedStrategy):
     ) -> Any:
         outer = self._outer_of(optimizer)
         if not outer.is_complete(sum(len(group["params"]) for group in optimizer.param_groups)):
-            outer.add_parameters(self._parameters_of(optimizer))
+            parameters = self._parameters_of(optimizer)
+            # A frozen parameter, or one of another optimizer, may differ between groups.
+            added = {name: one for name, one in parameters.items() if name not in outer.names and one.requires_grad}
+            self._average_differing(added)
+            outer.add_parameters(parameters)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Whether or not it was skipped, such as after an overflow: the groups count alike.
         outer.after_step()
         if outer is self._outer[0][1] and outer.steps % self._settings.every == 0:
-            self._average_buffers()
+            self._average_untrained()
         return output
 
     def _outer_of(self, optimizer: Optimizer) -> OuterOptimizer:
-        if [one for one, _ in self._outer] != self.optimizers:  # in the first step, and after a change of optimizers
-            known = {id(one): outer for one, outer in self._outer}
-            self._outer = [
-                (one, known.get(id(one)) or OuterOptimizer(self._settings, self._begin_average))
-                for one in self.optimizers
-            ]
+        self._match_optimizers()
         return next(outer for one, outer in self._outer if one is optimizer)
+
+    def _match_optimizers(self) -> None:
+        """Let each optimizer have an outer one, in the first step, and after a change of optimizers.
+
+        One that replaces another goes on with its outer optimizer.  Where parameters were divided or joined, outer
+        optimizers begin anew, from the mean of the groups.
+        """
+        if [one for one, _ in self._outer] == self.optimizers:
+            return
+        known = {id(one): outer for one, outer in self._outer}
+        replaced = [outer for one, outer in self._outer if not any(one is other for other in self.optimizers)]
+        names = {id(one): self._parameters_of(one) for one in self.optimizers if id(one) not in known}
+        sources = {
+            key: [outer for outer in replaced if any(name in of_new for name in outer.names)]
+            for key, of_new in names.items()
+        }
+        for key, of_new in sources.items():
+            if len(of_new) == 1 and sum(of_new[0] in others for others in sources.values()) == 1:
+                known[key] = of_new[0]
+            elif of_new and self.is_global_zero:
+                _logger.warning(
+                    "new optimizers divide or join the parameters of others: the outer optimizer of their parameters "
+                    "begins anew, from the mean of the groups and without momentum"
+                )
+        self._outer = [
+            (one, known.get(id(one)) or OuterOptimizer(self._settings, self._begin_average)) for one in self.optimizers
+        ]
 
     def _begin_average(self, deltas: Tensor, dtype: DeltaDtype | None) -> GroupAverage:
         return GroupAverage(deltas, self.groups, is_shared=self.replicates_state, dtype=dtype)
@@ -236,12 +271,29 @@ class DiLoCoStrategy(GroupedStrategy):
         return dict(zip(names, parameters, strict=True))
 
     @torch.no_grad()
-    def _average_buffers(self) -> None:
+    def _average_differing(self, parameters: Mapping[str, Any]) -> None:
+        """Let all groups have the mean of those parameters in which they differ; collective."""
+        tensors = [local_tensor(one) for one in parameters.values()]
+        flags = find_differing(tensors, self.groups, self.root_device)
+        tensors = [*itertools.compress(tensors, flags)]
+        means = average(tensors, self.groups, is_shared=self.replicates_state)
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean)
+
+    @torch.no_grad()
+    def _average_untrained(self) -> None:
+        """Let all groups have the mean of buffers, and of parameters that change without an optimizer; collective."""
         buffers = _distinct({name: one for name, one in self.module.named_buffers() if one.is_floating_point()})
         for buffer, mean in zip(
             buffers.values(), average([*buffers.values()], self.groups, is_shared=False), strict=True
         ):
             buffer.copy_(mean)
+        trained = {name for _, outer in self._outer for name in outer.names}
+        names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)} | trained
+        untrained = {name: one for name, one in self._floating_weights().items() if name not in names}
+        if untrained:
+            self._average_differing(untrained)
+            self.accept_local_weights()
 
     # The mean of the groups, for evaluations, checkpoints, and after the training
 
@@ -251,46 +303,69 @@ class DiLoCoStrategy(GroupedStrategy):
         return self.groups.division.num_groups > 1
 
     @property
-    def _differ(self) -> bool:
-        """Whether the groups have different weights."""
-        return not self._group_weights and any(not outer.in_sync for _, outer in self._outer)
+    def _may_differ(self) -> bool:
+        """Whether the groups may have different weights or buffers, which they can compare."""
+        return self._groups is not None and self.trains_apart and bool(self._outer) and not self._group_weights
 
-    def _changing(self) -> dict[str, Any]:
-        """Return the weights and buffers in which groups may differ, by one name each; collective in the group."""
-        trained = {name for _, outer in self._outer for name in outer.names}
-        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        return {
-            name: one
-            for name, one in _distinct(self.local_weights()).items()
-            if (name in trained or name in buffers or one.requires_grad) and local_tensor(one).is_floating_point()
-        }
+    def _floating_weights(self) -> dict[str, Any]:
+        """Return weights and buffers of floating-point numbers, by one name each; collective in the group."""
+        weights = _distinct(self.local_weights())
+        return {name: one for name, one in weights.items() if local_tensor(one).is_floating_point()}
+
+    def _differing(self) -> dict[str, Any]:
+        """Return the weights and buffers in which groups differ, by one name each; collective.
+
+        Trained parameters do within a round.  Others are compared: modules change buffers, and some change frozen
+        parameters, such as those of a target network or a momentum encoder.
+        """
+        weights = self._floating_weights()
+        trained = {name for _, outer in self._outer if not outer.in_sync for name in outer.names}
+        compared = [name for name in weights if name not in trained]
+        flags = find_differing([local_tensor(weights[name]) for name in compared], self.groups, self.root_device)
+        differing = trained.union(itertools.compress(compared, flags))
+        return {name: one for name, one in weights.items() if name in differing}
 
     @torch.no_grad()
-    def _average_weights(self) -> dict[str, Tensor]:
+    def _average_weights(self, differing: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return this rank's shards of the means of weights and buffers; collective."""
-        changing = self._changing()
         buffers = {name for name, _ in self.module.named_buffers()}
         means: dict[str, Tensor] = {}
         for is_shared in (False, True):  # ranks of a group may differ in buffers
-            names = [name for name in changing if (name not in buffers and self.replicates_state) == is_shared]
-            tensors = [local_tensor(changing[name]) for name in names]
+            names = [name for name in differing if (name not in buffers and self.replicates_state) == is_shared]
+            tensors = [local_tensor(differing[name]) for name in names]
             means |= zip(names, average(tensors, self.groups, is_shared=is_shared), strict=True)
         return means
 
     @torch.no_grad()
     def _show_average(self) -> None:
         """Let the module have the mean of the groups, until :meth:`_show_group`; collective."""
-        if not self._differ:
+        if not self._may_differ:
             return
-        means, changing = self._average_weights(), self._changing()
-        self._group_weights = {name: local_tensor(changing[name]).clone() for name in means}
+        differing = self._differing()
+        means = self._average_weights(differing)
+        self._group_weights = {name: local_tensor(differing[name]).clone() for name in means}
         self._set_weights(means)
+        self._shown = {name: digest(local_tensor(one)) for name, one in differing.items()}
 
     def _show_group(self) -> None:
         """Let the module have the weights of this rank's group again."""
         if self._group_weights:
-            weights, self._group_weights = self._group_weights, {}
+            weights = self._kept_weights()
+            self._group_weights, self._shown = {}, {}
             self._set_weights(weights)
+
+    def _kept_weights(self) -> dict[str, Tensor]:
+        """Return this rank's weights of the group, where nothing has changed the mean that the module has.
+
+        What a hook of a validation changes, such as a buffer that counts them, stays so, as on one device.
+        """
+        weights = self.local_weights()
+        names = [name for name in self._group_weights if name in weights]  # a hook may have removed a parameter
+        if not names:
+            return {}
+        changed = [digest(local_tensor(weights[name])) != self._shown[name] for name in names]
+        flags = torch.stack([one.to(self.root_device) for one in changed]).tolist()
+        return {name: self._group_weights[name] for name, flag in zip(names, flags, strict=True) if not flag}
 
     @torch.no_grad()
     def _set_weights(self, values: Mapping[str, Tensor]) -> None:
@@ -315,9 +390,9 @@ class DiLoCoStrategy(GroupedStrategy):
 
     def sharded_module_state(self) -> dict[str, Any]:
         state = super().sharded_module_state()
-        if not self._differ:
+        if not self._may_differ:
             return state
-        weights, means = self.local_weights(), self._average_weights()
+        weights, means = self.local_weights(), self._average_weights(self._differing())
         by_id = {id(weights[name]): mean for name, mean in means.items()}
         averaged = {name: with_local(one, by_id[id(one)]) for name, one in weights.items() if id(one) in by_id}
         return {name: averaged.get(name, value) for name, value in state.items()}
@@ -352,6 +427,8 @@ class DiLoCoStrategy(GroupedStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the outer optimizers, which all groups have; collective."""
+        if self._outer:
+            self._match_optimizers()
         outer = [outer.state_dict() for _, outer in self._outer]
         if not self.checkpoint_io.is_collective and not self.replicates_state:
             from dstrat.parallel.full_state import gather_state
@@ -374,9 +451,9 @@ class DiLoCoStrategy(GroupedStrategy):
         if self._groups is None:  # closed after an error
             return inner
         buffers = {name for name, _ in self.module.named_buffers()}
-        weights = self._group_weights
-        if self._differ:
-            weights = {name: local_tensor(one) for name, one in self._changing().items()}
+        weights = self._kept_weights()
+        if self._may_differ:
+            weights = {name: local_tensor(one) for name, one in self._differing().items()}
         of_group: dict[str, Any] = {"weights": {}, "optimizers": [], "precision": {}}
         if not self._is_of_first_group:
             optimizers = [super(DiLoCoStrategy, self).sharded_optimizer_state(one) for one in self.optimizers]
@@ -398,15 +475,18 @@ class DiLoCoStrategy(GroupedStrategy):
         saved = state.get(_STATE)
         with self._in_group():
             self.inner.load_rank_state(state)
-            if saved is None or saved["layout"] != self._layout:
-                self._log_layout(saved)
-                return
+        if saved is None or saved["layout"] != self._layout:
+            self._log_layout(saved)
+            # Global rank 0 has their mean; the others have loaded those of the groups that they were in.
+            self.broadcast_tensors(one for one in self.module.buffers() if one.is_floating_point())
+            return
+        with self._in_group():
             of_group = broadcast_object(saved["of_group"]) if self.replicates_state else saved["of_group"]
         self._set_weights({**of_group["weights"], **saved["buffers"]})
         # Decided together: a rank may have no shard of any weight.
-        differ = self.reduce_boolean_decision(bool(of_group["weights"]), all=False)
         for _, outer in self._outer:
-            outer.in_sync = not differ
+            differs = any(name in of_group["weights"] for name in outer.names)
+            outer.in_sync = not self.reduce_boolean_decision(differs, all=False)
         if of_group["precision"]:
             self.precision_plugin.load_state_dict(of_group["precision"])
         for optimizer, values in zip(self.optimizers, of_group["optimizers"], strict=False):
@@ -460,6 +540,8 @@ def _local_values(value: Any) -> Any:
     """Return a nested state with this rank's values of its tensors."""
     if isinstance(value, dict):
         return {key: _local_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):  # of an optimizer such as SOAP
+        return type(value)(_local_values(inner) for inner in value)
     return local_tensor(value) if isinstance(value, Tensor | FlatShard) else value
 
 
@@ -470,15 +552,17 @@ def _with_values(state: dict[str, Any], values: dict[str, Any], parameters: Mapp
     entries: dict[str, Any] = {}
     for name, entry in values["state"].items():
         before = state["state"].get(name, {})
-        entries[name] = {
-            key: _like(before.get(key, parameters.get(name)), value) if isinstance(value, Tensor) else value
-            for key, value in entry.items()
-        }
+        entries[name] = {key: _like(before.get(key, parameters.get(name)), value) for key, value in entry.items()}
     return {**values, "state": entries}
 
 
-def _like(sharded: Any, local: Tensor) -> Any:
-    """Return local values sharded like another tensor, or as they are where that has another shape."""
-    if sharded is None or not is_sharded(sharded) or local_tensor(sharded).shape != local.shape:
+def _like(sharded: Any, local: Any) -> Any:
+    """Return local values sharded like other tensors, or as they are where those have another shape."""
+    if isinstance(local, list | tuple):
+        before = sharded if isinstance(sharded, list | tuple) and len(sharded) == len(local) else [None] * len(local)
+        return type(local)(_like(one, value) for one, value in zip(before, local, strict=True))
+    if not isinstance(local, Tensor) or not isinstance(sharded, Tensor | FlatShard):
+        return local
+    if not is_sharded(sharded) or local_tensor(sharded).shape != local.shape:
         return local
     return with_local(sharded, local.to(local_tensor(sharded).device))

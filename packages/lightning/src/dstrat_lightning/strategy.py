@@ -187,6 +187,12 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
                 )
 
         def setup(self, trainer: Any) -> None:
+            if trainer.state.fn == "fit" and self.inner.trains_apart and self.inner.world_size > 1:
+                raise ConflictError(
+                    f"processes of {type(self.inner).__name__} train different weights, which the checkpoints of "
+                    "Lightning's Trainer do not have, so that it cannot resume them: use "
+                    f"dstrat.Trainer(strategy={self.alias!r}), which runs the same LightningModule"
+                )
             self.accelerator.setup(trainer)
             # Before the module is moved, wrapped or sharded, as in the setup of Lightning's strategies.
             self.precision_plugin.convert_module(self.lightning_module)
@@ -290,6 +296,9 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
                 self.inner.load_optimizer_state(optimizer, state)
 
         # The end
+
+        def on_train_end(self) -> None:
+            self.inner.finish_training()  # after the hooks of the same name
 
         def on_exception(self, exception: BaseException) -> None:
             super().on_exception(exception)

@@ -31,6 +31,7 @@ class Callback(NamedArguments):
         saves_in_memory: Whether its method ``save_now`` saves a complete checkpoint in memory between two steps, for
             ``elastic="replace"``.
         averages_weights: Whether it averages the weights over steps, for which all ranks must train the same ones.
+        renames_parameters: Whether parameters have other names after some of its hooks, as pruned ones do.
         reads_batch_indices: Whether it reads ``trainer.predict_batch_indices``, which are recorded only then.
     """
 
@@ -38,6 +39,7 @@ class Callback(NamedArguments):
     saves_checkpoints: bool = False
     saves_in_memory: bool = False
     averages_weights: bool = False
+    renames_parameters: bool = False
     reads_batch_indices: bool = False
     _logging_module: TrainModule | None = None  # of the run
 

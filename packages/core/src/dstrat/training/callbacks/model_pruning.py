@@ -50,7 +50,7 @@ class ModelPruning(Callback):
     every process.  In checkpoints and at the end the parameters have their own names again, with zeros, so that they
     load into a module that is not pruned; a resumed training restores the masks too.
 
-    Strategies that shard parameters cannot prune them.
+    Strategies that shard parameters cannot prune them, nor can groups that train apart.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"`` or ``"random_structured"``, or
@@ -75,6 +75,7 @@ class ModelPruning(Callback):
     """
 
     PARAMETER_NAMES = ("weight", "bias")
+    renames_parameters = True
 
     def __init__(
         self,
