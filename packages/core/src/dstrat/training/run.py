@@ -165,6 +165,7 @@ class Run:
         datamodule: The user's data module.
         status: Progress of the call.
         is_running: Whether the run is in progress in this process.
+        is_saved_alone: Whether this rank saves without the others, of which a hook cannot use collectives.
         is_evaluating: Whether the evaluation loop is in progress.
         sanity_checking: Whether the evaluation is the sanity check.
         should_stop: Whether the training is to end, once ``min_epochs`` and ``min_steps`` are done.
@@ -222,7 +223,7 @@ class Run:
         self.sources = sources  # type: ignore[assignment]
         self.return_predictions = return_predictions
         self.status = TrainerStatus.INITIALIZING if sources is None else TrainerStatus.RUNNING
-        self.is_running = self.is_evaluating = self.sanity_checking = False
+        self.is_running = self.is_saved_alone = self.is_evaluating = self.sanity_checking = False
         self.should_stop = self.interrupted = False
         self.evaluation_loop: EvaluationLoop | None = None
         self.beat: Callable[[], None] | None = None
