@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import LocalPath
     from dstrat.launch.recovery import Attempt, SavePoint
     from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.elastic import RunBeginning
     from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -183,6 +184,7 @@ class Run:
         attempt: The attempt of a job with ``max_restarts``; None without.
         save_point: From where this attempt continues the fit; None where it is the first one.
         save_seconds: Time that the last checkpoint has taken; 0 before the first.
+        beginning: The state in which an elastic fit has begun; None in other runs.
         sizes: With how many ranks an elastic fit can go on; empty before its loader is made.
         user_settings: The Trainer's settings of the user, where those of an elastic fit differ; None where not.
         recorder: Writes the record of the run; None on other ranks than 0, and without a log folder.
@@ -232,6 +234,7 @@ class Run:
         self.attempt: Attempt | None = None
         self.save_point: SavePoint | None = None
         self.save_seconds = 0.0
+        self.beginning: RunBeginning | None = None
         self.sizes: list[int] = []
         self.user_settings: TrainerSettings | None = None
         self.recorder: RunRecorder | None = None
