@@ -89,7 +89,7 @@ class RunBeginning:
 
     def _restore_modules(self) -> None:
         # Found before what may hold the last reference to them is removed, such as the module of a parametrization.
-        found = [{name: first.find(module) for name, first in firsts.items()} for module, firsts in self._parameters]
+        restored = [{name: first.find(module) for name, first in firsts.items()} for module, firsts in self._parameters]
         for each, attributes in self._attributes:
             each.__dict__.clear()
             each.__dict__.update(attributes)
@@ -99,7 +99,7 @@ class RunBeginning:
         for members, at_beginning in self._members:  # in place, as handles of hooks refer to these dicts
             members.clear()
             members.update(at_beginning)
-        for (module, firsts), parameters in zip(self._parameters, found, strict=True):
+        for (module, firsts), parameters in zip(self._parameters, restored, strict=True):
             _parameters_of(module).clear()
             _parameters_of(module).update(parameters)
             for first in firsts.values():
@@ -127,13 +127,13 @@ class _FirstParameter:
 
     def find(self, module: nn.Module) -> nn.Parameter | None:
         """Return the parameter, or the one that the module has now instead."""
-        found: nn.Parameter | None = self._parameter()
-        return found if found is not None or self._is_none else _parameters_of(module).get(self._name)
+        first: nn.Parameter | None = self._parameter()
+        return first if first is not None or self._is_none else _parameters_of(module).get(self._name)
 
     def is_restorable(self, module: nn.Module) -> bool:
         """Return whether the parameter, or one of its shape in its place, exists."""
-        found = self.find(module)
-        return self._is_none or (found is not None and self._shape in (None, found.shape))
+        current = self.find(module)
+        return self._is_none or (current is not None and self._shape in (None, current.shape))
 
     def restore_hooks(self) -> None:
         """Let the parameter have the hooks of the beginning only."""
