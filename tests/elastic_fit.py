@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Dataset
 
 import dstrat.strategies
@@ -61,9 +62,16 @@ class Net(TrainModule):
             torch.nn.Linear(width, 1),
         )
         self.first_weight = self.layers[0].weight
+        self.replaces = False
 
     def setup(self, stage):
         self.layers[2].register_forward_hook(lambda _layer, _inputs, output: output / 2)
+        self.layers[2].bias.register_hook(lambda gradient: gradient / 2)
+        if self.replaces:
+            weight_norm(self.layers[2])
+
+    def configure_model(self):
+        self.layers[4] = torch.nn.Sequential(self.layers[4])
 
     def training_step(self, batch, batch_idx):
         loss = (self.layers(batch[0]) - batch[0].sum(1, keepdim=True)).pow(2).mean()
@@ -163,6 +171,7 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
         "on the disk": [ModelCheckpoint(every_n_train_steps=5)],
         "no checkpoint yet": [ModelCheckpoint(every_n_train_steps=1000)],
         "weights left out": [ModelCheckpoint(every_n_train_steps=5)],
+        "parameter replaced": [ModelCheckpoint(every_n_train_steps=5)],
         "raises": [ModelCheckpoint(every_n_train_steps=5), Raise(0, 12)],
         "raises later": [ModelCheckpoint(every_n_train_steps=5), Raise(1, 27)],
         "replaced": [ModelCheckpoint(), InMemoryCheckpoint(every_n_train_steps=5)],
@@ -189,6 +198,7 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
         raise OSError("the data is away")
     if case == "replaced too late" and "DSTRAT_NEWCOMER" in os.environ:
         threading.Thread(target=end_when_announced, daemon=True).start()
+    net.replaces = case == "parameter replaced"
     if case == "weights left out":
         net.layers[2].requires_grad_(requires_grad=False)
         net.register_state_dict_post_hook(leave_out)

@@ -8,6 +8,8 @@ import shutil
 import signal
 import time
 from collections import Counter
+from fractions import Fraction
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +17,13 @@ import pytest
 import torch
 from tests.elastic_fit import NUM_EPOCHS, NUM_SAMPLES
 from tests.warm_program import WarmProgram
+from torch.nn.utils import parametrize
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dstrat import Trainer, TrainModule
+from dstrat.data.limits import limit_of
 from dstrat.errors import RequestError
-from dstrat.training.elastic import RunBeginning
+from dstrat.training.elastic import RunBeginning, keep_global_batch
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
@@ -170,6 +175,165 @@ def test_a_later_beginning_has_no_gradients_and_trains_what_the_first_one_does()
     beginning.restore()
     assert [parameter.requires_grad for parameter in net.parameters()] == [False, False, True, True]
     assert [parameter.grad for parameter in net.parameters()] == [None] * 4
+
+
+class Half(torch.nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+class Twice(torch.nn.Module):
+    """Is made of two tensors, as weight norm, so that the parameter itself goes."""
+
+    def forward(self, first, second):
+        return first + second
+
+    def right_inverse(self, weight):
+        return weight / 2, weight / 2
+
+
+def halve_gradient(parameter):
+    parameter.grad.div_(2)
+
+
+class Prepared(TrainModule):
+    """Changes parameters, modules and classes where the fit begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.halved, self.hooked, self.replaced = (torch.nn.Linear(2, 2) for _ in range(3))
+        self.handle = self.hooked.bias.register_hook(lambda gradient: gradient / 4)
+
+    def setup(self, stage):
+        parametrize.register_parametrization(self.halved, "weight", Half())
+        self.hooked.weight.register_hook(lambda gradient: gradient / 2)
+        self.hooked.weight.register_post_accumulate_grad_hook(halve_gradient)
+        self.replaced = torch.nn.Sequential(self.replaced, torch.nn.ReLU())
+
+    def configure_model(self):
+        if not hasattr(self, "head"):
+            self.head = torch.nn.Linear(2, 1)
+            self.head.register_parameter("scale", None)
+            self.register_buffer("seen", torch.zeros(1))
+
+    def begin(self):
+        self.setup("fit")
+        self.configure_model()
+
+    def gradients(self):
+        self.zero_grad()
+        loss = self.head(self.replaced(self.hooked(self.halved(torch.ones(1, 2))).abs())).sum()
+        loss.backward()
+        return [self.hooked.weight.grad.clone(), self.hooked.bias.grad.clone(), self.halved.weight.detach().clone()]
+
+
+def test_what_a_beginning_adds_to_modules_is_added_once_by_a_later_one():
+    net = Prepared()
+    names, parameters = [name for name, _ in net.named_modules()], list(net.parameters())
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    net.begin()
+    head, once = net.head, net.gradients()
+    beginning.restore()
+    assert [name for name, _ in net.named_modules()] == names
+    assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
+    assert type(net.halved) is torch.nn.Linear
+    assert not list(net.buffers())
+    net.begin()
+    assert net.head is not head
+    net.head.load_state_dict(head.state_dict())
+    assert all(map(torch.equal, net.gradients(), once))
+    net.handle.remove()
+    assert torch.equal(net.gradients()[1], 4 * once[1])
+
+
+def test_a_parameter_that_a_beginning_replaces_by_another_one_is_named():
+    net = Prepared()
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    net.begin()
+    assert not beginning.find_replaced_parameter()
+    parametrize.register_parametrization(net.hooked, "weight", Twice())
+    assert beginning.find_replaced_parameter() == "hooked.weight"
+    net = Prepared()
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    net.halved.weight = torch.nn.Parameter(torch.zeros(3, 2))
+    assert beginning.find_replaced_parameter() == "halved.weight"
+
+
+@pytest.mark.parametrize("strategy", ["DDPStrategy", pytest.param("FSDPStrategy", marks=pytest.mark.variant)])
+def test_all_ranks_are_restarted_where_a_parameter_has_been_replaced(start, tmp_path, strategy):
+    process = start(strategy, "popen", 3, "parameter replaced")
+    kill(process, tmp_path, 0, 1, 7)
+    _out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    assert "Net has replaced its parameter 'layers.2.weight' since the beginning of the fit" in err
+    assert "attempt 2 of 6 begins in 1 s" in err
+    assert not set(pids_of(tmp_path, 0).values()) & set(pids_of(tmp_path, 1).values())
+
+
+def divided(loader, ranks, *, started=3, **arguments):
+    """Return the loader and the settings of fewer ranks than were started; None where they cannot train alike."""
+    trainer = Trainer(strategy="ddp", accelerator="cpu", devices=started, max_restarts=1, elastic=True, **arguments)
+    run = SimpleNamespace(
+        is_fitting=True, is_global_zero=False, module=TrainModule(), callbacks=[], settings=trainer.settings,
+        user_settings=None, plan=SimpleNamespace(world_size=started), world_size=ranks, trainer=trainer,
+    )  # fmt: skip
+    try:
+        loader = keep_global_batch(run, loader)
+    except RequestError:
+        assert ranks not in run.sizes
+        return None
+    assert ranks in run.sizes
+    return loader, trainer.settings
+
+
+def steps_of(loader, settings, ranks):
+    """Return the samples of each optimizer step of an epoch, and after which of its batches is a validation."""
+    of_ranks = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(loader.dataset, ranks, rank, shuffle=False)  # pads as dstrat does
+        of_ranks.append([*BatchSampler(sampler, loader.batch_sampler.batch_size, loader.drop_last)])
+    batches = [[*chain(*of_each)] for of_each in zip(*of_ranks, strict=True)]
+    batches = batches[: limit_of(settings.data.limit_train_batches, len(batches), "")]
+    of_step = settings.steps.accumulate_grad_batches
+    interval = settings.evaluation.val_check_interval
+    interval = limit_of(interval, len(batches), "") if interval != 1.0 else len(batches)
+    steps = [sorted(chain(*batches[begin : begin + of_step])) for begin in range(0, len(batches), of_step)]
+    return steps, Fraction(interval, of_step)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"limit_train_batches": 0.5},
+        {"limit_train_batches": 3},
+        {"val_check_interval": 0.5},
+        {"val_check_interval": 0.5, "limit_train_batches": 4},
+    ],
+)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_an_epoch_of_fewer_ranks_has_the_same_steps(arguments, drop_last):
+    num_divided = 0
+    for samples, ranks in product(range(36, 100, 5), (1, 2)):
+        loader = DataLoader(range(samples), 4, drop_last=drop_last)
+        found = divided(loader, ranks, **arguments)
+        if found is None:
+            continue
+        num_divided += 1
+        steps, interval = steps_of(loader, Trainer(accelerator="cpu", devices=1, **arguments).settings, 3)
+        of_fewer, interval_of_fewer = steps_of(*found, ranks)
+        full = len(steps) if drop_last else len(steps) - 1  # the last one may have other samples twice
+        assert len(of_fewer) == len(steps)
+        assert of_fewer[:full] == steps[:full]
+        assert interval_of_fewer == interval or arguments.get("val_check_interval") is None
+    assert num_divided > 5
+
+
+def test_loaders_that_drop_samples_go_on_only_where_all_have_the_same_batches():
+    loader, other = (DataLoader(range(count), 4, drop_last=True) for count in (48, 56))
+    assert divided([loader, loader], 2) is not None
+    assert divided([loader, other], 2) is None
 
 
 @pytest.mark.parametrize("strategy", ["DDPStrategy", pytest.param("FSDPStrategy", marks=pytest.mark.variant)])

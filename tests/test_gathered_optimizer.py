@@ -18,6 +18,7 @@ from dstrat import Callback, GatheredOptimizer, Pipeline, SingleDeviceStrategy, 
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import DstratError, RequestError
+from dstrat.parallel.optimizer_checks import find_coupling, how_flat_pieces_fail
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
@@ -309,6 +310,53 @@ def test_shards_are_stepped_together_by_optimizers_that_couple_them():
 def test_an_optimizer_that_cannot_step_some_parameters_is_refused(optimizer, reason):
     for message in in_ranks(error_of, make=FSDPStrategy, optimizer=optimizer):
         assert f"{optimizer} cannot step parameters that are divided among ranks ({reason})" in message
+
+
+class Clips(torch.optim.Optimizer):
+    """Clips the norm of all gradients, and then steps as Adam does."""
+
+    def __init__(self, params, lr=0.01, max_norm=20.0):
+        super().__init__(params, {"lr": lr, "max_norm": max_norm})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["max_norm"]:
+                nn.utils.clip_grad_norm_(group["params"], group["max_norm"])
+            for one in group["params"]:
+                state = self.state[one]
+                moment = state.setdefault("moment", torch.zeros_like(one)).lerp_(one.grad, 0.1)
+                square = state.setdefault("square", torch.zeros_like(one)).lerp_(one.grad.square(), 0.01)
+                one.addcdiv_(moment, square.sqrt().add_(1e-8), value=-group["lr"])
+
+
+@pytest.mark.parametrize("max_norm", [1e-2, 1.0, 20.0, 300.0, 1e4, 1e6])
+def test_an_optimizer_that_clips_all_gradients_is_known_at_any_threshold(max_norm):
+    matrices = nn.Linear(3, 3).parameters()
+    assert find_coupling(Clips(matrices, max_norm=max_norm)) == "its step of a parameter depends on the others"
+
+
+def test_an_optimizer_that_does_not_clip_steps_parameters_apart():
+    assert find_coupling(Clips(nn.Linear(3, 3).parameters(), max_norm=0)) is None
+
+
+class ClipsEach(Clips):
+    """Clips the norm of each gradient."""
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        max_norm, group["max_norm"] = group["max_norm"], 0
+        for one in group["params"]:
+            nn.utils.clip_grad_norm_([one], max_norm)
+        super().step()
+        group["max_norm"] = max_norm
+
+
+@pytest.mark.parametrize("max_norm", [20.0, 300.0, 1e4])
+def test_an_optimizer_that_clips_each_gradient_needs_whole_ones_at_any_threshold(max_norm):
+    optimizer = ClipsEach(nn.Linear(3, 3).parameters(), max_norm=max_norm)
+    assert find_coupling(optimizer) is None
+    assert how_flat_pieces_fail(optimizer, torch.device("cpu")) == "the results would differ"
 
 
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed")

@@ -11,7 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.division import with_share
-from dstrat.data.global_batch import BatchDivision, batch_sizes_of, divide_global_batch
+from dstrat.data.global_batch import (
+    BatchDivision,
+    batch_sizes_of,
+    divide_global_batch,
+    drops_samples,
+    epoch_lengths,
+)
 from dstrat.data.resume import convert_position
 
 
@@ -126,3 +132,15 @@ def test_position_with_other_batches_is_at_the_same_sample(num_samples):
             samples=[3],
         )
         assert (position, ratio) == (min(2 * done, length), 2)
+
+
+def test_the_batches_of_an_epoch_are_those_that_each_rank_reads():
+    for samples, size, ranks, drops in product(range(1, 30), range(1, 5), range(1, 4), (True, False)):
+        loader = DataLoader(range(samples), size, drop_last=drops)
+        of_rank = DistributedSampler(range(samples), ranks, 0, shuffle=False)
+        assert epoch_lengths(loader, ranks=ranks) == [
+            len(DataLoader(range(samples), size, sampler=of_rank, drop_last=drops))
+        ]
+        assert drops_samples({"a": DataLoader(range(4), 2), "b": loader}) == drops
+    loader = DataLoader(range(56), 8, drop_last=True)
+    assert epoch_lengths([loader, loader], ranks=2, share=Fraction(1, 2)) == [7, 7]

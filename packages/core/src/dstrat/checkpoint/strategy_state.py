@@ -93,31 +93,27 @@ def module_entries(strategy: Strategy) -> dict[str, Any]:
     """Return the module's entries of a checkpoint; collective."""
     shards = _shards(strategy, strategy.checkpoint_io)
     state = strategy.sharded_module_state() if shards else strategy.module_state_dict()
-    return {"state_dict": _without_other_buffers(strategy, state)}
+    if not strategy.is_global_zero:
+        # A plain tensor must be the same on every rank, and buffers may differ: those of global rank 0 are saved, the
+        # others by rank_buffers.
+        buffers = {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
+        state = {name: value for name, value in state.items() if name not in buffers}
+    return {"state_dict": state}
 
 
 def replaced_weights(strategy: Strategy, state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the module's state in a checkpoint with other weights; collective.
+    """Return the module's state in a checkpoint with other weights; collective where the state is sharded.
 
     Args:
         strategy: Of the run.
-        state: The result of :func:`module_entries`.
+        state: The module's state in the checkpoint.
         weights: The other weights by name, sharded as those of ``strategy.local_weights()``.
     """
     if not (strategy.checkpoint_io.is_collective or strategy.replicates_state):
         from dstrat.parallel.full_state import gather_entries
 
         weights = gather_entries(weights, strategy)
-    return _without_other_buffers(strategy, {name: weights.get(name, value) for name, value in state.items()})
-
-
-def _without_other_buffers(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
-    if not strategy.is_global_zero:
-        # A plain tensor must be the same on every rank, and buffers may differ: those of global rank 0 are saved, the
-        # others by rank_buffers.
-        buffers = {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
-        state = {name: value for name, value in state.items() if name not in buffers}
-    return state
+    return {name: weights.get(name, value) for name, value in state.items()}
 
 
 def optimization_entries(strategy: Strategy) -> dict[str, Any]:

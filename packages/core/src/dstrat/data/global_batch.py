@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,28 @@ def batch_sizes_of(loader: Any) -> list[int] | None:
     loaders = loader.flattened if isinstance(loader, CombinedLoader) else list(leaves(loader))
     sizes = [_batch_size_of(leaf) if _can_repeat_order(leaf) else None for leaf in loaders]
     return None if None in sizes else [size for size in sizes if size is not None]
+
+
+def epoch_lengths(loader: Any, *, ranks: int, share: Fraction | int = 1) -> list[int]:
+    """Return how many batches each of a number of ranks reads of each of the user's loaders in an epoch.
+
+    Args:
+        loader: One for which :func:`batch_sizes_of` is not None.
+        ranks: Number of ranks, which get equally many samples.
+        share: Size of their batches, in batches of the loader.
+    """
+    lengths = []
+    for leaf in loader.flattened if isinstance(loader, CombinedLoader) else leaves(loader):
+        batches, samples = leaf.batch_sampler, math.ceil(len(sampler_of(leaf)) / ranks)
+        size = int(batches.batch_size * share)
+        lengths.append(samples // size if batches.drop_last else math.ceil(samples / size))
+    return lengths
+
+
+def drops_samples(loader: Any) -> bool:
+    """Return whether one of the user's loaders leaves out the last samples of an epoch that are no full batch."""
+    loaders = loader.flattened if isinstance(loader, CombinedLoader) else leaves(loader)
+    return any(leaf.batch_sampler.drop_last for leaf in loaders)
 
 
 def _batch_size_of(loader: Any) -> int | None:

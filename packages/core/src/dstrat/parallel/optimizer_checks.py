@@ -29,6 +29,7 @@ _ELEMENT_WISE = {
 _SHAPE = (7, 6)  # divides unevenly among most numbers of ranks, and flat pieces are no full rows
 _STEPS = 2  # momentum has an effect from the second one on
 _RATE = 0.01  # a warm-up may begin with 0, which would hide all differences
+_SCALES = (1.0, 1e-3, 1e3, 1e6)  # of gradients, whose norm is about 10: some optimizers clip above a threshold
 _TOLERANCE = 1e-4  # relative; another order of sums differs by less, another formula by more
 
 
@@ -153,17 +154,21 @@ def how_division_fails(
         return None
     generator = torch.Generator().manual_seed(0)
     values, *gradients = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_STEPS + 1))
-    for number in range(len(optimizer.param_groups)):
+    random_groups: set[int] = set()
+    for scale, number in itertools.product(_SCALES, range(len(optimizer.param_groups))):
+        if number in random_groups:
+            continue
+        scaled = [gradient * scale for gradient in gradients]
         with warnings.catch_warnings(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
             warnings.simplefilter("ignore")
             once, again, divided = (
-                _run_probe(optimizer, number, values, gradients, cut) for cut in (_undivided, _undivided, divide)
+                _run_probe(optimizer, number, values, scaled, cut) for cut in (_undivided, _undivided, divide)
             )
         if isinstance(once, Exception) or isinstance(again, Exception) or not _same(once, again):
-            continue
-        if isinstance(divided, Exception):
+            random_groups.add(number)
+        elif isinstance(divided, Exception):
             return str(divided).partition("\n")[0].partition(". ")[0].rstrip(".")
-        if not _same(once, divided):
+        elif not _same(once, divided):
             return "the results would differ"
     return None
 
@@ -193,25 +198,28 @@ def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None
         [slope + 0.1 * torch.randn(slope.shape, generator=generator) for slope in slopes] for _ in range(3 * _STEPS)
     ]
 
-    def changes(number: int, rate: float, *indices: int) -> list[Tensor]:
+    def changes(number: int, rate: float, scale: float, *indices: int) -> list[Tensor]:
         parameters = [values[index].clone().requires_grad_() for index in indices]
-        of_steps = [[of_step[index].clone() for index in indices] for of_step in gradients]
+        of_steps = [[of_step[index] * scale for index in indices] for of_step in gradients]
         _step_copy(optimizer, number, parameters, of_steps, rate)
         return [one.detach() - values[index] for one, index in zip(parameters, indices, strict=True)]
 
     # A rate of 1 too: with less, the factor that Prodigy computes grows too slowly to show.
-    for number, rate in itertools.product(range(len(optimizer.param_groups)), (_RATE, 1.0)):
+    for scale, number, rate in itertools.product(_SCALES, range(len(optimizer.param_groups)), (_RATE, 1.0)):
         with warnings.catch_warnings(), torch.random.fork_rng([]):
             warnings.simplefilter("ignore")
             before = torch.get_rng_state()
             try:
-                together = changes(number, rate, 0, 1)
-                apart = [*changes(number, rate, 0), *changes(number, rate, 1)]
+                together = changes(number, rate, scale, 0, 1)
+                apart = [*changes(number, rate, scale, 0), *changes(number, rate, scale, 1)]
             except Exception as error:  # noqa: BLE001 - any error of a third-party optimizer
+                if scale != 1.0:
+                    continue  # of the scale, perhaps: the others have worked
                 return None if may_draw else f"a copy of it fails with small matrices on the CPU: {error}"
             if not torch.equal(before, torch.get_rng_state()):
                 return None if may_draw else "it draws random numbers"
-        if not all(map(_same, together, apart)):
+        is_finite = all(bool(change.isfinite().all()) for change in together)
+        if is_finite and not all(map(_same, together, apart)):
             return "its step of a parameter depends on the others"
     return None
 

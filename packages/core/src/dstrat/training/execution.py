@@ -101,18 +101,22 @@ def execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
     Returns:
         The result for the process that called the Trainer.
     """
-    beginning = RunBeginning(run) if run.is_fitting and run.settings.output.elastic else None
+    if run.is_fitting and run.settings.output.elastic:
+        run.beginning = RunBeginning(run)
     if wait_as_newcomer(history.current_launch):  # in any run: ranks of the job may be in no other
         run.strategy.discard_values()  # as the others have done, whose shards have another size
-    while True:
-        outcome = _execute(run, ckpt_path)
-        if not isinstance(outcome, Exception):
-            return outcome
-        again = None if beginning is None else begin_again(run, beginning)
-        if again is None:
-            raise outcome
-        run = again
-        del outcome  # whose frames hold the run before
+    try:
+        while True:
+            outcome = _execute(run, ckpt_path)
+            if not isinstance(outcome, Exception):
+                return outcome
+            again = begin_again(run)
+            if again is None:
+                raise outcome
+            run = again
+            del outcome  # whose frames hold the run before
+    finally:
+        run.beginning = None
 
 
 def _execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:

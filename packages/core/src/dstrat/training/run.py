@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import LocalPath
     from dstrat.launch.recovery import Attempt, SavePoint
     from dstrat.training.callbacks.callback import Callback
+    from dstrat.training.elastic import RunBeginning
     from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -165,6 +166,7 @@ class Run:
         datamodule: The user's data module.
         status: Progress of the call.
         is_running: Whether the run is in progress in this process.
+        is_saved_alone: Whether this rank saves without the others, of which a hook cannot use collectives.
         is_evaluating: Whether the evaluation loop is in progress.
         sanity_checking: Whether the evaluation is the sanity check.
         should_stop: Whether the training is to end, once ``min_epochs`` and ``min_steps`` are done.
@@ -182,6 +184,7 @@ class Run:
         attempt: The attempt of a job with ``max_restarts``; None without.
         save_point: From where this attempt continues the fit; None where it is the first one.
         save_seconds: Time that the last checkpoint has taken; 0 before the first.
+        beginning: The state in which an elastic fit has begun; None in other runs.
         sizes: With how many ranks an elastic fit can go on; empty before its loader is made.
         user_settings: The Trainer's settings of the user, where those of an elastic fit differ; None where not.
         recorder: Writes the record of the run; None on other ranks than 0, and without a log folder.
@@ -222,7 +225,7 @@ class Run:
         self.sources = sources  # type: ignore[assignment]
         self.return_predictions = return_predictions
         self.status = TrainerStatus.INITIALIZING if sources is None else TrainerStatus.RUNNING
-        self.is_running = self.is_evaluating = self.sanity_checking = False
+        self.is_running = self.is_saved_alone = self.is_evaluating = self.sanity_checking = False
         self.should_stop = self.interrupted = False
         self.evaluation_loop: EvaluationLoop | None = None
         self.beat: Callable[[], None] | None = None
@@ -231,6 +234,7 @@ class Run:
         self.attempt: Attempt | None = None
         self.save_point: SavePoint | None = None
         self.save_seconds = 0.0
+        self.beginning: RunBeginning | None = None
         self.sizes: list[int] = []
         self.user_settings: TrainerSettings | None = None
         self.recorder: RunRecorder | None = None

@@ -135,20 +135,27 @@ def test_the_rank_that_fails_saves_alone(fit, averaging, tmp_path, rank):
     assert read_checkpoint(tmp_path / "on_exception.ckpt")["global_step"] == 3
 
 
+@pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_it_has_the_buffers_too_whichever_rank_saves(fit, averaging, make_line, line_class, tmp_path, rank):
+def test_it_has_the_buffers_too_whichever_rank_saves(fit, averaging, make_line, line_class, tmp_path, rank, averages):
     class Normed(line_class):
         def __init__(self):
             super().__init__()
             self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 
-    callbacks, options = [OnExceptionCheckpoint(tmp_path), Break(rank=rank)], {"validates": False, "devices": 2}
+    others = [EMAWeightAveraging(decay=0.5)] if averages else []
+    callbacks = [OnExceptionCheckpoint(tmp_path), *others, Break(rank=rank)]
+    options = {"validates": False, "devices": 2}
     with pytest.raises(RankFailedError, match="broken"):
         fit(callbacks, module=make_line(Normed), strategy=averaging(), **options)
     saved = read_checkpoint(tmp_path / "on_exception.ckpt")
-    assert saved["state_dict"]["layer.0.num_batches_tracked"] == 3
+    states = [saved[key] for key in ("state_dict", "current_model_state") if key in saved]
+    assert len(states) == 1 + averages
+    assert [state["layer.0.num_batches_tracked"] for state in states] == [3] * len(states)
+    weights = {float(state["layer.1.weight"].norm()) for state in states}
+    assert len(weights) == len(states)
     trainer = fit(
-        None, module=make_line(Normed), strategy=averaging(), ckpt_path=tmp_path / "on_exception.ckpt", **options
+        others, module=make_line(Normed), strategy=averaging(), ckpt_path=tmp_path / "on_exception.ckpt", **options
     )
     assert trainer.current_epoch == 3
 

@@ -109,6 +109,46 @@ def test_when_the_average_is_updated_can_be_chosen(train, arguments, taken):
     assert torch.allclose(weight, ema([record.steps[index] for index in taken], 0.5))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        ({"update_every_n_steps": 2}, [0, 1, 2, 3, 4, 5]),
+        ({"update_every_n_steps": 4}, [0, 2, 4]),
+        ({"update_every_n_steps": 5}, [0, 2, 5]),
+        ({"update_every_n_steps": 2, "update_starting_at_step": 5}, [3, 4, 5]),
+    ],
+)
+def test_batches_of_several_steps_are_updates_too(train, make_line, line_class, tmp_path, arguments, taken):
+    class TwoSteps(line_class):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([each], lr=0.05) for each in self.layer.parameters()]
+
+    record, weight = train(EMAWeightAveraging(decay=0.5, **arguments), module=make_line(TwoSteps))
+    assert torch.allclose(weight, ema([record.steps[index] for index in taken], 0.5))
+    save = ModelCheckpoint(tmp_path, "{epoch}")
+    options = {"module": make_line(TwoSteps), "enable_checkpointing": True}
+    train(EMAWeightAveraging(decay=0.5, **arguments), save, max_epochs=1, **options)
+    _, resumed = train(
+        EMAWeightAveraging(decay=0.5, **arguments), module=make_line(TwoSteps), ckpt_path=save.best_model_path
+    )
+    assert torch.equal(resumed, weight)
+
+
+def test_an_average_that_a_resumed_fit_begins_is_updated_in_the_same_steps(train, tmp_path):
+    train(Callback(), ModelCheckpoint(tmp_path, "a"), max_epochs=1, enable_checkpointing=True)
+    averaging = EMAWeightAveraging(decay=0.5, update_every_n_steps=4)
+    record, weight = train(averaging, ckpt_path=tmp_path / "a.ckpt")  # after three steps
+    assert torch.allclose(weight, record.steps[1])
+
+
 def test_accumulated_batches_are_one_update(train):
     record, weight = train(WeightAveraging(), accumulate_grad_batches=3)
     assert torch.allclose(weight, (record.steps[2] + record.steps[5]) / 2)
@@ -143,6 +183,48 @@ def test_evaluation_after_the_fit_uses_the_average(fit, make_line, loader):
     (expected,) = fit(None, module=make_line(), max_epochs=1).test(average, loader())
     assert results["test_loss"] == pytest.approx(expected["test_loss"])
     assert trainer.validate(module, loader())
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_what_is_saved_after_an_evaluation_resumes_the_training(fit, make_line, loader, tmp_path, stage):
+    module, record = make_line(), Record()
+    callbacks = [EMAWeightAveraging(decay=0.5), record]
+    trainer = fit(callbacks, module=module, limit_train_batches=3, max_epochs=1, validates=False)
+    average = module.layer.weight.detach().clone()
+    getattr(trainer, stage)(module, loader())
+    assert torch.equal(module.layer.weight, average)
+    trainer.save_checkpoint(tmp_path / "end")
+    saved = read_checkpoint(tmp_path / "end")
+    assert torch.equal(saved["state_dict"]["layer.weight"], average)
+    assert torch.equal(saved["current_model_state"]["layer.weight"], record.steps[-1])
+    resumed = make_line()
+    fit(EMAWeightAveraging(decay=0.5), module=resumed, limit_train_batches=3, max_epochs=2, ckpt_path=tmp_path / "end")
+    whole = make_line()
+    fit(EMAWeightAveraging(decay=0.5), module=whole, limit_train_batches=3, max_epochs=2)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_an_evaluation_that_fails_leaves_the_average_of_the_fit(fit, make_line, loader):
+    class Break(Callback):
+        def on_validation_batch_end(self, *_):
+            raise RuntimeError("broken")
+
+    module = make_line()
+    trainer = fit([WeightAveraging(), Break()], module=module, validates=False)
+    average = module.layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.validate(module, loader())
+    assert torch.equal(module.layer.weight, average)
+
+
+def test_what_is_saved_after_other_weights_were_loaded_has_these(fit, make_line, loader, tmp_path):
+    fit(None, module=make_line(), max_epochs=1).save_checkpoint(tmp_path / "other")
+    trainer = fit(WeightAveraging(), module=(module := make_line()), validates=False)
+    trainer.validate(module, loader(), ckpt_path=tmp_path / "other")
+    trainer.save_checkpoint(tmp_path / "end")
+    saved = read_checkpoint(tmp_path / "end")
+    assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
+    assert "current_model_state" not in saved
 
 
 def test_evaluation_of_a_checkpoint_uses_the_average(train, make_line, quiet_trainer, loader, tmp_path):

@@ -90,19 +90,20 @@ class WeightAveraging(Callback):
         difference is an error when the average is used: in a validation, a checkpoint or at the end.
 
         Args:
-            step_idx: Index of the last optimizer step, from 0; None at the end of an epoch.
+            step_idx: Index of the last optimizer step of a batch, from 0; None at the end of an epoch.  A batch may
+                have several steps in manual optimization, so that some indices are left out.
             epoch_idx: Index of the ending epoch, from 0; None after a step.
         """
         return step_idx is not None
 
     def _has_average(self, trainer: Trainer) -> bool:
-        """Return whether there is an average, which all ranks have; collective.
+        """Return whether the fit has an average, which all ranks have; collective, except in a save of one rank.
 
         Raises:
             MisuseError: The ranks have updated it in different steps.
         """
         updates, strategy = 0 if self._average is None else self._average.num_updates, trainer.strategy
-        if strategy.world_size > 1:
+        if strategy.world_size > 1 and not trainer.run.is_saved_alone:
             checksum = self._checksum_of_updates
             counts = strategy.from_host(torch.tensor([updates, -updates, checksum, -checksum]))
             most, least, *checksums = strategy.reduce(counts, reduce_op="max").tolist()
@@ -129,8 +130,8 @@ class WeightAveraging(Callback):
 
     @override
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._average = None  # a fit keeps its average for a checkpoint after its end
-        if stage == "fit":
+        if stage == "fit":  # an evaluation keeps the average for a checkpoint after it
+            self._average = None
             self._begin()
 
     @override
@@ -143,6 +144,8 @@ class WeightAveraging(Callback):
                 f"{type(self).__name__} and {type(other_averages[0]).__name__} would both leave their average in the "
                 "module: pass one of them"
             )
+        if not self._updated_at_step:  # of a resume without this callback's state the first steps are no new ones
+            self._updated_at_step = trainer.global_step
         self._create(trainer)
 
     def _create(self, trainer: Trainer) -> AveragedWeights:
@@ -186,17 +189,17 @@ class WeightAveraging(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._has_average(trainer):
+        if trainer.is_fitting and self._has_average(trainer):
             self._swap(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._is_swapped:
+        if trainer.is_fitting and self._is_swapped:
             self._swap(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if self._is_swapped:
+        if trainer.is_fitting and self._is_swapped:
             self._swap(trainer)
 
     @override
@@ -219,7 +222,7 @@ class WeightAveraging(Callback):
         Before the first update it keeps the current weights.
         """
         self._update_if_due(trainer)
-        if self._is_swapped or not self._has_average(trainer):
+        if not trainer.is_fitting or self._is_swapped or not self._has_average(trainer):
             yield
             return
         self._swap(trainer)
@@ -235,6 +238,11 @@ class WeightAveraging(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        run = trainer.run
+        if run.is_running and not run.is_fitting:  # an evaluation, from which no training resumes
+            return
+        if run.final_state is not None and run.final_state.weights_of is not None:  # the module has other weights since
+            return
         self._catch_up(trainer, checkpoint)
         if not self._has_average(trainer):
             return
@@ -279,7 +287,7 @@ class EMAWeightAveraging(WeightAveraging):
         device: Device of the average; by default the module's.
         use_buffers: Whether buffers are averaged too.
         decay: Weight of the old average, from 0 to 1.
-        update_every_n_steps: Number of optimizer steps between updates.
+        update_every_n_steps: Number of optimizer steps between updates, of which a batch has at most one.
         update_starting_at_step: Index of the first step with an update; None is the first step.
         update_starting_at_epoch: Index of the first epoch with an update at its end; None is no epoch.
         **kwargs: Arguments of :class:`torch.optim.swa_utils.AveragedModel`.
@@ -310,7 +318,9 @@ class EMAWeightAveraging(WeightAveraging):
     @override
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:
-            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+            # A batch may have several steps: the last one that is due may not be the last one of its batch.
+            due = step_idx - step_idx % self.update_every_n_steps
+            return due >= max(self._updated_at_step, self.update_starting_at_step or 0)
         first = self.update_starting_at_epoch
         return epoch_idx is not None and first is not None and epoch_idx >= first
 

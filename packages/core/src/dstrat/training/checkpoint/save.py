@@ -112,7 +112,11 @@ def rescue_checkpoint(run: Run, path: str | Path) -> None:
         checkpoint |= _of_each_rank(run, collect_rank_state(run))
     else:
         checkpoint["state_dict"] = run.strategy.module_state_dict()  # _weights leaves buffers to global rank 0
-    run.hooks.call("on_save_checkpoint", checkpoint)
+    run.is_saved_alone = run.world_size > 1
+    try:
+        run.hooks.call("on_save_checkpoint", checkpoint)
+    finally:
+        run.is_saved_alone = False
     # A collective checkpoint io would wait for ranks that have ended.
     writes_alone = run.world_size == 1 or not io.is_collective
     (io if writes_alone else TorchCheckpointIO()).save_checkpoint(checkpoint, path)
