@@ -224,6 +224,22 @@ def test_on_two_processes_with_loaders_that_are_made_anew_for_each_epoch(check, 
     check([2, 4, 5], strategy=averaging, devices=2, **options)
 
 
+class MakesLoaders(Net):
+    """Makes a loader of other numbers for each epoch, whose length configure_optimizers reads."""
+
+    def train_dataloader(self):
+        x = numbers().tensors[0] + self.trainer.current_epoch
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 2 * BATCHES
+        return super().configure_optimizers()
+
+
+def test_with_loaders_of_an_epoch_whose_length_was_read(check):
+    check([2, 8], cls=MakesLoaders, loader=lambda: None, reload_dataloaders_every_n_epochs=1)
+
+
 def test_with_generators_of_the_users_own(check):
     check([2, 6, 8], loader=drawn_from_a_generator)
     check([BATCHES], loader=drawn_from_a_generator, hook="on_train_epoch_end")

@@ -16,6 +16,7 @@ from dstrat.data.combined_loader import CombinedLoader, map_leaves
 from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader, sequential
+from dstrat.data.samplers import set_sampler_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.launch.job import describe_unpicklable
@@ -157,6 +158,9 @@ class EvaluationLoop:
         run, hooks, purpose = self._run, self._run.hooks, self._purpose
         run.log_to(self.logged)
         run.evaluation_loop, run.is_evaluating = self, True
+        if run.is_fitting:  # as in Lightning: samplers only, as a training may read the same dataset
+            for loader in self.loaders:
+                set_sampler_epoch(loader, run.fit_loop.epoch)
         self.current_batches = counts = [
             round_to_items(_smaller(count, at_most), self._per_item) for count in self.num_batches
         ]

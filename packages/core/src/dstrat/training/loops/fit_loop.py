@@ -513,6 +513,8 @@ class FitLoop(Position):
         # Absent in older checkpoints.
         self.pending.saved_samples = state.get("samples_per_batch")
         self.pending.validation_batches = dict(enumerate(state.get("validation_batches", ())))
+        if self.epoch and self._run.settings.data.reload_dataloaders_every_n_epochs:
+            self.data.loader = None  # configure_optimizers may have made that of epoch 0, to read its length
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
