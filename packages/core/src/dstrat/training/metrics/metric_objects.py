@@ -160,8 +160,7 @@ def load_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, Any]
 def _has_tensors_only(metric: Any) -> bool:
     """Return whether a checkpoint can have the state; a metric may append anything to a list."""
     values = metric.metric_state.values()
-    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    return all(isinstance(part, Tensor) for part in parts)
+    return all(isinstance(one, Tensor) for value in values for one in (value if isinstance(value, list) else [value]))
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
