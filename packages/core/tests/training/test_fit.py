@@ -881,3 +881,41 @@ def test_a_module_may_have_a_length_that_is_an_error(quiet_trainer, make_line, l
     module = Measured()
     quiet_trainer(max_epochs=1).fit(module, loader())
     assert module.trainer.global_step > 0
+
+
+def test_a_step_that_an_epoch_replaces_is_called(quiet_trainer, line_class, loader):
+    class Module(line_class):
+        def on_train_epoch_start(self):
+            if self.trainer.current_epoch == 1:
+                self.training_step = self.second
+
+        def second(self, batch):
+            seen.append(self.trainer.current_epoch)
+            return self.loss(batch)
+
+    seen = []
+    quiet_trainer(limit_train_batches=2).fit(Module(), loader())
+    assert seen == [1, 1]
+
+
+def test_clipping_that_is_set_in_a_fit_begins_with_the_epoch(quiet_trainer, line_class, loader):
+    class Module(line_class):
+        def on_train_epoch_start(self):
+            if self.trainer.current_epoch == 1:
+                self.trainer.gradient_clip_val = 1e-9
+
+        def on_before_zero_grad(self, optimizer):
+            weights.append(self.layer.weight.detach().clone())
+
+    weights = []
+    quiet_trainer(max_epochs=3, limit_train_batches=1).fit(Module(), loader())
+    first, second, third = weights
+    assert not torch.allclose(first, second)
+    assert torch.allclose(second, third, rtol=0, atol=1e-8)
+
+
+def test_epochs_that_are_set_at_the_loop_are_the_trainers(quiet_trainer, line, loader):
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(line, loader())
+    assert (trainer.max_epochs, trainer.fit_loop.max_epochs, trainer.current_epoch) == (3, 3, 3)

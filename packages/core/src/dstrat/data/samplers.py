@@ -102,6 +102,14 @@ class RankBatchSampler(Sampler[Any]):
         self.batches, self.order = batches, order
         self._num_replicas, self._rank = num_replicas, rank
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next reading, in the sampler below the batches."""
+        inner = self.batches
+        while inner is not None:
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+            inner = getattr(inner, "batches", getattr(inner, "sampler", None))
+
     def __len__(self) -> int:
         return len(range(self._rank, len(self.batches), self._num_replicas))
 
@@ -240,6 +248,19 @@ class BroadcastOrder:
 
 
 # Epochs of samplers and datasets
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of each sampler of a loader that has ``set_epoch``, and not of its dataset."""
+    if isinstance(loader, CombinedLoader):
+        for leaf in loader.flattened:
+            set_sampler_epoch(leaf, epoch)
+        return
+    batches = getattr(loader, "batch_sampler", None)
+    targets: list[Any] = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    for target in {id(target): target for target in targets}.values():
+        if hasattr(target, "set_epoch"):
+            target.set_epoch(epoch)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

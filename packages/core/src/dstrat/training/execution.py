@@ -17,7 +17,7 @@ from dstrat.launch.external import history
 from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.callback import Callback
-from dstrat.training.callbacks.defaults import with_callbacks_of
+from dstrat.training.callbacks.defaults import check_callbacks, with_callbacks_of
 from dstrat.training.checkpoint.path import resolve_checkpoint
 from dstrat.training.checkpoint.recovery import continued_checkpoint, count_steps, join_attempt, rewind_loggers
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
@@ -222,6 +222,17 @@ def _set_logging_module(callbacks: Iterable[Callback], module: TrainModule | Non
         callback._logging_module = module  # noqa: SLF001 - a public name could collide with one of a user's subclass
 
 
+def _take_new_callbacks(run: Run, before: list[Callback]) -> None:
+    """Call the hooks of the callbacks that ``setup`` has added to the Trainer's, from their own ``setup`` on."""
+    changed, run.trainer.callbacks = run.callbacks, before  # also if one of them is no callback
+    callbacks = run.trainer.callbacks = check_callbacks(changed)
+    added = [callback for callback in callbacks if callback not in before]
+    _set_logging_module(added, run.module)
+    run.hooks.replace_callbacks(run.called_callbacks)
+    for callback in added:
+        callback.setup(run.trainer, run.module, run.stage)
+
+
 def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     module, strategy = run.module, run.strategy
     strategy.setup_environment()
@@ -237,8 +248,11 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
     begin_record(run)
     if run.profiler is not None:
         run.profiler.start(run.stage, run.output_dir, strategy.global_rank)
+    callbacks = list(run.callbacks)
     for hook in _ordered_hooks(run, "setup"):
         hook(run.stage)
+    if run.callbacks != callbacks:
+        _take_new_callbacks(run, callbacks)
     with strategy.tensor_init_context(), strategy.model_sharded_context():
         hook_of(module, "configure_model", TrainModule)()
     module.attach(run.trainer)  # again, for submodules that configure_model has made

@@ -59,15 +59,20 @@ class HookRunner:
         from dstrat.training.module.train_module import TrainModule  # only runs need it
 
         self._trainer, self._module, self._measured = trainer, module, profiled
+        self._callback_base, self._module_base = Callback, TrainModule
+        self._inserted: dict[str, tuple[Callable[..., Any], ...]] = {}
+        self.replace_callbacks(callbacks)
+
+    def replace_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Call the hooks of other callbacks from now on."""
         self._early = [callback for callback in callbacks if not callback.runs_last]
         self._late = [callback for callback in callbacks if callback.runs_last]
-        self._callback_base, self._module_base = Callback, TrainModule
         self._hooks: dict[str, tuple[Callable[..., Any], ...]] = {}
 
     def of(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return the functions of a hook, in the order of their calls."""
         if name not in self._hooks:
-            self._hooks[name] = (*self.early(name), *self.late(name))
+            self._hooks[name] = (*self._inserted.get(name, ()), *self.early(name), *self.late(name))
         return self._hooks[name]
 
     def early(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -94,7 +99,8 @@ class HookRunner:
 
     def insert(self, name: str, hook: Callable[..., Any]) -> None:
         """Insert a function before those of callbacks and module."""
-        self._hooks[name] = (hook, *self.of(name))
+        self._inserted[name] = (hook, *self._inserted.get(name, ()))
+        self._hooks.pop(name, None)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a hook."""

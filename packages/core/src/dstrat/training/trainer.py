@@ -23,6 +23,7 @@ from dstrat.training.arguments import (
     resolve_features,
 )
 from dstrat.training.callbacks.defaults import complete_callbacks
+from dstrat.training.callbacks.timer import Timer
 from dstrat.training.hooks import overrides
 from dstrat.training.loggers.defaults import complete_loggers
 from dstrat.training.profilers.defaults import make_profiler
@@ -89,7 +90,8 @@ class Trainer(TrainerProperties):
             kind.
         logger: One or several loggers; True is a CSV logger, False none.
         callbacks: One or several callbacks.
-        max_epochs: Number of epochs after which training stops; -1 is no limit.  1000 without ``max_steps``.
+        max_epochs: Number of epochs after which training stops; -1 is no limit.  By default 1000, and no
+                limit with ``max_steps``, ``max_time`` or a :class:`~dstrat.callbacks.Timer` that has a duration.
         max_steps: Number of optimizer steps after which training stops; -1 is no limit.
         min_epochs: Number of epochs before which ``should_stop`` has no effect.
         min_steps: Number of optimizer steps before which ``should_stop`` has no effect.
@@ -282,6 +284,9 @@ class Trainer(TrainerProperties):
             barebones=barebones,
             max_time=max_time,
         )
+        is_timed = any(isinstance(callback, Timer) and callback.duration is not None for callback in self.callbacks)
+        if is_timed and max_epochs is None and not fast_dev_run:
+            self.max_epochs = -1  # the default must not end a training before its time
         self.run = Run(self)
         saves_checkpoints = any(callback.saves_checkpoints for callback in self.callbacks)
         check_preemption(

@@ -70,6 +70,20 @@ def test_training_ends_when_the_time_is_up(fit, caplog):
     assert message.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_time": {"hours": 1}}, -1),
+        ({"callbacks": Timer({"hours": 1})}, -1),
+        ({"callbacks": Timer()}, 1000),
+        ({"max_time": {"hours": 1}, "max_epochs": 3}, 3),
+        ({"max_time": {"hours": 1}, "fast_dev_run": True}, 1),
+    ],
+)
+def test_a_time_limit_takes_the_place_of_the_default_epochs(quiet_trainer, options, expected):
+    assert quiet_trainer(**{"max_epochs": None, **options}).max_epochs == expected
+
+
 def test_with_the_interval_epoch_it_ends_after_a_whole_epoch(fit, caplog):
     timer = Timer(timedelta(seconds=0.1), interval="epoch", verbose=False)
     trainer = fit([Slow(), timer], max_epochs=-1, limit_train_batches=6, validates=False)

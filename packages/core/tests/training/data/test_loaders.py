@@ -17,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -31,7 +32,7 @@ from dstrat.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
-from dstrat.data.samplers import set_epoch
+from dstrat.data.samplers import set_epoch, set_sampler_epoch
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 
@@ -86,6 +87,52 @@ def evaluation(loader, process, world_size=2):
 
 def lists(batches):
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+
+
+class ByEpoch(SequentialSampler):
+    """Two indices, other ones in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([2 * self.epoch, 2 * self.epoch + 1])
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samplers_of_evaluation_get_the_epoch(process, world_size):
+    def prepared(rank):
+        loader = numbers(8, sampler=ByEpoch(range(8)))
+        return prepare_evaluation_loader(loader, process(rank, world_size), distribute=True)[0]
+
+    loaders = [prepared(rank) for rank in range(world_size)]
+    for epoch in (0, 3, 1):
+        for loader in loaders:
+            set_sampler_epoch(loader, epoch)
+        read = [number for loader in loaders for batch in loader for number in batch.tolist()]
+        assert read == [2 * epoch, 2 * epoch + 1]
+
+
+def test_validation_reads_by_the_epoch_of_training(quiet_trainer, line_class):
+    class Noting(line_class):
+        def loss(self, batch):
+            return super().loss(batch[:2])
+
+        def validation_step(self, batch, batch_idx):
+            seen.append((self.trainer.current_epoch, batch[2].item()))
+
+    def batches(sampler=None):
+        return DataLoader(TensorDataset(torch.randn(8, 8), torch.randn(8, 1), torch.arange(8)), sampler=sampler)
+
+    seen = []
+    validation = batches(ByEpoch(range(8)))
+    quiet_trainer(max_epochs=3, num_sanity_val_steps=0, limit_train_batches=1).fit(Noting(), batches(), validation)
+    assert seen == [(epoch, 2 * epoch + index) for epoch in range(3) for index in range(2)]
 
 
 # Training

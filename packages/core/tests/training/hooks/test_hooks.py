@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrat import Callback, DataModule, LambdaCallback
-from dstrat.errors import MisuseError
+from dstrat.errors import MisuseError, RequestError
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
 
 HOOKS = [
@@ -327,3 +327,33 @@ def test_hooks_get_an_empty_dict_after_a_step_that_returned_none(quiet_trainer, 
             return None
 
     assert outputs_of(quiet_trainer, make_line(Line), loader) == [{}] * 2
+
+
+def test_callbacks_that_setup_adds_are_called(quiet_trainer, line_class, loader):
+    calls = []
+
+    def noting(name):
+        hooks = ("setup", "on_fit_start", "on_train_start", "on_train_batch_end", "teardown")
+        return LambdaCallback(**{hook: lambda *_, hook=hook: calls.append((name, hook)) for hook in hooks})
+
+    class Adding(Callback):
+        def setup(self, trainer, module, stage):
+            trainer.callbacks.append(noting("of a callback"))
+
+    class Module(line_class):
+        def setup(self, stage):
+            self.trainer.callbacks.append(noting("of the module"))
+
+    quiet_trainer(max_epochs=1, limit_train_batches=1, callbacks=Adding()).fit(Module(), loader())
+    names = ("of a callback", "of the module")
+    hooks = ("setup", "on_fit_start", "on_train_start", "on_train_batch_end", "teardown")
+    assert calls == [(name, hook) for hook in hooks for name in names]
+
+
+def test_setup_adds_callbacks_only(quiet_trainer, line_class, loader):
+    class Module(line_class):
+        def setup(self, stage):
+            self.trainer.callbacks.append("callback")
+
+    with pytest.raises(RequestError, match=r"trainer\.callbacks='callback' is not a Callback"):
+        quiet_trainer().fit(Module(), loader())

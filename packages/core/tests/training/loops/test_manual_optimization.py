@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrat import Callback, TrainModule
+from dstrat import Callback, Logger, TrainModule
 from dstrat.errors import ConflictError, MisuseError
 
 
@@ -29,6 +29,31 @@ class ByHand(TrainModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class OwnOptimizer(ByHand):
+    """Steps an optimizer that the Trainer does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.optim.SGD(self.layer.parameters(), lr=0.05)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.own.zero_grad()
+        loss.backward()
+        self.own.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self):
+        return None
+
+
+class StepsTorch(OwnOptimizer):
+    """Steps the torch optimizer below the one of ``self.optimizers()``."""
+
+    def configure_optimizers(self):
+        return self.own
 
 
 class TwoLayers(ByHand):
@@ -303,3 +328,35 @@ def test_mixed_precision_computes_with_the_weights_of_the_last_step(quiet_traine
     quiet_trainer(precision="bf16-mixed").fit(module, loader())
     assert module.differences
     assert max(module.differences) == 0
+
+
+class Steps(Logger):
+    """Notes the steps of the rows with a name."""
+
+    name, version = "steps", 0
+
+    def __init__(self):
+        self.steps = []
+
+    def log_metrics(self, metrics, step=None):
+        if "loss" in metrics:
+            self.steps.append(step)
+
+    def log_hyperparams(self, *_args, **_options): ...
+
+
+def test_values_are_logged_by_batches_where_the_module_has_its_own_optimizer(quiet_trainer, make_line, loader, caplog):
+    logger = Steps()
+    options = {"logger": logger, "log_every_n_steps": 2, "max_epochs": 2, "limit_train_batches": 3}
+    quiet_trainer(**options).fit(make_line(OwnOptimizer), loader())
+    assert logger.steps == [2, 4, 6]
+    (message,) = caplog.messages
+    assert message.startswith("configure_optimizers of OwnOptimizer returned no optimizer, so that global_step stays 0")
+
+
+def test_an_epoch_without_a_step_of_the_trainers_optimizers_is_logged(quiet_trainer, make_line, loader, caplog):
+    logger = Steps()
+    options = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "limit_train_batches": 3}
+    quiet_trainer(**options).fit(make_line(StepsTorch), loader())
+    assert logger.steps == []
+    assert caplog.messages[0].startswith("no optimizer of self.optimizers() has stepped in epoch 0 of StepsTorch")

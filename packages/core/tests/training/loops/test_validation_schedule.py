@@ -116,3 +116,41 @@ def test_gradients_are_freed_before_validation(quiet_trainer, line_class, loader
 
     quiet_trainer(max_epochs=1, accumulate_grad_batches=4, val_check_interval=2).fit(Seeing(), loader(), loader())
     assert seen == [True, False, True, True]  # the sanity check; in the middle of a group; at the ends of groups
+
+
+class Changing(Callback):
+    """Sets an attribute of the Trainer when the second epoch begins, and notes where validation runs."""
+
+    def __init__(self, name, value):
+        self.name, self.value, self.seen = name, value, []
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            setattr(trainer, self.name, self.value)
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.seen.append((trainer.fit_loop.batches_seen, batch_idx))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "seen"),
+    [
+        ("limit_val_batches", 0, [(2, 0), (2, 1)]),
+        ("limit_val_batches", 1, [(2, 0), (2, 1), (4, 0), (6, 0)]),
+        ("check_val_every_n_epoch", 3, [(2, 0), (2, 1), (6, 0), (6, 1)]),
+        ("val_check_interval", 1, [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (6, 0), (6, 1)]),
+    ],
+)
+def test_a_change_of_its_settings_counts_from_the_epoch_on(quiet_trainer, line, loader, name, value, seen):
+    callback = Changing(name, value)
+    options = {"max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    quiet_trainer(callbacks=callback, **options).fit(line, loader(), loader())
+    assert callback.seen == seen
+
+
+def test_a_change_of_the_limit_reaches_all_ranks(quiet_trainer, line, loader, averaging):
+    options = {"max_epochs": 2, "limit_train_batches": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 0}
+    options |= {"devices": 2, "strategy": averaging(), "callbacks": Changing("limit_val_batches", 1)}
+    trainer = quiet_trainer(**options)
+    trainer.fit(line, loader(), loader(count=40))  # 3 batches of rank 0, 2 of rank 1
+    assert trainer.current_epoch == 2

@@ -224,6 +224,64 @@ def test_on_two_processes_with_loaders_that_are_made_anew_for_each_epoch(check, 
     check([2, 4, 5], strategy=averaging, devices=2, **options)
 
 
+class MakesLoaders(Net):
+    """Makes a loader of other numbers for each epoch, whose length configure_optimizers reads."""
+
+    def train_dataloader(self):
+        x = numbers().tensors[0] + self.trainer.current_epoch
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 2 * BATCHES
+        return super().configure_optimizers()
+
+
+def test_with_loaders_of_an_epoch_whose_length_was_read(check):
+    check([2, 8], cls=MakesLoaders, loader=lambda: None, reload_dataloaders_every_n_epochs=1)
+
+
+class Counts(Net):
+    """Updates metric objects in steps, and reads them at the end of an epoch only."""
+
+    def __init__(self):
+        import torchmetrics
+
+        super().__init__()
+        self.seen = torchmetrics.SumMetric()
+        self.both = self.seen + torchmetrics.CatMetric()
+        self.collected = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.MaxMetric()])
+        self.validated = torchmetrics.SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.both.update(batch[1].sum())
+        self.collected.update(batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("seen", self.seen)
+        self.log("both", self.both.compute().sum())
+        self.log_dict(self.collected.compute())
+        self.both.reset()
+        self.collected.reset()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.update(batch[1].sum())
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        self.log("validated", self.validated.compute())
+        self.validated.reset()
+
+
+def test_with_metric_objects_that_are_only_updated(check):
+    check([2, 3, 8], cls=Counts)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_with_metric_objects_where_a_hook_saves_after_or_within_validation(check, hook):
+    check([BATCHES], cls=Counts, hook=hook)
+
+
 def test_with_generators_of_the_users_own(check):
     check([2, 6, 8], loader=drawn_from_a_generator)
     check([BATCHES], loader=drawn_from_a_generator, hook="on_train_epoch_end")

@@ -106,6 +106,15 @@ def with_callbacks_of(module: TrainModule, callbacks: Sequence[Callback]) -> lis
     return _in_order([*remaining, *configured])
 
 
+def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return callbacks that a user has put together, in the order of their hooks.
+
+    Raises:
+        RequestError: One is not a callback, or two have the same ``state_key``.
+    """
+    return _in_order(_as_list(callbacks, "trainer.callbacks"))
+
+
 def _as_list(value: Any, name: str) -> list[Callback]:
     if value is None:
         return []

@@ -16,6 +16,7 @@ from dstrat.data.combined_loader import CombinedLoader, map_leaves
 from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader, sequential
+from dstrat.data.samplers import set_sampler_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.launch.job import describe_unpicklable
@@ -68,7 +69,6 @@ class EvaluationLoop:
     def __init__(self, run: Run, loaders: Any, purpose: Purpose) -> None:
         self._run, self._module, self._purpose = run, run.module, purpose
         self._limit_name = _LIMITS[purpose]
-        self._limit = getattr(run.settings.data, self._limit_name)
         name: StepName = f"{purpose}_step"  # type: ignore[assignment]  # mypy does not join literals
         self._step = run.profiled(name, bind_step(run.strategy, run.module, name))
         module_step = getattr(run.module, name)
@@ -109,6 +109,7 @@ class EvaluationLoop:
         self.loaders = [loader for loader, _ in prepared]
         self._passed_loaders = passed  # undivided, for padding batches of a rank without any
         self._longest: list[int] | None = None
+        self._limit_of_longest: Any = None
         self._are_known: list[bool] = []  # whether all ranks know the length of a loader
         self._reach_all_ranks: list[bool] = []  # whether each rank has a batch of a loader
         self._divided = [divided for _, divided in prepared]
@@ -122,6 +123,10 @@ class EvaluationLoop:
                     count,
                     self._per_item,
                 )
+
+    @property
+    def _limit(self) -> Any:
+        return getattr(self._run.settings.data, self._limit_name)  # which a callback may change between validations
 
     @property
     def structure(self) -> Any:
@@ -149,7 +154,10 @@ class EvaluationLoop:
             at_most: Maximal number of batches from each loader, beside the Trainer's limit.
             before_end: Called before the last hook, such as ``on_validation_end``.
         """
-        if self.loaders:  # val_dataloader may have returned None
+        if self.loaders and self._limit != 0:  # val_dataloader may have returned None
+            if self._run.is_fitting:  # as in Lightning: samplers only, as a training may read the same dataset
+                for loader in self.loaders:
+                    set_sampler_epoch(loader, self._run.fit_loop.epoch)
             with self._run.strategy.evaluation_context(), self._no_gradients():
                 self._evaluate(at_most, before_end)
 
@@ -237,7 +245,9 @@ class EvaluationLoop:
     def _missing_batches(self, counts: list[int | None], at_most: int | None) -> list[int]:
         """Return how many batches this rank has less than the rank with the most, for each loader; collective."""
         strategy = self._run.strategy
-        if self._longest is None:  # kept until the loaders change: one collective, not one per validation
+        # Kept until loaders or the limit change: one collective, not one per validation.
+        if self._longest is None or self._limit != self._limit_of_longest:
+            self._limit_of_longest = self._limit
             lengths = [-1 if count is None else count for count in self.num_batches]
             unknown = [int(count is None) for count in self.num_batches]
             without = [int(count == 0) for count in self.num_batches]

@@ -27,6 +27,7 @@ from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
 from dstrat.training.loops.steps import count_arguments, describe_peers
 from dstrat.training.loops.stopping import Votes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
+from dstrat.training.metrics.metric_objects import load_metric_states, metric_states
 from dstrat.training.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class FitLoop(Position):
 
     loss_weights: LossWeights
     ended_by_hook = False
+    _logs_by_batches = False
+    _publishes: bool
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -80,6 +83,15 @@ class FitLoop(Position):
     @property
     def _limits(self) -> RunLimits:
         return self._run.settings.limits  # which a callback may change
+
+    @property
+    def max_epochs(self) -> int:
+        """The Trainer's, which may be set here too, as in Lightning."""
+        return self._limits.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int) -> None:
+        self._run.trainer.max_epochs = value
 
     @property
     def _wants_to_stop(self) -> bool:
@@ -113,13 +125,18 @@ class FitLoop(Position):
         """The validation loaders of this process; empty without validation."""
         return [] if self._run.evaluation_loop is None else self._run.evaluation_loop.loaders
 
+    @property
+    def logged_step(self) -> int:
+        """The step of values in loggers: of the optimizer, or batches where the module steps optimizers of its own."""
+        return self.batches_seen if self._logs_by_batches else self.global_step
+
     # The run
 
     def setup(self) -> None:
         """Prepare the training of the module, after the strategy's setup."""
         run, module = self._run, self._run.module
         self.is_in_batch = False
-        self.pending.random_state = self.pending.logged = None
+        self.pending.random_state = self.pending.logged = self.pending.metrics = None
         self.loss_weights = LossWeights(run.strategy)
         compiled = run.strategy.compiled_steps()
         self.logged.expect_weights(compiled is None and module.automatic_optimization)
@@ -131,6 +148,15 @@ class FitLoop(Position):
             self._optimization = ManualOptimization(run)
         self._schedulers = SchedulerSteps(run)
         self._optimizers = list(run.strategy.optimizers)
+        # Nothing would be logged per step where the module steps optimizers that the Trainer does not know.
+        self._logs_by_batches = self.manual_optimization is not None and not self._optimizers
+        if self._logs_by_batches and run.is_global_zero:
+            _log.warning(
+                "configure_optimizers of %s returned no optimizer, so that global_step stays %d: values are logged "
+                "with the number of batches, and max_steps and every_n_train_steps have no effect",
+                type(module).__name__,
+                self.global_step,
+            )
 
     def run(self) -> None:
         """Train until ``max_epochs`` or ``max_steps`` is reached, or ``should_stop`` or a signal stops the training."""
@@ -207,9 +233,11 @@ class FitLoop(Position):
         self.is_in_batch = False
         self.logged.batch, self.logged.in_step = None, False  # in this order: values that wait get the batch's weight
         if completed:
+            if not self.global_step and self._publishes and run.is_global_zero:
+                self._warn_of_no_step()
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:
-            self.pending.logged = self.logged.state_dict()  # for a resume within the epoch; the publication resets it
+            self.pending.logged = self._logged_state()  # for a resume within the epoch; the publication resets it
         run.publisher.publish_epoch(self.logged, hooks.early("on_train_epoch_end"))
         if completed:
             self._schedulers.after_epoch(self.epochs_done)  # which may monitor a value of the publication
@@ -217,6 +245,17 @@ class FitLoop(Position):
         for hook in hooks.late("on_train_epoch_end"):
             hook()
         self.epoch = self.epochs_done  # after the hooks, for which the epoch is the one that has ended
+
+    def _warn_of_no_step(self) -> None:
+        """Warn after an epoch in which the module has stepped no optimizer of the Trainer."""
+        if self.manual_optimization is not None and not self._logs_by_batches and self.batches_done:
+            _log.warning(
+                "no optimizer of self.optimizers() has stepped in epoch %d of %s, so that global_step is 0: no step "
+                "values are logged, and max_steps and every_n_train_steps have no effect; call its step, rather than "
+                "that of the torch optimizer",
+                self.epoch,
+                type(self._run.module).__name__,
+            )
 
     def _reload_when_due(self) -> None:
         num_batches = self.data.num_batches
@@ -286,6 +325,10 @@ class FitLoop(Position):
     def _look_up(self) -> None:
         """Look up once per epoch what every batch needs: attribute look-ups per batch cost measurable time."""
         run = self._run
+        if not isinstance(self._optimization, CompiledOptimization):
+            self._optimization.look_up()  # type: ignore[union-attr]  # setup made it
+        if run.evaluation_loop is not None and self._schedule.settings is not run.settings.evaluation:
+            self._schedule = ValidationSchedule(run, self.data.num_batches)
         self._takes_index = count_arguments(run.module.training_step) > 1
         self._is_compiled = isinstance(self._optimization, CompiledOptimization)
         self._accumulate = 1 if self._is_compiled else run.settings.steps.accumulate_grad_batches
@@ -372,9 +415,12 @@ class FitLoop(Position):
         """Publish, validate and step schedulers after a batch and its hooks."""
         has_stepped = self.global_step != self.steps_before
         if self.phase != "validated":  # a resumed checkpoint may have been saved at the end of this validation
-            if has_stepped and self._publishes:
+            if self._publishes and (has_stepped or self._logs_by_batches):
                 every = self._run.settings.output.log_every_n_steps
-                if self.global_step // every != self.steps_before // every:  # a batch may take several steps
+                now, before = self.global_step, self.steps_before
+                if self._logs_by_batches:
+                    now, before = self.batches_seen, self.batches_seen - self.data.batches_per_item
+                if now // every != before // every:  # a batch may take several steps
                     self._run.publisher.publish_step(self.logged)
             if self._run.evaluation_loop is not None:
                 self._validate_when_due(self._run.evaluation_loop)
@@ -449,6 +495,7 @@ class FitLoop(Position):
         """Let a checkpoint that is saved at the end of validation resume after it."""
         if self.pending.random_state is not None:
             self.phase, self.pending.random_state = "validated", None
+        self.pending.metrics = None
 
     def _validate(self, validation: EvaluationLoop, *, frees_gradients: bool = False) -> None:
         # Just before it, as in Lightning: making a loader may draw random numbers.
@@ -458,7 +505,16 @@ class FitLoop(Position):
         if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
             hook_of(self._run.module, "on_validation_model_zero_grad", TrainModule)()
         self.data.record_position()  # of training, as validation may read the same dataset
-        validation.run(before_end=self._note_validated)
+        # A validation that does not reach its end begins again: without what it has added to metric objects.
+        metrics = self.pending.metrics = self._metric_states()
+        try:
+            validation.run(before_end=self._note_validated)
+        except BaseException:
+            if self.pending.metrics is not None:
+                load_metric_states(self._run.strategy.module, metrics)
+            raise
+        finally:
+            self.pending.metrics = None
         self._schedule.note_run()
         self._run.log_to(self.logged)
         self.pending.vote = True  # a callback, perhaps of one rank only, may have set should_stop
@@ -513,6 +569,8 @@ class FitLoop(Position):
         # Absent in older checkpoints.
         self.pending.saved_samples = state.get("samples_per_batch")
         self.pending.validation_batches = dict(enumerate(state.get("validation_batches", ())))
+        if self.epoch and self._run.settings.data.reload_dataloaders_every_n_epochs:
+            self.data.loader = None  # configure_optimizers may have made that of epoch 0, to read its length
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
@@ -525,10 +583,17 @@ class FitLoop(Position):
             self._run,
             self.data.beginning,
             random=self.pending.random_state or RankRandomState.capture(self._run.strategy, self._before_first_batch),
-            logged=self.pending.logged or self.logged.state_dict(),
+            logged=self.pending.logged or self._logged_state(),
             has_gradients=not self.is_in_backward and (manual is not None or self.in_group > 0),
             weights=weights,
         )
+
+    def _logged_state(self) -> dict[str, Any]:
+        """Return the logged values of the epoch, and the states of the module's other metric objects."""
+        return {**self.logged.state_dict(), "metrics": self.pending.metrics or self._metric_states()}
+
+    def _metric_states(self) -> dict[str, Any]:
+        return metric_states(self._run.strategy.module, self.logged.logged_metrics)
 
     @property
     def _before_first_batch(self) -> RandomState | None:

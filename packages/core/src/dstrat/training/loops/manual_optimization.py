@@ -44,7 +44,8 @@ class ManualOptimization:
         module = self.module = run.module
         _check_arguments(run.settings.steps, module)
         self._loop, self._weights = run.fit_loop, run.fit_loop.loss_weights
-        self._training_step = run.profiled("training_step", bind_step(run.strategy, module, "training_step"))
+        self._run = run
+        self.look_up()
         self._backward = bind_backward(run.strategy)
         self._before_backward = run.hooks.of("on_before_backward")
         self._after_backward = run.hooks.of("on_after_backward")
@@ -52,6 +53,11 @@ class ManualOptimization:
         self.has_gradients = self.is_in_backward = False
         if run.is_global_zero:
             _warn_of_intervals(run.strategy.lr_schedulers, module)
+
+    def look_up(self) -> None:
+        """Look up the module's ``training_step``, which users change between epochs."""
+        run = self._run
+        self._training_step = run.profiled("training_step", bind_step(run.strategy, run.module, "training_step"))
 
     def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:  # noqa: ARG002 - the module accumulates by itself
         """Train on a batch; return the result of ``training_step``.

@@ -126,7 +126,6 @@ class AutomaticOptimization:
         module, strategy, hooks = run.module, run.strategy, run.hooks
         self._run, self._module, self._strategy = run, module, strategy
         self._optimizer = _single(strategy.optimizers)
-        self._training_step = run.profiled("training_step", bind_step(strategy, module, "training_step"))
         self._backward = run.profiled("backward", bind_backward(strategy))
         self._unscale = bind_unscaling(strategy)
         self._optimizer_step = run.profiled(
@@ -134,15 +133,12 @@ class AutomaticOptimization:
         )
         self._loop, self._weights = run.fit_loop, run.fit_loop.loss_weights
         self._zero_grad = self._find_zero_grad()
-        self._clips = run.settings.steps.gradient_clip_val is not None or overrides(
-            module, "configure_gradient_clipping", TrainModule
-        )
         self._configure_clipping = hook_of(module, "configure_gradient_clipping", TrainModule)
         self._before_zero_grad = hooks.of("on_before_zero_grad")
         self._before_backward = hooks.of("on_before_backward")
         self._after_backward = hooks.of("on_after_backward")
         self._before_optimizer_step = hooks.of("on_before_optimizer_step")
-        self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
+        self.look_up()
         # Gradients that training_step computes are not divided, and scaled before the step.
         self._divides = strategy.compiled_steps() is None
         strategy.weigh_batch = None if self._divides else self._weigh_early
@@ -155,6 +151,15 @@ class AutomaticOptimization:
         self._outputs: Any = None
         self._has_warned = False
         self.is_in_backward = False
+
+    def look_up(self) -> None:
+        """Look up what users change between epochs: the module's ``training_step``, and clipping."""
+        run, module = self._run, self._module
+        self._training_step = run.profiled("training_step", bind_step(self._strategy, module, "training_step"))
+        self._clips = bool(run.settings.steps.gradient_clip_val) or overrides(
+            module, "configure_gradient_clipping", TrainModule
+        )
+        self._prepares = self._clips or bool(self._unscale or self._before_optimizer_step)
 
     def _find_step(self) -> Callable[[Callable[[], Any]], Any]:
         module, run, optimizer = self._module, self._run, self._optimizer

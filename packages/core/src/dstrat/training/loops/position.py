@@ -20,6 +20,7 @@ from dstrat.data.resume import (
     share_seeds,
     shared_seeds,
 )
+from dstrat.training.metrics.metric_objects import load_metric_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,6 +117,7 @@ class Pending:
         readers: Numbers of readers of the data whose counters these are, and of those now, if the job has another size.
         random_state: Random state from which a checkpoint of now repeats the validation.
         logged: Logged values of the epoch that was broken off, for a resume within it.
+        metrics: States of metric objects from which a checkpoint of now repeats the validation.
     """
 
     stop: bool = False
@@ -130,6 +132,7 @@ class Pending:
     readers: tuple[int, int] | None = None
     random_state: RankRandomState | None = None
     logged: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
 
 
 # Per-rank state of a resume: random state, position in the data, gradients
@@ -277,6 +280,7 @@ class ResumeState:
         self._restore_weights()
         if state["logged"] is not None:
             run.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
+            load_metric_states(strategy.module, state["logged"].get("metrics", {}))  # absent in older checkpoints
         loader = run.fit_loop.data.loader
         if self.position is not None and _is_over(run) and is_stateful(loader):
             restore_end_position(loader, self.position)

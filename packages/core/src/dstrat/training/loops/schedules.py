@@ -95,11 +95,15 @@ class ValidationSchedule:
         run: Has ``val_check_interval`` and ``check_val_every_n_epoch``.
         num_batches: Number of training batches in an epoch; None if it is unknown.
 
+    Attributes:
+        settings: The settings that the schedule is of.
+
     Raises:
         MisuseError: Validation would never run.
     """
 
     def __init__(self, run: Run, num_batches: int | None) -> None:
+        self.settings = run.settings.evaluation
         interval = run.settings.evaluation.val_check_interval
         self._epochs = run.settings.evaluation.check_val_every_n_epoch
         self._batches: int | None = None

@@ -241,6 +241,11 @@ class LoggedValues:
         return (*self._entries.values(), *self._resumed.values())
 
     @property
+    def logged_metrics(self) -> list[MetricEntry]:
+        """The entries of metric objects that were logged in this epoch."""
+        return [entry for entry in self.entries if isinstance(entry, MetricEntry) and entry.was_logged]
+
+    @property
     def loaders_of(self) -> dict[str, set[str]]:
         """The suffixes of the loaders that logged an epoch value without a suffix, by its name."""
         return {self._entries[name].epoch_name: suffixes for name, suffixes in self._loaders_of.items()}

@@ -16,7 +16,7 @@ from dstrat.parallel.metric_states import UPDATED_BY_PEERS
 from dstrat.training.metrics.values import LoggedValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.metrics.reduction import Options
@@ -88,18 +88,11 @@ class MetricEntry(LoggedValue):
 
     def state_dict(self) -> dict[str, Any]:
         metric = self.metric
-        # Lists are copied: the metric appends to them, and reset clears them in place.
-        state = {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
-        return {**super().state_dict(), "metric": state, "update_count": metric.update_count}
+        return {**super().state_dict(), "metric": _state_of(metric), "update_count": metric.update_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        device = self.metric.device
-        moved = {
-            name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
-            for name, value in state["metric"].items()
-        }
-        _set_state(self.metric, moved, state["update_count"])
+        _restore_state(self.metric, state)
 
     def _checked(self, value: Any, verb: str) -> Tensor | float:
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -140,6 +133,50 @@ def _attribute_of(name: str, metric: Any, module: nn.Module, attribute: str | No
 
 
 # State of metric objects
+
+
+def metric_states(module: nn.Module, logged: Iterable[MetricEntry]) -> dict[str, dict[str, Any]]:
+    """Return the states of a module's metric objects, by their paths, without those that are saved as logged."""
+    saved = {id(entry.metric) for entry in logged}
+    if torchmetrics := sys.modules.get("torchmetrics"):
+        for submodule in module.modules():
+            if isinstance(submodule, torchmetrics.MetricCollection):
+                # Metrics of a collection that compute from one state get it only when the collection is read.
+                submodule.items(copy_state=False)
+    return {
+        path: {"metric": _state_of(submodule), "update_count": submodule.update_count}
+        for path, submodule in module.named_modules()
+        if is_metric(submodule) and id(submodule) not in saved and _has_tensors_only(submodule)
+    }
+
+
+def load_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restore the result of :func:`metric_states`; metric objects that the module lacks now are left out."""
+    metrics = {path: submodule for path, submodule in module.named_modules() if is_metric(submodule)}
+    for path in metrics.keys() & states.keys():
+        _restore_state(metrics[path], states[path])
+
+
+def _has_tensors_only(metric: Any) -> bool:
+    """Return whether a checkpoint can have the state; a metric may append anything to a list."""
+    values = metric.metric_state.values()
+    return all(isinstance(one, Tensor) for value in values for one in (value if isinstance(value, list) else [value]))
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    # Copied: updates change tensors in place, and append to lists, which reset clears in place.
+    return {
+        name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
+    }
+
+
+def _restore_state(metric: Any, state: Mapping[str, Any]) -> None:
+    device = metric.device
+    moved = {
+        name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value.to(device)
+        for name, value in state["metric"].items()
+    }
+    _set_state(metric, moved, state["update_count"])
 
 
 @contextmanager

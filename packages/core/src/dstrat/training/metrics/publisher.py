@@ -85,7 +85,7 @@ class Publisher:
         if values:
             loop = self._run.fit_loop
             row = {"epoch": loop.epoch, **values}
-            call_loggers(self._run.loggers, "log_metrics", row, loop.global_step if step is None else step)
+            call_loggers(self._run.loggers, "log_metrics", row, loop.logged_step if step is None else step)
 
 
 # The logged values of a run, for callbacks, loggers and the progress bar
