@@ -158,14 +158,18 @@ def test_a_module_within_a_module_logs(library, make):
     assert made.callback_metrics["inner"] == 2.0
 
 
-def test_a_monitor_of_a_scheduler_that_takes_no_value_is_left_out(make):
+@pytest.mark.parametrize("place", ["scheduler", "optimizer", "optimizer of a dict"])
+def test_a_monitor_of_a_scheduler_that_takes_no_value_is_left_out(make, place):
     net, data, trainer = make
 
     class Monitored(net):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            if place == "scheduler":
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            config = scheduler if place == "optimizer" else {"scheduler": scheduler}
+            return {"optimizer": optimizer, "lr_scheduler": config, "monitor": "val_loss"}
 
     trainer().fit(Monitored(), datamodule=data())
 

@@ -232,6 +232,29 @@ def test_overridden_optimization_hooks_take_part(quiet_trainer, make_line, loade
     assert torch.equal(weights(module), weights(plain))
 
 
+def test_an_optimizer_that_wraps_another_is_stepped(quiet_trainer, make_line, loader):
+    class Wrapper(torch.optim.SGD):
+        def __init__(self, optimizer):
+            super().__init__(optimizer.param_groups, lr=0.05)
+            self.optimizer, self.steps = optimizer, 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            return super().step(closure)
+
+    class Wrapped(type(make_line())):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+        def configure_optimizers(self):
+            return Wrapper(torch.optim.SGD(self.parameters(), lr=0.05))
+
+    module = make_line(Wrapped)
+    trainer = quiet_trainer(max_steps=3)
+    trainer.fit(module, loader())
+    assert trainer.optimizers[0].steps == 3
+
+
 def test_a_step_without_a_loss_trains_nothing_and_counts(quiet_trainer, make_line, loader, caplog):
     class Skipping(type(make_line())):
         def training_step(self, batch, batch_idx):

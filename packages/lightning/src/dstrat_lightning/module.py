@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dstrat import TrainModule, seed_everything
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.resolve.plan import PlanRow
+from dstrat.training.loops.optimization import OptimizerProxy
 from dstrat_lightning.checkpoint import LightningCheckpointIO
 from dstrat_lightning.conversion import convert, is_of_lightning
 from dstrat_lightning.internals import ModuleAttributes
@@ -53,7 +54,9 @@ def without_idle_monitors(configure_optimizers: Callable[..., Any]) -> Callable[
     def configure(self: Any) -> Any:
         returned = configure_optimizers(self)
         for config in _scheduler_dicts(returned):
-            scheduler = config.get("scheduler")
+            scheduler = config.get("scheduler", config.get("lr_scheduler"))
+            if isinstance(scheduler, dict):
+                scheduler = scheduler.get("scheduler")
             if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
                 config.pop("monitor", None)
         return returned
@@ -62,13 +65,11 @@ def without_idle_monitors(configure_optimizers: Callable[..., Any]) -> Callable[
 
 
 def _scheduler_dicts(returned: Any) -> list[dict[str, Any]]:
-    """Return the dicts of schedulers in what ``configure_optimizers`` returned."""
+    """Return the dicts with a scheduler, or an optimizer and a scheduler, in a result of ``configure_optimizers``."""
     if isinstance(returned, dict):
-        return [returned["lr_scheduler"]] if isinstance(returned.get("lr_scheduler"), dict) else []
-    if not isinstance(returned, list | tuple):
-        return []
-    nested = [config for value in returned for config in _scheduler_dicts(value)]
-    return [*(value for value in returned if isinstance(value, dict) and "scheduler" in value), *nested]
+        return [returned, *_scheduler_dicts(returned.get("lr_scheduler"))]
+    values = returned if isinstance(returned, list | tuple) else ()
+    return [config for value in values for config in _scheduler_dicts(value)]
 
 
 def _write_single_files(trainer: Trainer) -> None:
@@ -124,6 +125,8 @@ class ModuleBridge(ModuleAttributes, TrainModule):
         optimizers = super().optimizers()
         if use_pl_optimizer:
             return optimizers
-        if isinstance(optimizers, list):
-            return [getattr(one, "optimizer", one) for one in optimizers]
-        return getattr(optimizers, "optimizer", optimizers)
+        return [_plain(one) for one in optimizers] if isinstance(optimizers, list) else _plain(optimizers)
+
+
+def _plain(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer

@@ -195,6 +195,73 @@ def test_two_optimizers_undo_the_scale_that_their_gradients_have():
     assert precision.state_dict()["scale"] == 512.0
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_after_a_step_that_was_left_out_have_no_scale(to_none):
+    training, plain = Training(scaling()), Training(MixedPrecision("bf16-mixed"))
+    for part in training, plain:
+        part.backward()
+        part.precision.unscale_gradients(part.optimizer)
+        part.optimizer.zero_grad(set_to_none=to_none)
+        part.backward()
+        part.precision.unscale_gradients(part.optimizer)
+    assert torch.allclose(training.grad, plain.grad, rtol=0.05)
+
+
+def test_gradients_are_added_to_clipped_ones_with_the_same_scale():
+    training = Training(scaling(), lr=1.0)
+    before = training.weight
+    for _ in range(2):
+        training.backward()
+        training.precision.clip_gradients(training.optimizer, 1e-3, "value")
+    training.backward()
+    summed = training.grad / 1024
+    training.precision.optimizer_step(training.optimizer, lambda: torch.zeros(()))
+    assert torch.allclose(before - training.weight, summed, rtol=1e-3)
+    assert training.grad.abs().max() > 1e-3
+
+
+def test_another_loss_before_the_step_changes_no_clipped_gradients():
+    precision = scaling()
+    first, second = Training(precision, lr=1.0), Training(precision)
+    before = first.weight
+    first.backward()
+    precision.clip_gradients(first.optimizer, 1e-3, "value")
+    clipped = first.grad
+    second.backward()
+    for training in second, first:
+        precision.optimizer_step(training.optimizer, lambda: torch.zeros(()))
+    assert torch.allclose(before - first.weight, clipped, rtol=1e-3)
+
+
+def test_clipped_gradients_outlast_the_step_of_another_optimizer():
+    precision = scaling()
+    first, second = Training(precision, lr=1.0), Training(precision)
+    before = first.weight
+    first.backward()
+    second.backward()
+    precision.clip_gradients(first.optimizer, 1e-3, "value")
+    clipped = first.grad
+    precision.optimizer_step(second.optimizer, lambda: torch.zeros(()))
+    second.step()
+    precision.unscale_gradients(first.optimizer)
+    assert torch.allclose(first.grad, clipped, rtol=1e-3)
+    precision.optimizer_step(first.optimizer, lambda: torch.zeros(()))
+    assert torch.allclose(before - first.weight, clipped, rtol=1e-3)
+
+
+def test_a_clipped_overflow_is_skipped_after_another_loss():
+    precision = scaling()
+    first, second = Training(precision), Training(precision)
+    before = first.weight
+    first.backward(factor=float("inf"))
+    precision.clip_gradients(first.optimizer, 1e-3, "value")
+    second.backward()
+    for training in first, second:
+        precision.optimizer_step(training.optimizer, lambda: torch.zeros(()))
+    assert torch.equal(first.weight, before)
+    assert precision.state_dict()["scale"] == 512.0
+
+
 def test_the_scale_goes_on_from_a_checkpoint():
     training = Training(scaling(growth_interval=2))
     training.step()

@@ -202,6 +202,17 @@ def test_all_ranks_follow_rank_0_and_the_result_comes_back(fit, averaging, scrip
     assert callback.stopping_reason == "score = 4, no better than 4 in 1 check"
 
 
+def test_a_value_that_only_rank_0_logs_is_checked_on_all_ranks(quiet_trainer, loader, averaging, scripted):
+    class OnlyZero(scripted):
+        def on_validation_epoch_end(self):
+            self.log("mine", 1.0, rank_zero_only=True)
+
+    callback = EarlyStopping("mine", patience=1)
+    trainer = quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=4)
+    trainer.fit(OnlyZero(), loader(), loader())
+    assert trainer.current_epoch == 2
+
+
 def test_a_value_that_nobody_logs_is_an_error_on_all_ranks(fit, averaging):
     with pytest.raises(RankFailedError, match=r"waits for a value which was not logged: .* choose from loss, score"):
         fit(EarlyStopping("scores"), [1, 1, 1], devices=2, strategy=averaging())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrat import Callback, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
+from dstrat import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TorchCheckpointIO
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
@@ -224,6 +224,30 @@ def test_a_value_that_validation_logs_per_step_too_is_ranked_by_the_epoch(fit, t
     assert names(tmp_path) == ["step=2-score=0.4.ckpt", "step=4-score=0.3.ckpt"]
 
 
+@pytest.mark.parametrize("on_epoch", [None, True])
+def test_a_name_of_training_and_validation_is_ranked_by_validation(fit, tmp_path, scripted, on_epoch):
+    class SameName(scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("score", -float(self.global_step), on_epoch=on_epoch)
+            return self.layer(batch[0]).square().mean()
+
+    callback = ModelCheckpoint(tmp_path, "{epoch}-{score:.1f}", monitor="score")
+    fit(callback, module=SameName([0.3, 0.1, 0.2]))
+    assert names(tmp_path) == ["epoch=1-score=0.1.ckpt"]
+    assert callback.best_model_score == 0.1
+
+
+def test_each_validation_of_several_loaders_is_ranked(fit, quiet_trainer, loader, tmp_path, scripted):
+    class Loaders(scripted):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("score", float(self.global_step), on_step=True, on_epoch=True)
+
+    callback = ModelCheckpoint(tmp_path, "{step}", monitor="score/dataloader_idx_0", save_top_k=-1)
+    trainer = quiet_trainer(callbacks=callback, limit_train_batches=4, val_check_interval=2, max_epochs=1)
+    trainer.fit(Loaders(), loader(), [loader(), loader()])
+    assert names(tmp_path) == ["step=2.ckpt", "step=4.ckpt"]
+
+
 def test_batches_that_take_several_steps_do_not_jump_over_the_step_that_is_due(fit, tmp_path, scripted):
     class TwoSteps(scripted):
         automatic_optimization = False
@@ -426,6 +450,18 @@ def test_a_value_that_only_rank_0_has_hangs_nobody(quiet_trainer, loader, averag
     callback = ModelCheckpoint(tmp_path, "{step}", monitor="mine", every_n_train_steps=1)
     quiet_trainer(devices=2, strategy=averaging(), callbacks=callback, max_epochs=1).fit(OnlyZero(), loader())
     assert names(tmp_path) == ["step=3.ckpt"]
+
+
+def test_a_validation_of_rank_0_alone_is_ranked(quiet_trainer, loader, averaging, tmp_path, scripted):
+    class OnlyZero(scripted):
+        def on_validation_epoch_end(self):
+            self.log("mine", float(self.global_step), rank_zero_only=True)
+
+    callbacks = [ModelCheckpoint(tmp_path, "{step}", monitor="mine", save_top_k=-1), EarlyStopping("mine", patience=9)]
+    trainer = quiet_trainer(devices=2, strategy=averaging(), callbacks=callbacks, val_check_interval=1, max_epochs=1)
+    trainer.fit(OnlyZero(), loader(), loader())
+    assert names(tmp_path) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert (callbacks[1].best_score, callbacks[1].wait_count) == (1.0, 2)
 
 
 @pytest.mark.parametrize(

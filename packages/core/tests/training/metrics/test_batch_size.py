@@ -31,6 +31,8 @@ class Batch:
         (Batch("first", (torch.zeros(8),)), 8),
         (np.zeros((9, 2)), 9),
         (2.5, 1),
+        ([1, [2, 3]], 1),
+        ({"is_train": True, "lengths": [3, np.float32(4.0)], "x": torch.zeros(5, 2)}, 5),
         (["a", "b"], None),
         ({}, None),
         (object(), None),

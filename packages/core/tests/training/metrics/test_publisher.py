@@ -46,6 +46,41 @@ def test_values_of_training_stay_known_while_validation_goes_on(quiet_trainer, s
     assert last == ({"val": 2.0, "index": 5.0}, {"val": 2.0, "index": 5.0, "hidden": 1.0})
 
 
+@pytest.mark.parametrize("on_step", [False, True])
+def test_the_newest_value_of_a_name_counts(quiet_trainer, make_line, loader, on_step):
+    class SameName(type(make_line())):
+        def training_step(self, batch, batch_idx):
+            self.log("x", float(batch_idx), prog_bar=True)
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("x", 9.0, prog_bar=True, on_step=on_step, on_epoch=not on_step)
+
+    class Reading(Callback):
+        def __init__(self):
+            self.in_training, self.after_validation = [], []
+
+        def read(self, trainer):
+            return trainer.callback_metrics["x"].item(), trainer.progress_bar_metrics["x"]
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.in_training.append(self.read(trainer))
+
+        def on_validation_end(self, trainer, module):
+            self.after_validation.append(self.read(trainer))
+
+        def on_train_epoch_end(self, trainer, module):
+            self.after_validation.append(self.read(trainer))
+
+    callback = Reading()
+    options = {"limit_train_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(max_epochs=2, callbacks=callback, **options)
+    trainer.fit(make_line(SameName), loader(), loader())
+    assert callback.in_training == [(0.0, 0.0), (1.0, 1.0)] * 2
+    assert callback.after_validation == [(9.0, 9.0)] * 6
+    assert trainer.callback_metrics["x"] == 9.0
+
+
 def test_what_loggers_write_is_known_as_logged_metrics(quiet_trainer, shown, loader):
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(shown, loader(), loader())

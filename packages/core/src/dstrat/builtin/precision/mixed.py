@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,6 +136,9 @@ class LossScale:
     The scale changes before the first loss after a step, and not in the step: several optimizers may step one after
     the other, after backward passes with one scale, and all must undo the same scale.
 
+    A loss may follow gradients that were unscaled, for clipping, and not used in a step.  They are scaled again then,
+    so that gradients which are added to them have the same scale, and all are unscaled together.
+
     Args:
         scaler: How the scale adapts; None takes torch's defaults, on the device of the first loss.
     """
@@ -142,12 +146,13 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
         self._scaler = scaler
         self._loaded_state: dict[str, Any] = {}
-        self._unscaled: set[int] = set()
-        self._has_stepped = False
+        self._unscaled: dict[int, Optimizer] = {}
+        self._stepped: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss (a scalar) times the scale."""
-        self._adapt()
+        if self._unscaled or self._stepped:
+            self._adapt()
         if self._scaler is None:  # made now, as the device of the training is not known before
             self._scaler = torch.amp.GradScaler(loss.device.type)
             self.load_state_dict(self._loaded_state)
@@ -159,7 +164,7 @@ class LossScale:
         reduce_overflow: Callable[[Tensor], object] | None = None,
         peers_have_gradients: bool = False,
     ) -> None:
-        """Undo the scale in the gradients of an optimizer, once between two steps.
+        """Undo the scale in the gradients of an optimizer, once between a loss and the next one.
 
         Args:
             optimizer: The optimizer.
@@ -169,10 +174,10 @@ class LossScale:
         # GradScaler raises at a second time, and for an optimizer without gradients.
         if self._scaler is None or id(optimizer) in self._unscaled:
             return
-        if not (peers_have_gradients or _has_gradients(optimizer)):
+        if not (peers_have_gradients or _gradients(optimizer)):
             return
         self._scaler.unscale_(optimizer)
-        self._unscaled.add(id(optimizer))
+        self._unscaled[id(optimizer)] = optimizer
         if reduce_overflow is not None:
             # DTensor reduces over the mesh of the first gradient, which may not be that of all.
             overflows = self._scaler._found_inf_per_device(optimizer)  # noqa: SLF001 - no public name
@@ -190,7 +195,7 @@ class LossScale:
         Raises:
             MisuseError: The gradients come from a loss that was not scaled.
         """
-        if not _has_gradients(optimizer) and id(optimizer) not in self._unscaled:
+        if not _gradients(optimizer) and id(optimizer) not in self._unscaled:
             return
         if self._scaler is None:
             raise MisuseError(
@@ -203,7 +208,7 @@ class LossScale:
             self._scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        self._has_stepped = True
+        self._stepped.add(id(optimizer))
         if not steps:
             _log.warning(
                 "step skipped: a gradient is not finite at the loss scale %g, which becomes smaller",
@@ -212,7 +217,8 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and when it changes next; empty before the first loss."""
-        self._adapt()
+        if self._stepped:
+            self._adapt()
         return self._loaded_state if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,11 +228,24 @@ class LossScale:
             self._scaler.load_state_dict(dict(state))
 
     def _adapt(self) -> None:
-        if self._scaler is not None and self._has_stepped:
+        """Change the scale after a step, and apply it to unscaled gradients that were not used in one."""
+        assert self._scaler is not None  # noqa: S101 - nothing is unscaled without it
+        unused = [optimizer for key, optimizer in self._unscaled.items() if key not in self._stepped]
+        # Read before the update, which adds them up in place.
+        overflows = [any(self._scaler._found_inf_per_device(optimizer).values()) for optimizer in unused]  # noqa: SLF001
+        if self._stepped:
             self._scaler.update()
-            self._unscaled.clear()
-            self._has_stepped = False
+        for optimizer, overflow in zip(unused, overflows, strict=True):
+            # Clipping may have made the gradients finite: their step is to be skipped nevertheless.
+            factor = math.inf if overflow else self._scaler.get_scale()
+            with torch.no_grad():
+                for gradient in _gradients(optimizer):
+                    gradient.mul_(factor)
+            self._scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001 - unscale_ would raise
+        self._unscaled.clear()
+        self._stepped.clear()
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

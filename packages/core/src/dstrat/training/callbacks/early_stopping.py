@@ -11,7 +11,7 @@ from typing_extensions import override
 from dstrat.errors import MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import not_logged
-from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue, was_completed
+from dstrat.training.callbacks.monitored import as_tensor, is_overdue, new_value, was_completed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,7 +136,7 @@ class EarlyStopping(Callback):
         if not trainer.is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end is True:
             return
         # With False the value must come from validation, and it is an error in _check if it does not.
-        if is_new(self.monitor, trainer.run) or self.check_on_train_epoch_end is False:
+        if self.check_on_train_epoch_end is False or new_value(self.monitor, trainer.run) is not None:
             self._comes_from_validation = True
             self._check(trainer, requires_value=True)
 

@@ -17,7 +17,7 @@ from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
 from dstrat.training.callbacks.checkpoint_ranking import Decision, RetainedCheckpoints, SaveLast
-from dstrat.training.callbacks.monitored import as_tensor, is_new, is_overdue
+from dstrat.training.callbacks.monitored import as_tensor, is_overdue, new_value
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes, check_count
 from dstrat.training.checkpoint.path import check_writable, default_folder, remove_checkpoint
@@ -169,6 +169,7 @@ class ModelCheckpoint(Callback):
         self._is_in_epoch = False
         self._comes_from_validation = False
         self._validated_at_step = -1
+        self._validation_score: float | None = None
         self._ranked_at_step = 0
         self._is_untold = False
         self._saved_paths: list[str] = []
@@ -248,6 +249,7 @@ class ModelCheckpoint(Callback):
             "ranked_at_step": self._ranked_at_step,
             "comes_from_validation": self._comes_from_validation,
             "validated_at_step": self._validated_at_step,
+            "validation_score": self._validation_score,
             "is_due": self._is_due,
             "driven_out": list(self._evicted),
             **self._retained.state_dict(),
@@ -267,6 +269,7 @@ class ModelCheckpoint(Callback):
         self._ranked_at_step = state_dict.get("ranked_at_step", 0)
         self._comes_from_validation = state_dict.get("comes_from_validation", False)
         self._validated_at_step = state_dict.get("validated_at_step", -1)
+        self._validation_score = state_dict.get("validation_score")
         self._is_due = state_dict.get("is_due", False)
         in_same_folder = str(self.dirpath) == state_dict["dirpath"]
         self._retained.load_state_dict(state_dict, in_same_folder=in_same_folder)
@@ -401,8 +404,10 @@ class ModelCheckpoint(Callback):
         times = self._times
         if not trainer.is_fitting or trainer.sanity_checking or times.save_on_train_epoch_end:
             return
-        if times.save_on_train_epoch_end is None and (self.monitor is None or not is_new(self.monitor, trainer.run)):
+        score = None if self.monitor is None else new_value(self.monitor, trainer.run)
+        if times.save_on_train_epoch_end is None and score is None:
             return
+        self._validation_score = score
         self._comes_from_validation = True
         self._validated_at_step = trainer.global_step
         if times.counts_epochs:
@@ -529,6 +534,9 @@ class ModelCheckpoint(Callback):
         # A value of an earlier validation does not belong to the weights of this step.
         if self._comes_from_validation and self._validated_at_step != trainer.global_step:
             return None
+        # Training may have logged the same name since.
+        if self.monitor is not None and self._comes_from_validation and self._validation_score is not None:
+            values[self.monitor] = self._validation_score
         score = float(values["step" if self.monitor is None else self.monitor])
         assert self.dirpath is not None  # noqa: S101 - setup has set it
         replaces = not trainer.strategy.checkpoint_io.is_collective

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
+from dstrat.training.metrics.values import extended
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -13,15 +15,18 @@ if TYPE_CHECKING:
     from dstrat.training.run import Run
 
 
-def is_new(monitor: str, run: Run) -> bool:
-    """Return whether the latest epoch of training or evaluation has logged a value.
+def new_value(monitor: str, run: Run) -> float | None:
+    """Return the value that rank 0 has logged in the latest epoch of training or evaluation; None without; collective.
 
     Args:
         monitor: The logged name, without the suffix ``_epoch``.
         run: Has the values.
     """
     latest = run.metrics.latest_epoch
-    return monitor in latest or f"{monitor}_epoch" in latest
+    value = latest.get(monitor, latest.get(extended(monitor, "_epoch"))) if run.is_global_zero else None
+    # Other ranks may lack it, with rank_zero_only=True, and all have to act alike.
+    shared: float | None = run.strategy.broadcast(None if value is None else float(value))
+    return shared
 
 
 def is_overdue(run: Run) -> bool:

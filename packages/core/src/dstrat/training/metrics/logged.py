@@ -310,20 +310,28 @@ _SEQUENCES = (list, tuple)
 def size_of(batch: Any) -> int | None:
     """Return the length of the first dimension of the first array or tensor in a batch; None if it has none.
 
-    It searches mappings, sequences and dataclasses in their order.  A number, or a 0-dim tensor, has the size 1.
+    It searches mappings, sequences and dataclasses in their order.  A 0-dim tensor has the size 1, and so has a batch
+    of numbers without a tensor.
     """
+    size = _first_size(batch, of_number=None)
+    return _first_size(batch, of_number=1) if size is None else size
+
+
+def _first_size(batch: Any, *, of_number: int | None) -> int | None:
     kind = type(batch)
     if kind is list or kind is tuple:  # most batches; an identity test is faster than isinstance
         items = batch
     else:
         shape = getattr(batch, "shape", None)
         if shape is not None:
-            return int(shape[0]) if shape else 1
+            if shape:
+                return int(shape[0])
+            return 1 if isinstance(batch, Tensor) else of_number  # a number of numpy
         if isinstance(batch, _NUMBERS):
-            return 1
+            return of_number
         items = _items(batch)
     for item in items:
-        size = size_of(item)
+        size = _first_size(item, of_number=of_number)
         if size is not None:
             return size
     return None

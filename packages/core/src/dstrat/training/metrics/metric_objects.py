@@ -65,6 +65,7 @@ class MetricEntry(LoggedValue):
         if value is not self.metric:
             raise MisuseError(f"log({self.name!r}) got another metric object than before: give each a name of its own")
         self.is_fresh = self.was_logged = True
+        self.is_superseded = False
         if self.on_step:
             # The result of the metric's last call, as in Lightning; torchmetrics (1.x) has no public name for it.
             self.latest = self._checked(value._forward_cache, "returned")  # noqa: SLF001

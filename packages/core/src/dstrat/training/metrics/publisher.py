@@ -119,21 +119,29 @@ class Metrics:
         self.__dict__.update(state, _numbers=WeakTensorKeyDictionary())
 
     def follow(self, logged: LoggedValues) -> None:
-        """Read step values from a stage too; an earlier stage keeps its values."""
-        self._stages = [*(stage for stage in self._stages if stage is not logged), logged]
+        """Read step values from a stage too; an earlier stage keeps its values.
+
+        The newest value of a name counts: the stage's own ones of its last run may be older than those of others.
+        """
+        others = [stage for stage in self._stages if stage is not logged]
+        newer = {e.step_name for stage in others for e in _steps(stage)}
+        for entry in _steps(logged):
+            if entry.step_name in newer:
+                entry.supersede()
+        self._stages = [*others, logged]
 
     # Reading
 
     @property
     def callback_values(self) -> dict[str, Tensor]:
-        """The values of the last epochs and of the latest steps, by name."""
+        """The values of the last epochs and of the latest steps, by name; the newest of a name."""
         return {
             name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             for name, value in self._latest().items()
         }
 
     def _latest(self) -> dict[str, Tensor | float]:
-        steps = {e.step_name: e.step_value for stage in self._stages for e in stage.entries if e.on_step}
+        steps = {e.step_name: e.step_value for stage in self._stages for e in _steps(stage)}
         return self._values | {name: value for name, value in steps.items() if value is not None}
 
     @property
@@ -154,9 +162,7 @@ class Metrics:
         return self.as_numbers(values | self._shown_steps | self._step_values_shown())
 
     def _step_values_shown(self) -> dict[str, Tensor | float]:
-        return {
-            e.name: e.shown_value for stage in self._stages for e in stage.entries if e.on_step and e.options.prog_bar
-        }
+        return {e.name: e.shown_value for stage in self._stages for e in _steps(stage) if e.options.prog_bar}
 
     def as_numbers(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Return values as plain numbers; those on a device are copied together, as each copy waits for the device.
@@ -197,7 +203,11 @@ class Metrics:
         """Reduce the values of an epoch, and return those that loggers write; collective."""
         reduced = take_epoch(logged, self._strategy, self._strategy.module)
         self.latest_epoch |= {entry.epoch_name: value for entry, value in reduced}
-        self._values |= {name: value for entry, value in reduced for name in (entry.epoch_name, entry.name)}
+        values = {name: value for entry, value in reduced for name in (entry.epoch_name, entry.name)}
+        self._values |= values
+        for step in (step for stage in self._stages for step in _steps(stage)):
+            if step.step_name in values:
+                step.supersede()
         self._shown |= {entry.epoch_name for entry, _ in reduced if entry.options.prog_bar}
         written = {entry.epoch_name: value for entry, value in reduced if entry.is_written}
         self._written |= written.keys()
@@ -220,6 +230,11 @@ class Metrics:
         self._shown |= set(state["shown"])
         self._shown_steps |= state.get("shown_steps", {})  # older checkpoints have none
         self._written |= set(state["written"])
+
+
+def _steps(stage: LoggedValues) -> list[LoggedValue]:
+    """Return the entries of a stage whose step value is the newest of its name."""
+    return [entry for entry in stage.entries if entry.on_step and not entry.is_superseded]
 
 
 # Reduction of the values of a step or an epoch over all ranks

@@ -37,6 +37,7 @@ class LoggedValue:
 
     Attributes:
         is_fresh: Whether it was logged since the last write of step values.
+        is_superseded: Whether another stage has given a value of the step value's name since it was logged.
         was_logged: Whether it was logged in this epoch.
         latest: The value of the last step in this process.
         step_name: Name of the step value.
@@ -47,6 +48,7 @@ class LoggedValue:
         "epoch_name",
         "in_step",
         "is_fresh",
+        "is_superseded",
         "latest",
         "name",
         "on_epoch",
@@ -62,10 +64,10 @@ class LoggedValue:
         self.name, self.options, self.in_step = name, options, in_step
         self.on_step = of_steps if options.on_step is None else options.on_step
         self.on_epoch = not of_steps if options.on_epoch is None else options.on_epoch
-        self.is_fresh = self.was_logged = False
+        self.is_fresh = self.is_superseded = self.was_logged = False
         self.latest: Tensor | float = 0.0
-        self.step_name = _extended(name, "_step") if self.on_epoch else name
-        self.epoch_name = _extended(name, "_epoch") if self.on_step else name
+        self.step_name = extended(name, "_step") if self.on_epoch else name
+        self.epoch_name = extended(name, "_epoch") if self.on_step else name
 
     @property
     def value_names(self) -> set[str]:
@@ -99,19 +101,29 @@ class LoggedValue:
         """Start another epoch."""
         self.was_logged = False
 
+    def supersede(self) -> None:
+        """Leave the name of the step value to a newer value of another stage, until it is logged again."""
+        self.is_superseded = True
+
     def weigh(self, value: Tensor | float, weight: Tensor | float) -> None:
         """Accumulate a value that was taken without a weight, with its weight in the mean; metric objects do not."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the epoch until now, as plain values and tensors."""
-        return {"latest": self.latest, "is_fresh": self.is_fresh, "was_logged": self.was_logged}
+        return {
+            "latest": self.latest,
+            "is_fresh": self.is_fresh,
+            "is_superseded": self.is_superseded,
+            "was_logged": self.was_logged,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values of the epoch."""
         self.latest, self.is_fresh, self.was_logged = state["latest"], state["is_fresh"], state["was_logged"]
+        self.is_superseded = state.get("is_superseded", False)  # absent in older checkpoints
 
 
-def _extended(name: str, ending: str) -> str:
+def extended(name: str, ending: str) -> str:
     """Return a name with an ending, inserted before the index of a loader."""
     base, separator, index = name.rpartition(DATALOADER_SUFFIX)
     return f"{base}{ending}{separator}{index}" if separator else f"{name}{ending}"
@@ -189,6 +201,10 @@ class NumberEntry(LoggedValue):
         super().start_epoch()
         self._reset()
 
+    def supersede(self) -> None:
+        super().supersede()
+        self.reduced = None  # values that are logged from now on have no reduced one yet
+
     def _reset(self) -> None:
         self._total: float | None = None
         self._device_total: Tensor | None = None
@@ -214,6 +230,7 @@ class NumberEntry(LoggedValue):
     def take(self, value: Any, weight: float | None) -> None:
         """Accumulate the value of a batch with its weight in the mean, or None for :meth:`weigh` to follow."""
         self.is_fresh = self.was_logged = True
+        self.is_superseded = False
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self._take_on_device(value, weight)

@@ -223,8 +223,10 @@ class OptimizationMethods(TrainerAccess):
 
 
 def _unwrap(optimizer: Any) -> Optimizer:
-    """Return the optimizer of a proxy; an optimizer itself."""
-    unwrapped: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    """Return the optimizer of a proxy; an optimizer itself, also one that wraps another as its ``optimizer``."""
+    from dstrat.training.loops.optimization import OptimizerProxy  # which imports the modules
+
+    unwrapped: Optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
     return unwrapped
 
 
