@@ -478,6 +478,43 @@ class Normed(PipeNet):
         self.blocks[0].norm = nn.BatchNorm1d(10)
 
 
+class NormedWithoutState(PipeNet):
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[0].norm = nn.BatchNorm1d(10, affine=False, track_running_stats=False)
+
+
+class Centered(PipeNet):
+    class Center(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(10))
+
+        def forward(self, x):
+            self.running_mean.lerp_(x.detach().mean(0), 0.5)
+            return x - self.running_mean
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[0].norm = self.Center()
+
+
+class Normalizing(torch.optim.SGD):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self, closure=None):
+        gradients = [parameter.grad for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
+class Normalized(PipeNet):
+    def configure_optimizers(self):
+        return Normalizing(self.parameters(), lr=0.1)
+
+
 class Outside(PipeNet):
     def make_layers(self):
         super().make_layers()
@@ -508,6 +545,9 @@ def test_what_a_pipeline_cannot_do_is_refused():
     cases = {
         "the parameter 'blocks.0.up.weight' is in stages 0 and 1 of the pipeline": {"module_class": "Tied"},
         "Normed has a BatchNorm1d, which normalizes over a batch": {"module_class": "Normed"},
+        "NormedWithoutState has a BatchNorm1d, which normalizes over": {"module_class": "NormedWithoutState"},
+        "Centered has a Center, which keeps running statistics of batches": {"module_class": "Centered"},
+        "Normalizing cannot step the stages of a pipeline (its step of": {"module_class": "Normalized"},
         "the pipeline has no layer with the parameter 'scale' of Outside": {"module_class": "Outside"},
         "BlockNet has no configure_pipeline, which a pipeline (pp) needs": {"module_class": "BlockNet"},
         "Pipeline(model=Unordered) does not say in which order": {"module_class": "Unordered"},
@@ -588,8 +628,15 @@ def test_the_first_rank_logs_the_layers_of_each_stage():
     assert second == []
 
 
-def held(cluster):
-    strategy = started(cluster, pp=2)
+class Adaptive(PipeNet):
+    """Has an optimizer that makes its state in the constructor."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
+def held(cluster, module_class):
+    strategy = started(cluster, pp=2, module_class=module_class)
     train(strategy, steps=1)
     own = [name for name, parameter in strategy.module.named_parameters() if not parameter.is_meta]
     state = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]
@@ -597,8 +644,9 @@ def held(cluster):
     return sorted(own), sorted(state)
 
 
-def test_a_rank_has_the_layers_of_its_stage_only():
-    first, last = in_ranks(held)
+@pytest.mark.parametrize("module_class", [PipeNet, Adaptive])
+def test_a_rank_has_the_layers_of_its_stage_only(module_class):
+    first, last = in_ranks(held, module_class=module_class)
     assert sorted([*first[0], *last[0]]) == sorted(name for name, _ in PipeNet().named_parameters())
     assert min(len(first[0]), len(last[0])) > 0
     assert (first[0], last[0]) == (first[1], last[1])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dstrat import grad_norm
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat_mesh import MeshStrategy
 
 
@@ -111,6 +111,26 @@ def test_the_first_layer_of_a_stage_may_work_in_place():
     expected = pytest.approx(in_place(None), rel=1e-6)
     for losses in in_ranks(in_place):
         assert losses == expected
+
+
+class Scaling(Net):
+    """Computes gradients in a way of its own."""
+
+    def backward(self, loss, *args, **kwargs):
+        (3 * loss).backward(*args, **kwargs)
+
+
+def refused(cluster):
+    with pytest.raises(ConflictError) as error:
+        quiet_trainer(MeshStrategy(pp=2), cluster).fit(Scaling(), DataLoader(data(16), 8))
+    trainer = quiet_trainer(MeshStrategy(pp=2), cluster)
+    trainer.validate(Scaling(), DataLoader(data(16), 8), verbose=False)  # which has no backward pass
+    return str(error.value)
+
+
+def test_a_backward_of_the_module_is_refused():
+    for message in in_ranks(refused):
+        assert message.startswith("Scaling has a backward of its own, and a pipeline runs forward and backward passes")
 
 
 def losses_in_float32():

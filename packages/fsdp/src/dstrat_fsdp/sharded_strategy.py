@@ -305,6 +305,13 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded.free()
             self._sharded.leave_low_precision()
 
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer by the names of its parameters, of those that this rank computes."""
+        named = super().sharded_optimizer_state(optimizer)
+        foreign = {name for name, parameter in self.module.named_parameters() if parameter.is_meta}
+        # Adagrad makes its state in the constructor, of all parameters.
+        return {**named, "state": {name: state for name, state in named["state"].items() if name not in foreign}}
+
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state that a step would create, with empty tensors."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -13,14 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
+from dstrat.parallel.optimizer_checks import find_coupling
 from dstrat.parallel.shards import local_tensor, with_local
 from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.parameters import made_on_meta
-from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
 from dstrat_mesh.runner import Links, StageRunner
 from dstrat_mesh.stages import Stages, free_parameters
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_mesh.axes import Axes
@@ -68,10 +70,52 @@ def check_module(module: Module) -> None:
             f"{name} has no configure_pipeline, which a pipeline (pp) needs: define it to return "
             "dstrat.Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))"
         )
-    if layers := layers_with_statistics(module):
+    for layer in module.modules():
+        if layer is module:
+            continue
+        if isinstance(layer, _BatchNorm):  # also without parameters or running statistics
+            reason = "normalizes over a batch"
+        elif "running_mean" in dict(layer.named_buffers(recurse=False)):
+            reason = "keeps running statistics of batches"
+        else:
+            continue
         raise MisuseError(
-            f"{name} has a {type(layers[0]).__name__}, which normalizes over a batch, and a pipeline divides it into "
-            "microbatches, so that results would be others: use a layer norm or group norm, or leave pp out"
+            f"{name} has a {type(layer).__name__}, which {reason}, and a pipeline divides it into microbatches, so that "
+            "results would be others: use a layer norm or group norm, or leave pp out"
+        )
+
+
+def check_backward(module: Module, module_backward: Callable[..., None] | None) -> None:
+    """Check that a module leaves it to the strategy to compute gradients.
+
+    Raises:
+        ConflictError: It has a ``backward`` of its own.
+    """
+    if module_backward is not None:
+        raise ConflictError(
+            f"{type(module).__name__} has a backward of its own, and a pipeline runs forward and backward passes "
+            "together, without a call of it: change the loss of configure_pipeline instead, or leave pp out"
+        )
+
+
+def check_steps_stages(optimizer: Optimizer, ranks: int) -> None:
+    """Check that an optimizer steps each parameter without the others, of which a rank has those of its stages only.
+
+    Args:
+        optimizer: The optimizer.
+        ranks: Number of ranks with other stages.
+
+    Raises:
+        MisuseError: It does not.
+    """
+    if getattr(optimizer, "steps_shards", False):
+        return
+    reason = find_coupling(optimizer, may_draw=True)
+    if reason is not None:
+        raise MisuseError(
+            f"{type(optimizer).__name__} cannot step the stages of a pipeline ({reason}), which are on {ranks} ranks: "
+            "take another optimizer, such as torch.optim.AdamW, with gradient_clip_val if gradients are to be divided "
+            "by their norm, or leave pp out"
         )
 
 
