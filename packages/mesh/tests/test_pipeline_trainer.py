@@ -7,7 +7,7 @@ import pytest
 import torch
 from packages.mesh.tests.pipeline_fits import Net, data, fit, predictions
 from tests.ranks import each, in_ranks
-from tests.trainer_runs import quiet_trainer
+from tests.trainer_runs import Saves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -89,6 +89,35 @@ def test_stages_that_an_earlier_run_has_divided_otherwise_are_refused():
     layouts = [{"pp": 2}, {"pp": 2, "schedule": "Interleaved1F1B"}]
     for found in in_ranks(trained_again, 2, layouts=layouts):
         assert found.startswith("Net is sharded over mesh=[2, 1, 1, 1], ep=1, stages=2, coordinate=[")
+
+
+class Steep(Net):
+    """Takes steps that grow with the gradients."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def accumulated(cluster, path, options):
+    """Return the losses after a checkpoint between the two batches of a step."""
+    module = Steep()
+    strategy = MeshStrategy(**options) if cluster else "single_device"
+    trainer = quiet_trainer(strategy, cluster, limit_val_batches=0, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(data(), 8), ckpt_path=path / "3")
+    return module.losses
+
+
+def saved_and_accumulated(cluster, path):
+    trainer = quiet_trainer(
+        MeshStrategy(pp=2), cluster, limit_val_batches=0, accumulate_grad_batches=2, callbacks=[Saves(path, (3,))]
+    )
+    trainer.fit(Steep(), DataLoader(data(), 8))
+    return accumulated(cluster, path, {"pp": 2, "schedule": "Interleaved1F1B"})
+
+
+def test_gradients_of_other_stages_are_left_out_with_their_batches(tmp_path):
+    found = in_ranks(saved_and_accumulated, path=tmp_path)
+    assert found == [pytest.approx(accumulated(None, tmp_path, {}), rel=1e-6)] * 2
 
 
 class InPlace(Net):

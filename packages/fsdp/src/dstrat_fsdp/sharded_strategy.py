@@ -339,17 +339,19 @@ class ShardedStrategy(ParallelStrategy):
         # If any rank has gradients, all take part, as to restore them is collective.
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
-        layout = self._rank_layout
-        saved = {name: state.get(name) for name in layout}
-        if saved == layout:
+        if self.takes_gradients(state):
             self._sharded_module.restore_gradients(state["gradients"])
         elif self.is_global_zero:
             _logger.warning(
                 "the checkpoint has gradients that were not cleared when it was saved, with %s: with %s they are "
                 "dropped",
-                _described(saved),
-                _described(layout),
+                _described({name: state.get(name) for name in self._rank_layout}),
+                _described(self._rank_layout),
             )
+
+    def takes_gradients(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state is of the same layout, in which this rank has the same shards."""
+        return all(state.get(name) == value for name, value in self._rank_layout.items())
 
 
 def _no_shard(_layer: Module, _name: str) -> Tensor | None:

@@ -553,9 +553,9 @@ class MeshStrategy(SharedBatchStrategy):
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         super().load_rank_state(state)
-        saved, layout = state.get("layer_random"), self._rank_layout
+        saved = state.get("layer_random")
         # In another layout, other ranks draw the same numbers.
-        if saved is not None and {name: state.get(name) for name in layout} == layout:
+        if saved is not None and self.takes_gradients(state):
             self._random_numbers = LayerRandomNumbers(self, saved)
 
     def wrap_model(self, trainer: TrainerLike) -> None:
