@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.hand_loop import (
     Block,
     BlockNet,
@@ -303,6 +304,29 @@ def test_a_parameter_of_two_stages_is_trained_as_one():
     cases = {str(options): options for options in ways}
     for found in in_ranks(each, 4, function=shared_losses, cases=cases):
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
+
+
+def groups_of_messages(cluster):
+    """Return the names of all groups in which this rank has sent or received, and the ranks of each."""
+    used, exchange = {}, dist.batch_isend_irecv
+
+    def record(messages):
+        used.update((message.group.group_name, dist.get_process_group_ranks(message.group)) for message in messages)
+        return exchange(messages)
+
+    dist.batch_isend_irecv = record
+    try:
+        losses(cluster, {"steps": 1}, module_class=SharedNet, pp=4)
+    finally:
+        dist.batch_isend_irecv = exchange
+    return used
+
+
+def test_messages_of_a_shared_parameter_have_a_group_without_other_ranks():
+    found = in_ranks(groups_of_messages, 4)
+    for used in found:
+        for name, ranks in used.items():  # the first messages in a group of NCCL wait for all ranks of it
+            assert all(name in found[rank] for rank in ranks)
 
 
 class Unused(SharedNet):

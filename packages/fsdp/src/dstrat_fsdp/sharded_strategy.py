@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from collections import defaultdict
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.shards import local_tensor
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
-from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
+from dstrat_fsdp.checks import check_gradients, check_hooks, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.options import precision_policy
 from dstrat_fsdp.parameters import (
@@ -34,7 +35,9 @@ from dstrat_fsdp.parameters import (
     discard_shards,
     gather_parameters,
     materialize,
+    parameter_attributes,
     park_shards,
+    restore_attributes,
     unpark_shards,
 )
 from dstrat_fsdp.sharded_module import ShardedModule
@@ -73,6 +76,7 @@ class ShardedStrategy(ParallelStrategy):
     _mesh: DeviceMesh | None = None
     _sharded: ShardedModule | None = None
     _failed = False
+    _attributes: Mapping[tuple[Module, str], Mapping[str, Any]] = MappingProxyType({})  # of parameters, during a setup
     _has_no_values = False  # of parameters on the meta device, which a checkpoint has
     _state_dict_type: StateDictType
     _mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None  # of the user
@@ -195,7 +199,20 @@ class ShardedStrategy(ParallelStrategy):
     def _take_first_shards(self, split: Sequence[DTensor]) -> None:
         """Overwrite tensor-parallel shards by those of the first rank that has the same shard."""
 
+    def setup(self, trainer: TrainerLike) -> None:
+        if trainer.is_fitting:
+            check_hooks(self.module, type(self).__name__)
+        self._attributes = parameter_attributes(self.module)
+        super().setup(trainer)
+        self._restore_attributes()
+
+    def _restore_attributes(self) -> None:
+        """Let the shards have the attributes that the user's parameters had."""
+        restore_attributes(self._attributes)
+        self._attributes = {}
+
     def setup_optimizers(self, trainer: TrainerLike) -> None:
+        self._restore_attributes()  # which configure_optimizers may read
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
         for optimizer in self.optimizers:
@@ -224,7 +241,9 @@ class ShardedStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         self._end_sharding()
+        attributes = {} if self._module is None else parameter_attributes(self._module)
         super().teardown()
+        restore_attributes(attributes)  # torch makes new parameters of shards that it moves
 
     def _end_sharding(self) -> None:
         if self._sharded is not None:

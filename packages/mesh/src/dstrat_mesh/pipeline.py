@@ -230,6 +230,12 @@ class PipelineRun:
         num_new = 3 if schedule.stages_per_rank > 1 else 1
         with new_connections():
             opened = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
+            # Those of shared parameters have no other ranks: the first messages in a group of NCCL need all of them.
+            self._groups_of_shared: dict[tuple[int, ...], Any] = {}
+            for positions in sorted({shared.positions for shared in self._stages.shared}):
+                ranks = [[of_pipeline[position] for position in positions] for of_pipeline in groups]
+                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+                self._groups_of_shared[positions] = group
         self.links = Links(
             position=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
@@ -391,7 +397,7 @@ class PipelineRun:
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of parameters of several ranks, so that each of them steps alike; collective."""
-        position, ranks, group = self.links.position, self.links.ranks, self.links.groups[1]
+        position, ranks = self.links.position, self.links.ranks
         for shared in self._stages.shared:
             parameter = shared.parameter
             if position not in shared.positions or not parameter.requires_grad:
@@ -402,7 +408,7 @@ class PipelineRun:
             # device does: a message on the host would make the ranks wait for each other in every step.
             count = local.new_full((1,), 0 if gradient is None else 1)
             summands = {position: torch.cat([local.flatten(), count]).to(self.links.device)}
-            exchange = []
+            exchange, group = [], self._groups_of_shared[shared.positions]
             for other in shared.positions:
                 if other != position:
                     summands[other] = torch.empty_like(summands[position])
