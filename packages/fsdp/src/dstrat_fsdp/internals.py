@@ -190,7 +190,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def has_gradient_hooks(parameter: Tensor, *, after_accumulation: bool) -> bool:
     """Return whether a parameter has hooks on its gradient, also those that follow its accumulation if asked for."""
-    return bool(parameter._backward_hooks or (after_accumulation and parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks or (after_accumulation and parameter._post_accumulate_grad_hooks))
 
 
 def parameter_store(layer: Module) -> dict[str, Any]:

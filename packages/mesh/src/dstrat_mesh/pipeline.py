@@ -20,6 +20,7 @@ from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.optimizer_checks import find_coupling
 from dstrat.parallel.shards import local_tensor, with_local
+from dstrat.training.metrics.metric_objects import is_metric
 from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.parameters import made_on_meta
 from dstrat_mesh.axes import PIPELINE
@@ -27,7 +28,7 @@ from dstrat_mesh.runner import Links, StageRunner
 from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
@@ -80,8 +81,8 @@ def check_module(module: Module) -> None:
         else:
             continue
         raise MisuseError(
-            f"{name} has a {type(layer).__name__}, which {reason}, and a pipeline divides it into microbatches, so that "
-            "results would be others: use a layer norm or group norm, or leave pp out"
+            f"{name} has a {type(layer).__name__}, which {reason}, and a pipeline divides it into microbatches, so "
+            "that results would be others: use a layer norm or group norm, or leave pp out"
         )
 
 
@@ -269,12 +270,20 @@ class PipelineRun:
         layers, loss_of = self._layers_of_stages, self._pipeline.loss
         last = len(layers) - 1 if self.links.is_last else None
 
+        present = {inner for of_stage in layers for layer in of_stage for inner in layer.modules()}
+        outside = {name: inner for name, inner in self._module.named_modules() if inner not in present}
+
         def compute(chunk: int, value: Any, batch: Any) -> Any:
             return chain(layers[chunk], value, batch)
 
         def compute_loss(chunk: int, value: Any, batch: Any) -> Any:
             output = compute(chunk, value, batch)
-            return loss_of(output, batch) if chunk == last else output
+            if chunk != last:
+                return output
+            before = _state_of(outside)
+            loss = loss_of(output, batch)
+            _check_unchanged(before, _state_of(outside))
+            return loss
 
         common = self.links, self._schedule, self._loss_dtype
         self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
@@ -446,6 +455,34 @@ class PipelineRun:
             for layer in layers:
                 for buffer in layer.buffers():
                     self.links.from_position(buffer, stage % len(self.links.ranks))
+
+
+def _state_of(modules: Mapping[str, Module]) -> dict[str, tuple[Any, int]]:
+    """Return what shows a change of the state of modules: objects and versions by name; buffers, and metric objects."""
+    state: dict[str, tuple[Any, int]] = {}
+    module: Any
+    for prefix, module in modules.items():
+        for name, buffer in module.named_buffers(recurse=False):
+            state[f"{prefix}.{name}".lstrip(".")] = buffer, buffer._version  # noqa: SLF001 - torch's, for such checks
+        if is_metric(module):
+            state[prefix] = module, module.update_count
+    return state
+
+
+def _check_unchanged(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> None:
+    """Check that a loss has not changed state outside of the layers.
+
+    Raises:
+        MisuseError: It has.
+    """
+    for name, (value, version) in before.items():
+        now, latest = after.get(name, (None, 0))
+        if now is not value or latest != version:
+            raise MisuseError(
+                f"the loss of the pipeline has changed {name!r}, which only the ranks of the last stage would have, "
+                "and checkpoints and logs take that of rank 0: update metrics in validation_step, and keep a buffer in "
+                "the forward of a layer of the pipeline"
+            )
 
 
 def _names_of_positional(model: Module, count: int) -> list[str]:

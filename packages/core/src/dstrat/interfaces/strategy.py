@@ -1122,7 +1122,7 @@ class Strategy(ABC):
         It is not called if the number of processes has changed, or that of the shards of the training data.
         """
 
-    def takes_gradients(self, state: Mapping[str, Any]) -> bool:  # noqa: ARG002 - of subclasses
+    def takes_gradients(self, state: Mapping[str, Any]) -> bool:
         """Return whether :meth:`load_rank_state` restores the gradients in a state, if it has any."""
         return True
 
