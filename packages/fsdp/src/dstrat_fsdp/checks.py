@@ -330,10 +330,10 @@ def check_hooks(module: Module, strategy: str) -> None:
     Raises:
         MisuseError: One has.
     """
-    own = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.parameters()}
+    in_units = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.parameters()}
     for name, parameter in module.named_parameters():
         # Of shards, torch calls those of one kind.
-        if internals.has_gradient_hooks(parameter, after_accumulation=id(parameter) not in own):
+        if internals.has_gradient_hooks(parameter, after_accumulation=id(parameter) not in in_units):
             raise MisuseError(
                 f"parameter {name!r} has a hook on its gradient (register_hook), and {strategy} computes gradients of "
                 "shards, for which it is not called: change gradients in on_before_optimizer_step, which has this "
