@@ -3,6 +3,7 @@
 import copy
 import logging
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -215,7 +216,21 @@ def test_modules_that_cannot_work_are_told_of():
         assert in_a_block.startswith("MisuseError: parameter 'blocks.0.up.weight' was changed in the step before")
 
 
+class HasHook(BlockNet):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.weight.register_hook(torch.zeros_like)
+
+
+class HasLaterHook(BlockNet):
+    def __init__(self):
+        super().__init__()
+        self.last.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
+
+
 CANNOT_BE_SHARDED = {
+    "HasHook": "parameter 'blocks.1.up.weight' has a hook on its gradient (register_hook), and FSDPStrategy",
+    "HasLaterHook": "parameter 'last.bias' has a hook on its gradient",
     "HasTwoDtypes": "parameters 'first.weight' of torch.float32 and 'exact' of torch.float64 are gathered together",
     "PenalizesWeights": "a step computes with the parameters of a block outside of the block's forward",
     "StepsWholeParameters": "Renormalizing cannot step parameters as FSDPStrategy shards them (",
@@ -226,6 +241,43 @@ def test_what_torch_cannot_shard_is_told_of():
     for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in CANNOT_BE_SHARDED}):
         for name, message in CANNOT_BE_SHARDED.items():
             assert found[name].startswith(f"MisuseError: {message}")
+
+
+class Marked(BlockNet):
+    """Reads in configure_optimizers what its parameters were marked with."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Scaling()
+        for parameter in (self.first.weight, self.blocks[0].up.bias, self.scale.scale):
+            parameter.decays = False
+
+    def configure_optimizers(self):
+        self.marked = [name for name, parameter in self.named_parameters() if not getattr(parameter, "decays", True)]
+        return super().configure_optimizers()
+
+
+def marks(cluster, meta):
+    """Return the marked parameters of two runs, of which an evaluation comes first."""
+    strategy = FSDPStrategy()
+    strategy.receive(parts(cluster))
+    with strategy.model_sharded_context() if meta else nullcontext():
+        module = Marked()
+    found = []
+    for is_fitting in (False, True, True):
+        strategy.setup_environment()
+        strategy.connect(module)
+        strategy.setup(Run(module, is_fitting))
+        found.append(getattr(module, "marked", None))
+        strategy.teardown()
+    return found
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_attributes_of_parameters_stay(meta):
+    marked = ["first.weight", "blocks.0.up.bias", "scale.scale"]
+    for found in in_ranks(marks, meta=meta):
+        assert found == [None, marked, marked]
 
 
 def replaced(cluster):
@@ -340,7 +392,11 @@ def test_one_process_works_and_says_that_nothing_is_shared():
 class Scaling(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
 
 
 def split_scalar(cluster):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.hand_loop import (
     Block,
     BlockNet,
@@ -305,6 +306,29 @@ def test_a_parameter_of_two_stages_is_trained_as_one():
         assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6, abs=0))
 
 
+def groups_of_messages(cluster):
+    """Return the names of all groups in which this rank has sent or received, and the ranks of each."""
+    used, exchange = {}, dist.batch_isend_irecv
+
+    def record(messages):
+        used.update((message.group.group_name, dist.get_process_group_ranks(message.group)) for message in messages)
+        return exchange(messages)
+
+    dist.batch_isend_irecv = record
+    try:
+        losses(cluster, {"steps": 1}, module_class=SharedNet, pp=4)
+    finally:
+        dist.batch_isend_irecv = exchange
+    return used
+
+
+def test_messages_of_a_shared_parameter_have_a_group_without_other_ranks():
+    found = in_ranks(groups_of_messages, 4)
+    for used in found:
+        for name, ranks in used.items():  # the first messages in a group of NCCL wait for all ranks of it
+            assert all(name in found[rank] for rank in ranks)
+
+
 class Unused(SharedNet):
     """Its layers with the shared parameter are in use later: neither of them at first, and then one."""
 
@@ -478,6 +502,43 @@ class Normed(PipeNet):
         self.blocks[0].norm = nn.BatchNorm1d(10)
 
 
+class NormedWithoutState(PipeNet):
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[0].norm = nn.BatchNorm1d(10, affine=False, track_running_stats=False)
+
+
+class Centered(PipeNet):
+    class Center(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(10))
+
+        def forward(self, x):
+            self.running_mean.lerp_(x.detach().mean(0), 0.5)
+            return x - self.running_mean
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks[0].norm = self.Center()
+
+
+class Normalizing(torch.optim.SGD):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self, closure=None):
+        gradients = [parameter.grad for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
+class Normalized(PipeNet):
+    def configure_optimizers(self):
+        return Normalizing(self.parameters(), lr=0.1)
+
+
 class Outside(PipeNet):
     def make_layers(self):
         super().make_layers()
@@ -508,6 +569,9 @@ def test_what_a_pipeline_cannot_do_is_refused():
     cases = {
         "the parameter 'blocks.0.up.weight' is in stages 0 and 1 of the pipeline": {"module_class": "Tied"},
         "Normed has a BatchNorm1d, which normalizes over a batch": {"module_class": "Normed"},
+        "NormedWithoutState has a BatchNorm1d, which normalizes over": {"module_class": "NormedWithoutState"},
+        "Centered has a Center, which keeps running statistics of batches": {"module_class": "Centered"},
+        "Normalizing cannot step the stages of a pipeline (its step of": {"module_class": "Normalized"},
         "the pipeline has no layer with the parameter 'scale' of Outside": {"module_class": "Outside"},
         "BlockNet has no configure_pipeline, which a pipeline (pp) needs": {"module_class": "BlockNet"},
         "Pipeline(model=Unordered) does not say in which order": {"module_class": "Unordered"},
@@ -588,8 +652,15 @@ def test_the_first_rank_logs_the_layers_of_each_stage():
     assert second == []
 
 
-def held(cluster):
-    strategy = started(cluster, pp=2)
+class Adaptive(PipeNet):
+    """Has an optimizer that makes its state in the constructor."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
+def held(cluster, module_class):
+    strategy = started(cluster, pp=2, module_class=module_class)
     train(strategy, steps=1)
     own = [name for name, parameter in strategy.module.named_parameters() if not parameter.is_meta]
     state = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]
@@ -597,8 +668,9 @@ def held(cluster):
     return sorted(own), sorted(state)
 
 
-def test_a_rank_has_the_layers_of_its_stage_only():
-    first, last = in_ranks(held)
+@pytest.mark.parametrize("module_class", [PipeNet, Adaptive])
+def test_a_rank_has_the_layers_of_its_stage_only(module_class):
+    first, last = in_ranks(held, module_class=module_class)
     assert sorted([*first[0], *last[0]]) == sorted(name for name, _ in PipeNet().named_parameters())
     assert min(len(first[0]), len(last[0])) > 0
     assert (first[0], last[0]) == (first[1], last[1])

@@ -171,6 +171,54 @@ def test_values_that_the_last_stage_alone_would_log_are_refused():
     assert "log('positive') in the loss or a layer of the pipeline would give values of" in str(failure.value)
 
 
+class Counted(nn.Module):
+    """A loss that counts its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("samples", torch.zeros(()))
+
+    def forward(self, output):
+        self.samples += len(output)
+        return output.square().mean()
+
+
+class StatefulNet(Net):
+    """Its loss changes a metric, a buffer, or nothing."""
+
+    def __init__(self, state):
+        super().__init__()
+        import torchmetrics
+
+        self.state, self.mean, self.counted = state, torchmetrics.MeanMetric(), Counted()
+        self.register_buffer("center", torch.zeros(3))
+
+    def loss(self, output, batch):
+        if self.state == "mean":
+            self.mean.update(output.detach())
+        if self.state == "center":
+            self.center = output.detach().mean(0)
+        return self.counted(output) if self.state == "counted.samples" else (output - self.center).square().mean()
+
+
+def with_state(cluster, state):
+    module = StatefulNet(state)
+    quiet_trainer(MeshStrategy(pp=2), cluster).fit(module, batches())
+    return len(module.losses)
+
+
+def test_a_loss_may_read_state_of_the_module():
+    assert in_ranks(with_state, state=None) == [4, 4]
+
+
+@pytest.mark.parametrize("state", ["mean", "center", "counted.samples"])
+def test_a_loss_that_changes_state_of_the_module_is_refused(state):
+    with pytest.raises(pytest.fail.Exception) as failure:
+        in_ranks(with_state, state=state)
+    assert "rank 1 of 2" in str(failure.value)
+    assert f"the loss of the pipeline has changed {state!r}, which only the ranks of the last" in str(failure.value)
+
+
 # Loss scaling
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from packages.mesh.tests.pipeline_fits import Net, data, fit, predictions
 from tests.ranks import each, in_ranks
-from tests.trainer_runs import quiet_trainer
+from tests.trainer_runs import Saves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dstrat import grad_norm
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 
 
@@ -168,6 +168,35 @@ def test_an_error_before_the_first_step_leaves_what_was_trained(options):
         assert losses == expected
 
 
+class Steep(Net):
+    """Takes steps that grow with the gradients."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def accumulated(cluster, path, options):
+    """Return the losses after a checkpoint between the two batches of a step."""
+    module = Steep()
+    strategy = MeshStrategy(**options) if cluster else "single_device"
+    trainer = quiet_trainer(strategy, cluster, limit_val_batches=0, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(data(), 8), ckpt_path=path / "3")
+    return module.losses
+
+
+def saved_and_accumulated(cluster, path):
+    trainer = quiet_trainer(
+        MeshStrategy(pp=2), cluster, limit_val_batches=0, accumulate_grad_batches=2, callbacks=[Saves(path, (3,))]
+    )
+    trainer.fit(Steep(), DataLoader(data(), 8))
+    return accumulated(cluster, path, {"pp": 2, "schedule": "Interleaved1F1B"})
+
+
+def test_gradients_of_other_stages_are_left_out_with_their_batches(tmp_path):
+    found = in_ranks(saved_and_accumulated, path=tmp_path)
+    assert found == [pytest.approx(accumulated(None, tmp_path, {}), rel=1e-6)] * 2
+
+
 class InPlace(Net):
     """Begins stages with an operation in place."""
 
@@ -188,6 +217,26 @@ def test_the_first_layer_of_a_stage_may_work_in_place():
     expected = pytest.approx(in_place(None), rel=1e-6)
     for losses in in_ranks(in_place):
         assert losses == expected
+
+
+class Scaling(Net):
+    """Computes gradients in a way of its own."""
+
+    def backward(self, loss, *args, **kwargs):
+        (3 * loss).backward(*args, **kwargs)
+
+
+def refused(cluster):
+    with pytest.raises(ConflictError) as error:
+        quiet_trainer(MeshStrategy(pp=2), cluster).fit(Scaling(), DataLoader(data(16), 8))
+    trainer = quiet_trainer(MeshStrategy(pp=2), cluster)
+    trainer.validate(Scaling(), DataLoader(data(16), 8), verbose=False)  # which has no backward pass
+    return str(error.value)
+
+
+def test_a_backward_of_the_module_is_refused():
+    for message in in_ranks(refused):
+        assert message.startswith("Scaling has a backward of its own, and a pipeline runs forward and backward passes")
 
 
 def losses_in_float32():

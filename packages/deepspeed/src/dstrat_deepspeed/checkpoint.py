@@ -129,7 +129,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Load accumulated gradients, to which the next backward pass adds."""
         gradients = state.get("gradients", {})
-        if self.saves_gradients and state.get("stage") == self.stage:
+        if self.takes_gradients(state):
             internals.restore_gradients(self._wrapped_optimizer, gradients)
             if gradients and self._engine is not None:
                 self._engine.expect_gradients()
@@ -140,6 +140,10 @@ class CheckpointedStrategy(ParallelStrategy):
                 state.get("stage"),
                 self.stage,
             )
+
+    def takes_gradients(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state is of the same stage, and this one keeps gradients of its own."""
+        return self.saves_gradients and bool(state.get("stage") == self.stage)
 
     @property
     def saves_gradients(self) -> bool:  # type: ignore[override]  # not the same for all stages

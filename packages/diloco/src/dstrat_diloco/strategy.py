@@ -492,6 +492,10 @@ class DiLoCoStrategy(GroupedStrategy):
         for optimizer, values in zip(self.optimizers, of_group["optimizers"], strict=False):
             self._load_local_values(optimizer, values)
 
+    def takes_gradients(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the strategy of a group restores the gradients in a state."""
+        return self.inner.takes_gradients(state)
+
     @property
     def _layout(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dstrat.errors import MisuseError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -317,6 +317,27 @@ def check_replicas(module: Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh, nu
                 "whole features, outside of the split layers, or let DTensors sum its gradient: "
                 "DTensor.from_local(parameter, mesh, [Replicate()]).to_local(grad_placements=[Partial()]) in the "
                 "forward, with the mesh of parallelize_module"
+            )
+
+
+def check_hooks(module: Module, strategy: str) -> None:
+    """Check that no parameter that is going to be sharded has hooks on its gradient, which its shard would not have.
+
+    Args:
+        module: The module to be trained, which may have sharded some layers itself.
+        strategy: Name of the strategy.
+
+    Raises:
+        MisuseError: One has.
+    """
+    in_units = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.parameters()}
+    for name, parameter in module.named_parameters():
+        # Of shards, torch calls those of one kind.
+        if internals.has_gradient_hooks(parameter, after_accumulation=id(parameter) not in in_units):
+            raise MisuseError(
+                f"parameter {name!r} has a hook on its gradient (register_hook), and {strategy} computes gradients of "
+                "shards, for which it is not called: change gradients in on_before_optimizer_step, which has this "
+                "rank's shards, or choose a strategy that does not shard parameters, such as 'ddp'"
             )
 
 

@@ -188,6 +188,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
+def has_gradient_hooks(parameter: Tensor, *, after_accumulation: bool) -> bool:
+    """Return whether a parameter has hooks on its gradient, also those that follow its accumulation if asked for."""
+    return bool(parameter._backward_hooks or (after_accumulation and parameter._post_accumulate_grad_hooks))
+
+
 def parameter_store(layer: Module) -> dict[str, Any]:
     """Return the dict in which a layer keeps its own parameters: a look-up in it is cheap enough for each step."""
     return layer._parameters

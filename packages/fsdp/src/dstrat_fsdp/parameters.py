@@ -64,6 +64,21 @@ def made_on_meta(modules: Iterable[Module]) -> set[Module]:
     return {module for module in modules if _meta_names(module)}
 
 
+def parameter_attributes(module: Module) -> dict[tuple[Module, str], dict[str, Any]]:
+    """Return the attributes that a user has set on parameters, by their layers and names."""
+    return {(layer, name): _attributes(parameter) for layer, name, parameter in _direct_parameters(module)}
+
+
+def restore_attributes(attributes: Mapping[tuple[Module, str], Mapping[str, Any]]) -> None:
+    """Set attributes on the parameters that have taken the place of those of :func:`parameter_attributes`."""
+    for (layer, name), values in attributes.items():
+        vars(getattr(layer, name)).update(values)
+
+
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    return {name: value for name, value in vars(parameter).items() if name != "_is_param"}  # torch's, of DTensors
+
+
 def _inner_first(module: Module) -> Iterator[Module]:
     """Yield the submodules in the order in which their constructors returned."""
     # So that random numbers are drawn in the order of a module that is not on the meta device.
@@ -306,6 +321,7 @@ def _replace(module: Module, is_replaced: Callable[[Any], bool], convert: Callab
             continue
         if id(parameter) not in replaced:
             replaced[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
+            vars(replaced[id(parameter)]).update(_attributes(parameter))
         setattr(layer, name, replaced[id(parameter)])
 
 

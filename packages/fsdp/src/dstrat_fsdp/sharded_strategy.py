@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from collections import defaultdict
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.shards import local_tensor
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
-from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
+from dstrat_fsdp.checks import check_gradients, check_hooks, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.options import precision_policy
 from dstrat_fsdp.parameters import (
@@ -34,7 +35,9 @@ from dstrat_fsdp.parameters import (
     discard_shards,
     gather_parameters,
     materialize,
+    parameter_attributes,
     park_shards,
+    restore_attributes,
     unpark_shards,
 )
 from dstrat_fsdp.sharded_module import ShardedModule
@@ -73,6 +76,7 @@ class ShardedStrategy(ParallelStrategy):
     _mesh: DeviceMesh | None = None
     _sharded: ShardedModule | None = None
     _failed = False
+    _attributes: Mapping[tuple[Module, str], Mapping[str, Any]] = MappingProxyType({})  # of parameters, during a setup
     _has_no_values = False  # of parameters on the meta device, which a checkpoint has
     _state_dict_type: StateDictType
     _mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None  # of the user
@@ -198,7 +202,20 @@ class ShardedStrategy(ParallelStrategy):
     def _take_first_shards(self, split: Sequence[DTensor]) -> None:
         """Overwrite tensor-parallel shards by those of the first rank that has the same shard."""
 
+    def setup(self, trainer: TrainerLike) -> None:
+        if trainer.is_fitting:
+            check_hooks(self.module, type(self).__name__)
+        self._attributes = parameter_attributes(self.module)
+        super().setup(trainer)
+        self._restore_attributes()
+
+    def _restore_attributes(self) -> None:
+        """Let the shards have the attributes that the user's parameters had."""
+        restore_attributes(self._attributes)
+        self._attributes = {}
+
     def setup_optimizers(self, trainer: TrainerLike) -> None:
+        self._restore_attributes()  # which configure_optimizers may read
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
         for optimizer in self.optimizers:
@@ -227,7 +244,9 @@ class ShardedStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         self._end_sharding()
+        attributes = {} if self._module is None else parameter_attributes(self._module)
         super().teardown()
+        restore_attributes(attributes)  # torch makes new parameters of shards that it moves
 
     def _end_sharding(self) -> None:
         if self._sharded is not None:
@@ -308,6 +327,13 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded.free()
             self._sharded.leave_low_precision()
 
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer by the names of its parameters, of those that this rank computes."""
+        named = super().sharded_optimizer_state(optimizer)
+        foreign = {name for name, parameter in self.module.named_parameters() if parameter.is_meta}
+        # Adagrad makes its state in the constructor, of all parameters.
+        return {**named, "state": {name: state for name, state in named["state"].items() if name not in foreign}}
+
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state that a step would create, with empty tensors."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -335,17 +361,19 @@ class ShardedStrategy(ParallelStrategy):
         # If any rank has gradients, all take part, as to restore them is collective.
         if not self.reduce_boolean_decision(bool(state.get("gradients")), all=False):
             return
-        layout = self._rank_layout
-        saved = {name: state.get(name) for name in layout}
-        if saved == layout:
+        if self.takes_gradients(state):
             self._sharded_module.restore_gradients(state["gradients"])
         elif self.is_global_zero:
             _logger.warning(
                 "the checkpoint has gradients that were not cleared when it was saved, with %s: with %s they are "
                 "dropped",
-                _described(saved),
-                _described(layout),
+                _described({name: state.get(name) for name in self._rank_layout}),
+                _described(self._rank_layout),
             )
+
+    def takes_gradients(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state is of the same layout, in which this rank has the same shards."""
+        return all(state.get(name) == value for name, value in self._rank_layout.items())
 
 
 def _shard_of(shards: Mapping[tuple[Module, str], Tensor], layer: Module, name: str) -> Tensor | None:

@@ -13,26 +13,29 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dstrat.errors import ConflictError, DstratError, MisuseError
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.internals import new_connections
+from dstrat.parallel.optimizer_checks import find_coupling
 from dstrat.parallel.shards import local_tensor, with_local
+from dstrat.training.metrics.metric_objects import is_metric
 from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.parameters import made_on_meta
-from dstrat_fsdp.wrap_policy import layers_with_statistics
 from dstrat_mesh.axes import PIPELINE
 from dstrat_mesh.runner import Links, StageRunner
 from dstrat_mesh.stages import Stages, free_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     from dstrat.interfaces.strategy import TrainerLike
     from dstrat_mesh.axes import Axes
@@ -68,10 +71,52 @@ def check_module(module: Module) -> None:
             f"{name} has no configure_pipeline, which a pipeline (pp) needs: define it to return "
             "dstrat.Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))"
         )
-    if layers := layers_with_statistics(module):
+    for layer in module.modules():
+        if layer is module:
+            continue
+        if isinstance(layer, _BatchNorm):  # also without parameters or running statistics
+            reason = "normalizes over a batch"
+        elif "running_mean" in dict(layer.named_buffers(recurse=False)):
+            reason = "keeps running statistics of batches"
+        else:
+            continue
         raise MisuseError(
-            f"{name} has a {type(layers[0]).__name__}, which normalizes over a batch, and a pipeline divides it into "
-            "microbatches, so that results would be others: use a layer norm or group norm, or leave pp out"
+            f"{name} has a {type(layer).__name__}, which {reason}, and a pipeline divides it into microbatches, so "
+            "that results would be others: use a layer norm or group norm, or leave pp out"
+        )
+
+
+def check_backward(module: Module, module_backward: Callable[..., None] | None) -> None:
+    """Check that a module leaves it to the strategy to compute gradients.
+
+    Raises:
+        ConflictError: It has a ``backward`` of its own.
+    """
+    if module_backward is not None:
+        raise ConflictError(
+            f"{type(module).__name__} has a backward of its own, and a pipeline runs forward and backward passes "
+            "together, without a call of it: change the loss of configure_pipeline instead, or leave pp out"
+        )
+
+
+def check_steps_stages(optimizer: Optimizer, ranks: int) -> None:
+    """Check that an optimizer steps each parameter without the others, of which a rank has those of its stages only.
+
+    Args:
+        optimizer: The optimizer.
+        ranks: Number of ranks with other stages.
+
+    Raises:
+        MisuseError: It does not.
+    """
+    if getattr(optimizer, "steps_shards", False):
+        return
+    reason = find_coupling(optimizer, may_draw=True)
+    if reason is not None:
+        raise MisuseError(
+            f"{type(optimizer).__name__} cannot step the stages of a pipeline ({reason}), which are on {ranks} ranks: "
+            "take another optimizer, such as torch.optim.AdamW, with gradient_clip_val if gradients are to be divided "
+            "by their norm, or leave pp out"
         )
 
 
@@ -186,6 +231,12 @@ class PipelineRun:
         num_new = 3 if schedule.stages_per_rank > 1 else 1
         with new_connections():
             opened = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
+            # Those of shared parameters have no other ranks: the first messages in a group of NCCL need all of them.
+            self._groups_of_shared: dict[tuple[int, ...], Any] = {}
+            for positions in sorted({shared.positions for shared in self._stages.shared}):
+                ranks = [[of_pipeline[position] for position in positions] for of_pipeline in groups]
+                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+                self._groups_of_shared[positions] = group
         self.links = Links(
             position=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
@@ -219,12 +270,20 @@ class PipelineRun:
         layers, loss_of = self._layers_of_stages, self._pipeline.loss
         last = len(layers) - 1 if self.links.is_last else None
 
+        present = {inner for of_stage in layers for layer in of_stage for inner in layer.modules()}
+        outside = {name: inner for name, inner in self._module.named_modules() if inner not in present}
+
         def compute(chunk: int, value: Any, batch: Any) -> Any:
             return chain(layers[chunk], value, batch)
 
         def compute_loss(chunk: int, value: Any, batch: Any) -> Any:
             output = compute(chunk, value, batch)
-            return loss_of(output, batch) if chunk == last else output
+            if chunk != last:
+                return output
+            before = _state_of(outside)
+            loss = loss_of(output, batch)
+            _check_unchanged(before, _state_of(outside))
+            return loss
 
         common = self.links, self._schedule, self._loss_dtype
         self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
@@ -347,7 +406,7 @@ class PipelineRun:
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of parameters of several ranks, so that each of them steps alike; collective."""
-        position, ranks, group = self.links.position, self.links.ranks, self.links.groups[1]
+        position, ranks = self.links.position, self.links.ranks
         for shared in self._stages.shared:
             parameter = shared.parameter
             if position not in shared.positions or not parameter.requires_grad:
@@ -358,7 +417,7 @@ class PipelineRun:
             # device does: a message on the host would make the ranks wait for each other in every step.
             count = local.new_full((1,), 0 if gradient is None else 1)
             summands = {position: torch.cat([local.flatten(), count]).to(self.links.device)}
-            exchange = []
+            exchange, group = [], self._groups_of_shared[shared.positions]
             for other in shared.positions:
                 if other != position:
                     summands[other] = torch.empty_like(summands[position])
@@ -417,6 +476,34 @@ def _state_beside_parameters(layer: Module) -> tuple[dict[str, tuple[torch.Size,
     outlines = {name: (buffer.shape, buffer.dtype) for name, buffer in layer.named_buffers(recurse=False)}
     has_extra = type(layer).get_extra_state is not torch.nn.Module.get_extra_state
     return outlines, layer.get_extra_state() if has_extra else None
+
+
+def _state_of(modules: Mapping[str, Module]) -> dict[str, tuple[Any, int]]:
+    """Return what shows a change of the state of modules: objects and versions by name; buffers, and metric objects."""
+    state: dict[str, tuple[Any, int]] = {}
+    module: Any
+    for prefix, module in modules.items():
+        for name, buffer in module.named_buffers(recurse=False):
+            state[f"{prefix}.{name}".lstrip(".")] = buffer, buffer._version  # noqa: SLF001 - torch's, for such checks
+        if is_metric(module):
+            state[prefix] = module, module.update_count
+    return state
+
+
+def _check_unchanged(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> None:
+    """Check that a loss has not changed state outside of the layers.
+
+    Raises:
+        MisuseError: It has.
+    """
+    for name, (value, version) in before.items():
+        now, latest = after.get(name, (None, 0))
+        if now is not value or latest != version:
+            raise MisuseError(
+                f"the loss of the pipeline has changed {name!r}, which only the ranks of the last stage would have, "
+                "and checkpoints and logs take that of rank 0: update metrics in validation_step, and keep a buffer in "
+                "the forward of a layer of the pipeline"
+            )
 
 
 def _names_of_positional(model: Module, count: int) -> list[str]:

@@ -41,8 +41,10 @@ from dstrat_mesh.communication import activation_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
 from dstrat_mesh.pipeline import (
     PipelineRun,
+    check_backward,
     check_module,
     check_pipeline,
+    check_steps_stages,
     estimated_layers,
     estimated_stages,
     number_of_layers,
@@ -548,7 +550,16 @@ class MeshStrategy(SharedBatchStrategy):
 
     def setup(self, trainer: TrainerLike) -> None:
         self._random_numbers = None
+        if self._pp > 1 and trainer.is_fitting:
+            check_backward(self.module, self.module_backward)
         super().setup(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: TrainerLike) -> None:
+        super().setup_optimizers(trainer)
+        if self._pp > 1:
+            for optimizer in self.optimizers:
+                check_steps_stages(optimizer, self._pp)
 
     def rank_state(self) -> dict[str, Any]:
         numbers = self._random_numbers
@@ -556,9 +567,9 @@ class MeshStrategy(SharedBatchStrategy):
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         super().load_rank_state(state)
-        saved, layout = state.get("layer_random"), self._rank_layout
+        saved = state.get("layer_random")
         # In another layout, other ranks draw the same numbers.
-        if saved is not None and {name: state.get(name) for name in layout} == layout:
+        if saved is not None and self.takes_gradients(state):
             self._random_numbers = LayerRandomNumbers(self, saved)
 
     def wrap_model(self, trainer: TrainerLike) -> None:

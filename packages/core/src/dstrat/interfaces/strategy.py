@@ -1122,6 +1122,10 @@ class Strategy(ABC):
         It is not called if the number of processes has changed, or that of the shards of the training data.
         """
 
+    def takes_gradients(self, state: Mapping[str, Any]) -> bool:
+        """Return whether :meth:`load_rank_state` restores the gradients in a state, if it has any."""
+        return True
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint once for the job, and wait until it is written; collective."""
         if self.checkpoint_io.is_collective or self.is_global_zero:

@@ -131,7 +131,10 @@ class CheckpointRestore:
         run, ranks = self._run, checkpoint.get("ranks", [])
         rank_state = ranks[run.strategy.global_rank] if ranks else checkpoint.get("per_rank")
         takes_state = is_of_same_strategy(run.strategy, checkpoint)
-        dropped = _describe_dropped(checkpoint, rank_state, takes_state=takes_state)
+        takes_gradients = (
+            takes_state and rank_state is not None and run.strategy.takes_gradients(rank_state["strategy"])
+        )
+        dropped = _describe_dropped(checkpoint, rank_state, takes_gradients=takes_gradients)
         if rank_state is None:
             self._log_summary(f"one of {run.world_size} processes alone", rank_state, dropped)
             return
@@ -204,18 +207,18 @@ def _io_of(run: Run, path: str | Path) -> CheckpointIO:
 
 
 def _describe_dropped(
-    checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any] | None, *, takes_state: bool = False
+    checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any] | None, *, takes_gradients: bool = False
 ) -> str:
     """Return the end of a log message about gradients that are not restored; empty if there are none.
 
     Args:
         checkpoint: The checkpoint.
         rank_state: The state of a rank; None if it is not known.
-        takes_state: Whether the strategy loads the state of the strategy that saved.
+        takes_gradients: Whether the strategy restores the gradients in that state.
     """
     # Only strategies with ``saves_gradients`` have gradients in their rank state.
     has_saved_gradients = rank_state is not None and bool(rank_state["strategy"].get("gradients"))
-    if (rank_state is not None and rank_state["gradients"] is not None) or (has_saved_gradients and takes_state):
+    if (rank_state is not None and rank_state["gradients"] is not None) or (has_saved_gradients and takes_gradients):
         return ""
     if checkpoint["loops"]["in_group"] > 0:
         return _BATCHES_DROPPED
