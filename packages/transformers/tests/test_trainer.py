@@ -757,6 +757,7 @@ import shutil
 from pathlib import Path
 import torch
 from peft import LoraConfig
+from dstrat.errors import ConflictError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -790,6 +791,13 @@ trainer.train()
 wait()
 path = folder / "out" / "checkpoint-2"
 print("OWN", (path / "head").exists(), (path / "mine").exists(), is_in(trainer, path))
+class WithOptimizer(Trainer):
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+try:
+    made(trainer_class=dstrat_transformers.with_strategy(WithOptimizer))
+except ConflictError as error:
+    print("REFUSED", "has its own _save_optimizer_and_scheduler" in str(error))
 teacher = torch.nn.Linear(2, 2)
 trainer._move_model_to_device(teacher, torch.device("meta"))
 print("MOVED", teacher.weight.device)
@@ -836,7 +844,12 @@ def test_a_sharded_model_is_saved_and_loaded_as_the_trainer_and_its_subclasses_d
     pytest.importorskip("peft", reason="this environment has no peft")
     ended = start_two(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_SAVES)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    expected = ["OWN True True True", "MOVED meta", *(f"{name} True" for name in ("NEWER", "BEST", "EVALUATED"))]
+    expected = [
+        "OWN True True True",
+        "REFUSED True",
+        "MOVED meta",
+        *(f"{name} True" for name in ("NEWER", "BEST", "EVALUATED")),
+    ]
     for line in (*expected, "ADAPTERS True"):
         assert ended.stdout.count(line) == 2, (line, ended.stdout)
     assert "is of other weights than the checkpoint it is in" in ended.stderr

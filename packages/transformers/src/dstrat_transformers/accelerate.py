@@ -318,8 +318,8 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
                 f"{type(self._strategy).__name__} some compute the same batch together: prepare a DataLoader of the "
                 "inputs instead"
             )
-        with super().split_between_processes(inputs, apply_padding) as part:
-            yield part
+        with super().split_between_processes(inputs, apply_padding) as divided:
+            yield divided
 
     @override
     def gather(self, tensor: Any) -> Any:

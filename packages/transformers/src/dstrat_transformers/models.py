@@ -44,7 +44,7 @@ def learns_prompts(model: Module) -> bool:
     return any(config.is_prompt_learning for config in configs)
 
 
-def has_own_adapters(model: Any) -> bool:
+def has_added_adapters(model: Any) -> bool:
     """Return whether a PreTrainedModel has adapters that its ``add_adapter`` has put into it, and saves only these."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 

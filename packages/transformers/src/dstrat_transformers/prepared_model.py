@@ -10,12 +10,12 @@ import logging
 import math
 from collections import OrderedDict
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dstrat.errors import ConflictError, MisuseError
@@ -73,18 +73,18 @@ class _Replacement:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._check_whole("copied")
+        self._check_shards("copied")
         return copy.deepcopy(self._method, memo)  # of the copy, which is known already
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._check_whole("pickled")
+        self._check_shards("pickled")
         return _unchanged, (self._method,)
 
-    def _check_whole(self, what: str) -> None:
+    def _check_shards(self, verb: str) -> None:
         if self.prepared_model.has_shards:
             name = type(self.prepared_model.model).__name__
             raise MisuseError(
-                f"{name} cannot be {what}, as each process has shards of it: make another model, and load the state "
+                f"{name} cannot be {verb}, as each process has shards of it: make another model, and load the state "
                 "that accelerator.get_state_dict(model) returns, which all processes must call"
             )
 
@@ -423,8 +423,8 @@ class PreparedModel:
         """
         state = self.strategy.module_state_dict()
         full = OrderedDict((name.removeprefix(self._prefix), value) for name, value in state.items())
-        for first, *others in self._tied:
-            full.update({name: full[first] for name in others if name in full and first in full})
+        for first, *later in self._tied:
+            full.update({name: full[first] for name in later if name in full and first in full})
         return full
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -442,7 +442,7 @@ class PreparedModel:
         return full
 
     @contextmanager
-    def kept_from_loading(self) -> Iterator[dict[str, Any]]:
+    def intercepted_loading(self) -> Iterator[dict[str, Any]]:
         """Let the model's ``load_state_dict`` only keep what it gets, as hooks of shards do not know whole weights.
 
         Yields:
@@ -453,9 +453,9 @@ class PreparedModel:
 
         def load_state_dict(state: Mapping[str, Any], *_: Any, **__: Any) -> Any:
             loaded.update(state)
-            return _IncompatibleKeys([], [])
+            return SimpleNamespace(missing_keys=[], unexpected_keys=[])
 
-        self.model.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        self.model.__dict__["load_state_dict"] = load_state_dict
         try:
             yield loaded
         finally:

@@ -16,7 +16,7 @@ from dstrat import Callback, WeightAveraging
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.parallel.full_state import gather_state
 from dstrat_transformers.models import (
-    has_own_adapters,
+    has_added_adapters,
     is_peft,
     is_pretrained_model,
     is_remote_code,
@@ -147,7 +147,7 @@ def _is_stored_as_it_is(model: Any, state: Mapping[str, Any]) -> bool:
     """Return whether the files of a model have the tensors of its state, under the same names."""
     if not is_pretrained_model(model) or getattr(model, "hf_quantizer", None) is not None:
         return False
-    if is_remote_code(model) or has_own_adapters(model):
+    if is_remote_code(model) or has_added_adapters(model):
         return False
     # save_pretrained converts in the same way; on the meta device only names and shapes are computed.
     outline = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}

@@ -142,6 +142,12 @@ class StrategyTrainer:
             "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True loads a "
             "model: leave one of the two out": is_sharded and args.save_only_model and args.load_best_model_at_end,
         }
+        save = super()._save_optimizer_and_scheduler  # type: ignore[misc]
+        if is_sharded and save.__func__ is not Trainer._save_optimizer_and_scheduler:  # noqa: SLF001 - the Trainer's
+            raise ConflictError(
+                f"{type(self).__name__} has its own _save_optimizer_and_scheduler, and {strategy} saves shards of the "
+                "optimizer instead: write further files in a TrainerCallback, in on_save"
+            )
         for message, is_conflict in conflicts.items():
             if is_conflict:
                 raise ConflictError(message)
@@ -406,8 +412,8 @@ class StrategyTrainer:
             return
         prepared = cast("PreparedModel", PreparedModel.of(self.model))
         folder = Path(output_dir or self.args.output_dir)
-        is_own = save.__func__ is not Trainer._save  # noqa: SLF001 - the Trainer's
-        if is_own or not (is_pretrained_model(self.model) or is_peft(self.model)):
+        is_overridden = save.__func__ is not Trainer._save  # noqa: SLF001 - the Trainer's
+        if is_overridden or not (is_pretrained_model(self.model) or is_peft(self.model)):
             with prepared.full_weights() as has_weights:
                 if has_weights:
                     save(str(folder))
@@ -485,12 +491,12 @@ class StrategyTrainer:
             return
         path = Path(self.state.best_model_checkpoint, SHARDS)
         load = super()._load_best_model  # type: ignore[misc]
-        is_own = load.__func__ is not Trainer._load_best_model  # noqa: SLF001 - the Trainer's
-        if self._is_sharded and (is_own or not self._has_shards_of_weights(path.parent)):
+        is_overridden = load.__func__ is not Trainer._load_best_model  # noqa: SLF001 - the Trainer's
+        if self._is_sharded and (is_overridden or not self._has_shards_of_weights(path.parent)):
             prepared, state = cast("PreparedModel", PreparedModel.of(self.model)), {}
             with prepared.full_weights() as has_weights:
                 if has_weights:
-                    with prepared.kept_from_loading() as loaded:
+                    with prepared.intercepted_loading() as loaded:
                         load()
                     state = {**self.model.state_dict(), **prepared.with_tied(loaded)}
             prepared.load_state_dict(state)
