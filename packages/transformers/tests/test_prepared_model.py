@@ -622,3 +622,140 @@ seen = messages
     first, second = seen_by_ranks(tmp_path, strategy, program, before=POWER_SGD, begin="")
     assert sum("ddp_comm_state, which checkpoints do not have" in message for message in first) == 1
     assert not any("ddp_comm_state" in message for message in second)
+
+
+COPIED = """
+import copy, io
+from torch.optim.swa_utils import AveragedModel
+torch.manual_seed(1)  # as the weights of rank 0 count
+model = LlamaForCausalLM(model.config)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+tokens = torch.tensor([[1, 2, 3]])
+file = io.BytesIO()
+torch.save(model, file)
+file.seek(0)
+copies = [copy.deepcopy(model), AveragedModel(model).module, torch.load(file, weights_only=False)]
+before = float(model(tokens, labels=tokens).loss)
+accelerator.backward(model(tokens, labels=tokens).loss)
+optimizer.step()
+with torch.no_grad():
+    losses = [float(one(tokens, labels=tokens).loss) for one in copies]
+states = [accelerator.get_state_dict(one)["lm_head.weight"] for one in copies]
+trained = accelerator.get_state_dict(model)["lm_head.weight"]
+for one in copies:
+    with torch.no_grad():
+        one.lm_head.weight.zero_()
+seen = [before, losses, [torch.equal(state, trained) for state in states], float(trained.abs().sum()) > 0]
+"""
+
+
+def test_a_copy_of_a_prepared_model_has_weights_of_its_own(tmp_path):
+    for before, losses, are_equal, is_left in seen_by_ranks(tmp_path, "ddp", COPIED):
+        assert losses == pytest.approx([before] * 3)
+        assert are_equal == [False] * 3
+        assert is_left
+
+
+TIED = """
+from safetensors.torch import load_file, save_file
+torch.manual_seed(1)
+model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+folder = os.path.join(os.path.dirname(__file__), "state")
+accelerator.save_state(folder)
+accelerator.wait_for_everyone()
+path = os.path.join(folder, "model.safetensors")
+state = load_file(path)
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    save_file({name: torch.full_like(value, 2.0) for name, value in state.items()}, path, metadata={"format": "pt"})
+accelerator.wait_for_everyone()
+accelerator.load_state(folder)
+full = accelerator.get_state_dict(model)
+tied = [name for name in state if "embed" in name or "head" in name]
+seen = [tied, float(full["lm_head.weight"].mean()) if full else 2.0, len(full)]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_tied_weights_are_saved_once_as_by_accelerate_itself(tmp_path, strategy):
+    for names, mean, _ in seen_by_ranks(tmp_path, strategy, TIED):
+        assert names == ["model.embed_tokens.weight"]
+        assert mean == 2.0
+
+
+REFUSED = """
+import gc, weakref
+from dstrat.errors import DstratError
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+seen = []
+def attempt(call):
+    try:
+        call()
+    except DstratError as error:
+        seen.append(str(error))
+def join():
+    with accelerator.join_uneven_inputs([model]):
+        pass
+def prepare_after_a_step():
+    layer = torch.nn.Linear(4, 2)
+    late = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 4)).sum().backward()
+    late.step()
+    accelerator.prepare(layer, late)
+attempt(prepare_after_a_step)
+prompts = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+attempt(lambda: accelerator.prepare(prompts, torch.optim.SGD([one for one in prompts.parameters()])))
+model = get_peft_model(LlamaForCausalLM(LlamaConfig(**sizes)), LoraConfig(target_modules=["q_proj"]))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad]))
+attempt(model.merge_and_unload)
+attempt(lambda: accelerator.get_state_dict(model.base_model.model.lm_head))
+attempt(join)
+alive = weakref.ref(model)
+del model, optimizer
+accelerator.free_memory()
+gc.collect()
+seen.append(str(alive()))
+layer = torch.nn.Linear(4, 1)
+layer, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+accelerator.backward(layer(torch.ones(2, 4)).sum())
+optimizer.step()
+"""
+
+
+def test_what_shards_cannot_do_is_an_error_and_freed_models_are_gone(tmp_path):
+    pytest.importorskip("peft", reason="this environment has no peft")
+    expected = [
+        "AdamW has a state before prepare",
+        "learns prompts, which peft computes from whole parameters",
+        "merge_and_unload changes whole weights",
+        "get_state_dict got Linear, which is no prepared model",
+        "join_uneven_inputs lets processes end at different steps",
+        "None",
+    ]
+    for messages in seen_by_ranks(tmp_path, "fsdp", REFUSED):
+        assert len(messages) == len(expected), messages
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
+
+
+def test_inputs_and_models_of_processes_of_one_batch_are_not_divided_or_copied(tmp_path):
+    program = """
+import copy, pickle
+from dstrat.errors import DstratError
+def split():
+    with accelerator.split_between_processes([1, 2]):
+        pass
+accelerator.prepare_model(model, evaluation_mode=True)
+seen = []
+for call in (split, lambda: copy.deepcopy(model), lambda: pickle.dumps(model.forward)):
+    try:
+        call()
+    except DstratError as error:
+        seen.append(str(error))
+"""
+    for first, *others in seen_by_ranks(tmp_path, "mesh(tp=2)", program):
+        assert "some compute the same batch together: prepare a DataLoader" in first
+        assert len(others) == 2
+        for message, what in zip(others, ("copied", "pickled"), strict=True):
+            assert f"LlamaForCausalLM cannot be {what}, as each process has shards of it" in message

@@ -752,6 +752,110 @@ def test_a_trainer_that_writes_its_own_files_gets_whole_weights_once(tmp_path):
     assert ended.stdout.count("EQUAL True") == 2
 
 
+OWN_SAVES = """
+import shutil
+from pathlib import Path
+import torch
+from peft import LoraConfig
+from dstrat.errors import ConflictError
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
+folder, is_first = Path(__file__).parent, os.environ["RANK"] == "0"
+class WithFiles(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            Path(output_dir, "head").touch()
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            Path(output_dir, "mine").touch()
+def made(seed=1, trainer_class=dstrat_transformers.DstratTrainer, adapters=False, **options):
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    if adapters:
+        model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "steps", "save_steps": 2, **options}
+    args = TrainingArguments(str(folder / "out"), max_steps=2, **options)
+    return trainer_class(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+def is_in(trainer, path):
+    state, saved = trainer.accelerator.get_state_dict(trainer.model), load_file(path / "model.safetensors")
+    return not state or all(torch.equal(value, state[name]) for name, value in saved.items())
+def wait():
+    torch.distributed.barrier()
+
+trainer = made(trainer_class=dstrat_transformers.with_strategy(WithFiles))
+trainer.train()
+wait()
+path = folder / "out" / "checkpoint-2"
+print("OWN", (path / "head").exists(), (path / "mine").exists(), is_in(trainer, path))
+class WithOptimizer(Trainer):
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+try:
+    made(trainer_class=dstrat_transformers.with_strategy(WithOptimizer))
+except ConflictError as error:
+    print("REFUSED", "has its own _save_optimizer_and_scheduler" in str(error))
+teacher = torch.nn.Linear(2, 2)
+trainer._move_model_to_device(teacher, torch.device("meta"))
+print("MOVED", teacher.weight.device)
+
+# Weights of another training, as the Trainer itself writes them over a checkpoint.
+torch.manual_seed(9)
+other = LlamaForCausalLM(LlamaConfig(**sizes))
+wait()
+if is_first:
+    other.save_pretrained(path)
+wait()
+trainer = made(seed=3)
+trainer.train(resume_from_checkpoint=str(path))  # which has ended there
+print("NEWER", is_in(trainer, path))
+if is_first:
+    shutil.copytree(path, folder / "best", ignore=lambda *_: ["dstrat", "dstrat.json"])
+wait()
+trainer = made(seed=4, save_strategy="no")
+trainer.train()
+trainer.state.best_model_checkpoint = str(folder / "best")
+trainer._load_best_model()
+print("BEST", is_in(trainer, folder / "best"))
+
+trainer = made(seed=5)
+trainer.evaluate()
+trainer.accelerator.prepare_model(LlamaForCausalLM(LlamaConfig(**sizes)), evaluation_mode=True)
+trainer.save_model(str(folder / "evaluated"))
+wait()
+print("EVALUATED", is_in(trainer, folder / "evaluated"))
+
+import transformers.integrations.peft as integration
+integration.check_peft_version = lambda *args, **kwargs: None
+trainer = made(seed=6, adapters=True)
+trainer.save_model(str(folder / "before"))
+trainer.evaluate()
+trainer.save_model(str(folder / "adapters"))
+wait()
+before, after = (load_file(folder / name / "adapter_model.safetensors") for name in ("before", "adapters"))
+print("ADAPTERS", before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before))
+"""
+
+
+def test_a_sharded_model_is_saved_and_loaded_as_the_trainer_and_its_subclasses_do(tmp_path):
+    pytest.importorskip("peft", reason="this environment has no peft")
+    ended = start_two(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_SAVES)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    expected = [
+        "OWN True True True",
+        "REFUSED True",
+        "MOVED meta",
+        *(f"{name} True" for name in ("NEWER", "BEST", "EVALUATED")),
+    ]
+    for line in (*expected, "ADAPTERS True"):
+        assert ended.stdout.count(line) == 2, (line, ended.stdout)
+    assert "is of other weights than the checkpoint it is in" in ended.stderr
+    assert "find_unused_parameters" not in ended.stderr  # which the Trainer itself asks its DDP for
+
+
 GROUPS = """
 import torch
 from transformers import Trainer, TrainingArguments

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, convert_to_fp32, recursively_apply
+from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, convert_to_fp32, recursively_apply, release_memory
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -72,6 +72,7 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
             runs_steps: Whether the loop lets the strategy run forward and backward passes together, if it has to.
         """
         accelerator.__class__ = cls
+        accelerator.ddp_handler = None  # of transformers' Trainer, for its own DDP
         accelerator._select_strategy()  # noqa: SLF001 - of this class
         accelerator._runs_steps = runs_steps  # noqa: SLF001 - likewise
 
@@ -210,6 +211,13 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         if earlier is not None:
             earlier.release()
         strategy = self._strategy if last is None else current_session().make_strategy(self.mixed_precision)
+        for optimizer in () if strategy.replicates_state else optimizers:
+            if optimizer.state and earlier is None:
+                raise MisuseError(
+                    f"{type(optimizer).__name__} has a state before prepare, of whole parameters, which "
+                    f"{type(strategy).__name__} replaces by shards: prepare it before its first step, and load a state "
+                    "into what prepare returns; one that begins with a state, as Adagrad does, needs 'ddp'"
+                )
         convert = convert_to_fp32 if self.mixed_precision != "no" else _unchanged  # as Accelerate's own models
         if optimizers and strategy.trains_apart and not self._runs_steps:
             raise ConflictError(
@@ -223,6 +231,15 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         if optimizers or last is None or last is earlier or not last.is_trained:
             self._prepared, self._strategy = prepared, strategy
         return prepared
+
+    @override
+    def free_memory(self, *objects: Any) -> Any:
+        objects = super().free_memory(*objects)
+        # transformers' Trainer calls it before each training, and goes on with its model.
+        if self._prepared is not None and not self._runs_steps:
+            self._prepared, self._strategy = None, current_session().make_strategy(self.mixed_precision)
+            release_memory()  # of models, which refer to their preparations, and these to them
+        return objects
 
     # Data, of which several processes may read the same
 
@@ -292,6 +309,18 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         finally:
             self._gathers_once = False
 
+    @contextmanager
+    @override
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        if self._shares_batches:
+            raise ConflictError(
+                "split_between_processes divides inputs among all processes, and with "
+                f"{type(self._strategy).__name__} some compute the same batch together: prepare a DataLoader of the "
+                "inputs instead"
+            )
+        with super().split_between_processes(inputs, apply_padding) as divided:
+            yield divided
+
     @override
     def gather(self, tensor: Any) -> Any:
         gathered = super().gather(tensor)
@@ -313,7 +342,8 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         if self._shares_batches and self.step_scheduler_with_optimizer and not self.split_batches:
             raise ConflictError(
                 f"a prepared scheduler steps once for each process, and with {type(self._strategy).__name__} some read "
-                "the same batch: leave the scheduler out of prepare, and step it yourself"
+                "the same batch: leave the scheduler out of prepare, step it yourself once in an optimizer step, and "
+                "give it the number of these steps, without the factor accelerator.num_processes"
             )
         return super().prepare_scheduler(scheduler)
 
@@ -346,6 +376,16 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
 
     @contextmanager
     @override
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        if self._strategy.world_size > 1:
+            raise ConflictError(
+                "join_uneven_inputs lets processes end at different steps, which only Accelerate's own DDP can: leave "
+                "it out, and even_batches=True, the default"
+            )
+        yield
+
+    @contextmanager
+    @override
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         with self._strategy.precision_plugin.forward_context():
@@ -366,7 +406,10 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         if norm_type != 2:
             raise ConflictError(f"clip_grad_norm_ got norm_type={norm_type!r}, and strategies clip by the 2-norm")
         self._check_all(parameters, "clip_grad_norm_")
-        return self.prepared_model.clip_by_norm(float(max_norm))
+        norm = self.prepared_model.clip_by_norm(float(max_norm))
+        if norm is None and self._strategy.replicates_state:
+            return torch.zeros((), device=self.device)  # without gradients, as torch does it
+        return norm
 
     @override
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -392,6 +435,11 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         if prepared is not None:
             return prepared.state_dict()
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        if _has_shards(state, self._has_empty_parameters):
+            raise MisuseError(
+                f"get_state_dict got {type(model).__name__}, which is no prepared model and has shards of one: pass "
+                "the prepared model, and take the tensors of this part by their names"
+            )
         return state
 
     @override

@@ -38,6 +38,17 @@ def is_peft(model: Module) -> bool:
     return derives_from(model, "peft.peft_model", "PeftModel")
 
 
+def learns_prompts(model: Module) -> bool:
+    """Return whether a model is one of peft whose files have prompts, which it computes from its parameters."""
+    configs: Any = model.peft_config.values() if is_peft(model) else ()  # type: ignore[operator]  # peft's
+    return any(config.is_prompt_learning for config in configs)
+
+
+def has_added_adapters(model: Any) -> bool:
+    """Return whether a PreTrainedModel has adapters that its ``add_adapter`` has put into it, and saves only these."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def accepts_argument(model: Module, name: str) -> bool:
     """Return whether the ``forward`` of a model of transformers has an argument of that name."""
     return name in inspect.signature(base_model(model).forward).parameters

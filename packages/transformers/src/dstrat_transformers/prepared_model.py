@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
 import logging
 import math
+from collections import OrderedDict
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +18,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
 from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
-from dstrat_transformers.models import base_model, generate_alone, generate_together, is_peft, is_pretrained_model
+from dstrat_transformers.models import (
+    base_model,
+    generate_alone,
+    generate_together,
+    is_peft,
+    is_pretrained_model,
+    learns_prompts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +50,47 @@ ONE_MODEL = (
 
 _SAVING_METHODS = ("save_pretrained", "save")
 """Methods of models of transformers, peft, sentence-transformers and others that write files."""
+_MERGING_METHODS = ("merge_and_unload", "unload", "merge_adapter", "unmerge_adapter")
+"""Methods of models of peft that change, or return, the model inside."""
 
 _numbers_of_saves = itertools.count(1)  # of all models of this process, as the name of a wait is used once in a job
+
+
+class _Replacement:
+    """A method that a preparation has put on a model; a copy of the model, or a file of it, has the method before.
+
+    Args:
+        function: What runs instead of the method.
+        method: The method before, of the model or of the program.
+        prepared_model: The preparation.
+    """
+
+    def __init__(self, function: Callable[..., Any], method: Callable[..., Any], prepared_model: PreparedModel) -> None:
+        functools.update_wrapper(self, method)  # by which libraries read the signature
+        self._function, self._method, self.prepared_model = function, method, prepared_model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._check_shards("copied")
+        return copy.deepcopy(self._method, memo)  # of the copy, which is known already
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_shards("pickled")
+        return _unchanged, (self._method,)
+
+    def _check_shards(self, verb: str) -> None:
+        if self.prepared_model.has_shards:
+            name = type(self.prepared_model.model).__name__
+            raise MisuseError(
+                f"{name} cannot be {verb}, as each process has shards of it: make another model, and load the state "
+                "that accelerator.get_state_dict(model) returns, which all processes must call"
+            )
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 class PreparedModel:
@@ -86,6 +135,11 @@ class PreparedModel:
         self._counting: tuple[Any, Any] | None = None  # the model whose num_parameters is replaced, and the earlier one
         self._has_stepped = self._has_full_weights = self._has_unfinished_step = self.is_released = False
         self.module: Any = model
+        if learns_prompts(model) and not strategy.replicates_state:
+            raise ConflictError(
+                f"{type(model).__name__} learns prompts, which peft computes from whole parameters where it saves "
+                f"them, and {type(strategy).__name__} has shards of these: choose 'ddp'"
+            )
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
         elif is_pretrained_model(model) or is_peft(model):
@@ -101,6 +155,7 @@ class PreparedModel:
         sizes = {name: parameter.numel() for name, parameter in base_model(model).named_parameters()}
         known = {} if earlier is None else earlier._num_elements  # noqa: SLF001 - of this class
         self._num_elements: dict[str, int] = {name: size or known.get(name, 0) for name, size in sizes.items()}
+        self._tied: list[list[str]] = _tied_names(model) if earlier is None else earlier._tied  # noqa: SLF001 - likewise
         self.replaced_names = WeakIdKeyDictionary({p: name for name, p in model.named_parameters()})
         strategy.connect(self.module)
         if isinstance(self.module, CalledModule):
@@ -114,13 +169,8 @@ class PreparedModel:
         self.divided = self._divided_batches()
         self._forward, self._changed = model.forward, {"forward": model.__dict__.get("forward")}
 
-        @functools.wraps(self._forward)  # by which libraries read the signature
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(*args, **kwargs)
-
         # On the instance, as Accelerate itself does it for autocast: the model's class and hooks stay.
-        model.forward = forward
-        forward.prepared_model = self  # type: ignore[attr-defined]  # which lives as long as the model
+        model.forward = _Replacement(self._run, self._forward, self)  # which lives as long as the model
         if not strategy.replicates_state:
             self._replace_methods(model)
 
@@ -148,13 +198,17 @@ class PreparedModel:
     @staticmethod
     def of(model: Any) -> PreparedModel | None:
         """Return the preparation of a model; None if no strategy has set it up."""
-        return getattr(model.__dict__.get("forward"), "prepared_model", None)
+        forward = model.__dict__.get("forward")
+        return forward.prepared_model if isinstance(forward, _Replacement) else None
 
     def _replace_methods(self, model: Any) -> None:
         self._count_all_parameters(base_model(model))
         generate_together(model)
         if hasattr(model, "generate"):
             self._generate_in_a_step(model)
+        for name in _MERGING_METHODS if is_peft(model) else ():
+            if callable(getattr(model, name, None)):
+                self._refuse_to_merge(model, name)
         for name in _SAVING_METHODS:
             if inspect.ismethod(getattr(model, name, None)):  # and not a layer of that name
                 self._save_full_weights(model, name)
@@ -165,7 +219,6 @@ class PreparedModel:
             return
         count, self._counting = base.num_parameters, (base, base.__dict__.get("num_parameters"))
 
-        @functools.wraps(count)
         def count_all(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
             layers = base.named_modules() if exclude_embeddings else ()
             embeddings = {f"{name}.weight" for name, layer in layers if isinstance(layer, nn.Embedding)}
@@ -177,14 +230,13 @@ class PreparedModel:
             number: int = count(only_trainable, exclude_embeddings) + missing
             return number
 
-        base.num_parameters = count_all
+        base.num_parameters = _Replacement(count_all, count, self)
 
     def _generate_in_a_step(self, model: Any) -> None:
         """Let ``generate`` run as one step, as it also calls layers alone: an encoder, or the model inside peft's."""
         generate = model.generate
         self._changed["generate"] = model.__dict__.get("generate")
 
-        @functools.wraps(generate)
         def generate_in_a_step(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
                 return generate(*args, **kwargs)
@@ -197,14 +249,27 @@ class PreparedModel:
                 self._is_running = False
                 self.strategy.accelerator.end_graph("evaluation_step")
 
-        model.generate = generate_in_a_step
+        model.generate = _Replacement(generate_in_a_step, generate, self)
+
+    def _refuse_to_merge(self, model: Any, name: str) -> None:
+        method = getattr(model, name)
+        self._changed[name] = model.__dict__.get(name)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if self.has_shards:
+                raise MisuseError(
+                    f"{name} changes whole weights, and each process has shards of them: save the adapters, load them "
+                    f"into a model that is not prepared, and call {name} there"
+                )
+            return method(*args, **kwargs)
+
+        setattr(model, name, _Replacement(refuse, method, self))
 
     def _save_full_weights(self, model: Any, name: str) -> None:
         """Let a method that writes the model's files see whole weights, in the first process; it becomes collective."""
         save = getattr(model, name)
         self._changed[name] = model.__dict__.get(name)
 
-        @functools.wraps(save)
         def save_full_weights(*args: Any, **kwargs: Any) -> Any:
             # A program that passes the gathered state itself may call it in one process only.
             if self._has_full_weights or kwargs.get("state_dict") is not None:
@@ -212,7 +277,7 @@ class PreparedModel:
             with self.full_weights() as has_them:
                 return save(*args, **kwargs) if has_them else None
 
-        setattr(model, name, save_full_weights)
+        setattr(model, name, _Replacement(save_full_weights, save, self))
 
     def _with_new_parameters(self, _: Module) -> list[Optimizer]:
         """Return the optimizers with the parameters that the model has now, by name."""
@@ -221,6 +286,14 @@ class PreparedModel:
             for group, names_of_group in zip(optimizer.param_groups, names, strict=True):
                 group["params"] = [parameters[name] for name in names_of_group]
         return self.optimizers
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether this process has shards of the model's parameters, unless whole ones are in their place now."""
+        if self.strategy.replicates_state or self._has_full_weights:
+            return False
+        parameters = list(self.model.parameters())
+        return any(isinstance(one, DTensor) or one.is_meta or not one.numel() for one in parameters)
 
     @property
     def is_trained(self) -> bool:
@@ -344,13 +417,51 @@ class PreparedModel:
     # State, by the names that the program knows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state of the model; of a strategy that shards it on global rank 0 only; collective."""
-        prefix = self._prefix
-        return {name.removeprefix(prefix): value for name, value in self.strategy.module_state_dict().items()}
+        """Return the full state of the model; of a strategy that shards it on global rank 0 only; collective.
+
+        Tied weights share memory, by which libraries save them once, if the state is an OrderedDict.
+        """
+        state = self.strategy.module_state_dict()
+        full = OrderedDict((name.removeprefix(self._prefix), value) for name, value in state.items())
+        for first, *later in self._tied:
+            full.update({name: full[first] for name in later if name in full and first in full})
+        return full
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a full state of the model, of which that of global rank 0 counts; collective."""
-        self.strategy.load_module_state_dict({self._prefix + name: value for name, value in state.items()})
+        full = self.with_tied(state)
+        self.strategy.load_module_state_dict({self._prefix + name: value for name, value in full.items()})
+
+    def with_tied(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state with all names of tied weights, of which a file may have one."""
+        full = dict(state)
+        for names in self._tied:
+            saved = [state[name] for name in names if name in state]
+            for name in names if saved else ():
+                full.setdefault(name, saved[0])
+        return full
+
+    @contextmanager
+    def intercepted_loading(self) -> Iterator[dict[str, Any]]:
+        """Let the model's ``load_state_dict`` only keep what it gets, as hooks of shards do not know whole weights.
+
+        Yields:
+            The tensors that code in this context has loaded.
+        """
+        loaded: dict[str, Any] = {}
+        earlier = self.model.__dict__.get("load_state_dict")
+
+        def load_state_dict(state: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+            loaded.update(state)
+            return SimpleNamespace(missing_keys=[], unexpected_keys=[])
+
+        self.model.__dict__["load_state_dict"] = load_state_dict
+        try:
+            yield loaded
+        finally:
+            del self.model.__dict__["load_state_dict"]
+            if earlier is not None:
+                self.model.__dict__["load_state_dict"] = earlier
 
     @contextmanager
     def full_weights(self) -> Iterator[bool]:
@@ -426,6 +537,14 @@ def _has_saved_buffers(model: Module) -> bool:
     """Return whether files have buffers of a model; others, such as rotary frequencies, follow from its config."""
     names = {name for name, _ in model.named_buffers()}
     return bool(names) and not names.isdisjoint(model.state_dict())
+
+
+def _tied_names(model: Module) -> list[list[str]]:
+    """Return the names of each parameter that has several in the state of a model."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [of_parameter for of_parameter in names.values() if len(of_parameter) > 1]
 
 
 def _replace_parameters(model: Module, state: Mapping[str, Tensor]) -> list[tuple[Module, str, Parameter]]:

@@ -13,9 +13,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dstrat import Callback, WeightAveraging
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat.parallel.full_state import gather_state
-from dstrat_transformers.models import is_peft, is_pretrained_model, is_remote_code, stored_tensors, unsaved_names
+from dstrat_transformers.models import (
+    has_added_adapters,
+    is_peft,
+    is_pretrained_model,
+    is_remote_code,
+    learns_prompts,
+    stored_tensors,
+    unsaved_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -56,9 +64,15 @@ def save_pretrained(
 
     Raises:
         MisuseError: Outside of a run, and this process has only shards of the parameters.
+        ConflictError: The model has prompts that peft computes from parameters, and these are sharded.
     """
     is_model = is_pretrained_model(module) or is_peft(module)
     model: Any = module if is_model else getattr(module, "model", module)
+    if strategy is not None and not strategy.replicates_state and learns_prompts(model):
+        raise ConflictError(
+            f"peft computes the prompts that it saves from whole parameters, and {type(strategy).__name__} has shards "
+            "of them: choose 'ddp'"
+        )
     prefix = "" if model is module else "model."
     gather = _Gathering(strategy, module)
     state = {name.removeprefix(prefix): value for name, value in gather.state.items()}
@@ -131,7 +145,9 @@ class _Gathering:
 
 def _is_stored_as_it_is(model: Any, state: Mapping[str, Any]) -> bool:
     """Return whether the files of a model have the tensors of its state, under the same names."""
-    if not is_pretrained_model(model) or getattr(model, "hf_quantizer", None) is not None or is_remote_code(model):
+    if not is_pretrained_model(model) or getattr(model, "hf_quantizer", None) is not None:
+        return False
+    if is_remote_code(model) or has_added_adapters(model):
         return False
     # save_pretrained converts in the same way; on the meta device only names and shapes are computed.
     outline = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}

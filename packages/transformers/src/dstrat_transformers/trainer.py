@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import math
 from contextlib import nullcontext
@@ -50,7 +52,10 @@ _OF_COMMUNICATION = {  # the Trainer's options, their defaults, and the strategy
     "ddp_backend": (None, "process_group_backend"),
     "ddp_timeout": (1800, "timeout"),
 }
+_NUM_SAMPLES, _SAMPLE_SIZE = 256, 4096  # of a file; a training changes nearly all of it
 _RATE = "_steps_per_second"  # the end of a name in the Trainer's metrics
+_OF_SHARDS = "dstrat.json"
+"""Name of the file beside that folder which says of what weights the shards are."""
 _ARGUMENTS, _OPTIMIZER, _SCHEDULER = "training_args.bin", "optimizer.pt", "scheduler.pt"  # the Trainer's files
 
 
@@ -81,7 +86,8 @@ class StrategyTrainer:
     @property
     def strategy(self) -> Strategy:
         """The strategy, with its environment set up."""
-        strategy: Strategy = self.accelerator.strategy
+        prepared = PreparedModel.of(getattr(self, "model", None))  # another one may have been prepared since
+        strategy: Strategy = self.accelerator.strategy if prepared is None else prepared.strategy
         return strategy
 
     @property
@@ -90,9 +96,15 @@ class StrategyTrainer:
         return PreparedModel.of(self.model) is not None and not self.strategy.replicates_state
 
     @property
+    def _trains_apart(self) -> bool:
+        """Whether each process has the model, with other weights."""
+        is_prepared = PreparedModel.of(self.model) is not None
+        return is_prepared and not self._is_sharded and self.strategy.trains_apart
+
+    @property
     def _saves_state_of_all(self) -> bool:
         """Whether the state of the training is that of all processes together, rather than of any of them."""
-        return self._is_sharded or (PreparedModel.of(self.model) is not None and self.strategy.trains_apart)
+        return self._is_sharded or self._trains_apart
 
     def create_accelerator_and_postprocess(self) -> None:
         check_version()
@@ -130,6 +142,12 @@ class StrategyTrainer:
             "save_only_model=True leaves out the shards of the strategy, by which load_best_model_at_end=True loads a "
             "model: leave one of the two out": is_sharded and args.save_only_model and args.load_best_model_at_end,
         }
+        save = super()._save_optimizer_and_scheduler  # type: ignore[misc]
+        if is_sharded and save.__func__ is not Trainer._save_optimizer_and_scheduler:  # noqa: SLF001 - the Trainer's
+            raise ConflictError(
+                f"{type(self).__name__} has its own _save_optimizer_and_scheduler, and {strategy} saves shards of the "
+                "optimizer instead: write further files in a TrainerCallback, in on_save"
+            )
         for message, is_conflict in conflicts.items():
             if is_conflict:
                 raise ConflictError(message)
@@ -168,7 +186,9 @@ class StrategyTrainer:
         return next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(self.args, name)), None)
 
     def _move_model_to_device(self, model: Module, device: torch.device) -> None:
-        """Do nothing: the strategy moves the model, or its shards only."""
+        """Move other models than the Trainer's own: the strategy moves that, or its shards only."""
+        if model is not getattr(self, "model", model):  # which the Trainer has only after it has moved it
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     @property
     def _num_readers(self) -> int:
@@ -381,55 +401,80 @@ class StrategyTrainer:
     # Files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # In an evaluation the model has the mean of what processes train apart.
+        with self.strategy.evaluation_context() if self._trains_apart else nullcontext():
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]  # calls _save in all processes
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        save, trainer = super()._save, cast("Any", self)  # type: ignore[misc]
         if not self._is_sharded:
-            # In an evaluation the model has the mean of what processes train apart.
-            with self.strategy.evaluation_context() if self._saves_state_of_all else nullcontext():
-                super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            save(output_dir, state_dict)
             return
-        trainer: Any = self
+        prepared = cast("PreparedModel", PreparedModel.of(self.model))
         folder = Path(output_dir or self.args.output_dir)
-        if is_pretrained_model(self.model) or is_peft(self.model):
-            save_pretrained(self.strategy.module, folder, strategy=self.strategy)
-            if self.args.should_save:
-                folder.mkdir(exist_ok=True, parents=True)  # of another node
-                processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-                if processing is not None:
-                    processing.save_pretrained(folder)
-                torch.save(self.args, folder / _ARGUMENTS)
-        else:
-            prepared: Any = PreparedModel.of(self.model)
+        is_overridden = save.__func__ is not Trainer._save  # noqa: SLF001 - the Trainer's
+        if is_overridden or not (is_pretrained_model(self.model) or is_peft(self.model)):
             with prepared.full_weights() as has_weights:
                 if has_weights:
-                    trainer._save(str(folder))  # noqa: SLF001 - the Trainer's
-        if self.args.push_to_hub and not _internal_call:
-            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+                    save(str(folder))
+            return
+        save_pretrained(prepared.module, folder, strategy=prepared.strategy)
+        if self.args.should_save:
+            folder.mkdir(exist_ok=True, parents=True)  # of another node
+            processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         path = Path(output_dir, SHARDS)
         # The Trainer writes over checkpoints of an earlier run, which may have been that of another strategy.
         if self.strategy.broadcast(path.exists()):
+            if self.strategy.is_global_zero:
+                path.with_name(_OF_SHARDS).unlink(missing_ok=True)
             self.strategy.remove_checkpoint(path)
             self.strategy.barrier("remove_checkpoint")
         if not self._saves_state_of_all:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         checkpoint.save(self.strategy, path, {}, (), ())
+        if self.strategy.is_global_zero:
+            note = {"weights": weights_digest(path.parent)}
+            path.with_name(_OF_SHARDS).write_text(json.dumps(note) + "\n", encoding="utf-8")
         if self.args.should_save:
             path.with_name(_OPTIMIZER).unlink(missing_ok=True)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))  # type: ignore[attr-defined]
 
+    def _has_shards_of_weights(self, folder: Path) -> bool:
+        """Return whether a checkpoint has the state of a strategy, and not that of earlier weights; collective."""
+        answer = None
+        if self.strategy.is_global_zero:
+            note = folder / _OF_SHARDS  # older checkpoints lack it
+            saved = json.loads(note.read_text(encoding="utf-8"))["weights"] if note.exists() else None
+            has_shards, digest = (folder / SHARDS).exists(), weights_digest(folder)
+            is_current = saved is None or digest is None or saved == digest
+            if has_shards and not is_current:
+                _logger.warning(
+                    "%s is of other weights than the checkpoint it is in, which were written later: these are loaded "
+                    "instead, and the optimizer only from %s",
+                    folder / SHARDS,
+                    _OPTIMIZER,
+                )
+            answer = has_shards and is_current
+        return bool(self.strategy.broadcast(answer))
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Module | None = None) -> None:
         if not self._is_sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        elif not Path(resume_from_checkpoint, SHARDS).exists():  # otherwise loaded with the optimizer
+        elif not self._has_shards_of_weights(Path(resume_from_checkpoint)):  # otherwise loaded with the optimizer
             raise CheckpointError(
-                f"checkpoint {resume_from_checkpoint!r} has no folder {SHARDS!r}, and the model is sharded already: "
-                "resume in a new Trainer, before train or evaluate"
+                f"checkpoint {resume_from_checkpoint!r} has no folder {SHARDS!r} of its weights, and the model is "
+                "sharded already: resume in a new Trainer, before train or evaluate"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         path = None if checkpoint_folder is None else Path(checkpoint_folder, SHARDS)
-        if path is None or not path.exists():
+        if path is None or not self._has_shards_of_weights(path.parent):
             super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
             return
         checkpoint.load(self.strategy, path, (), ())
@@ -445,6 +490,17 @@ class StrategyTrainer:
             super()._load_best_model()  # type: ignore[misc]
             return
         path = Path(self.state.best_model_checkpoint, SHARDS)
+        load = super()._load_best_model  # type: ignore[misc]
+        is_overridden = load.__func__ is not Trainer._load_best_model  # noqa: SLF001 - the Trainer's
+        if self._is_sharded and (is_overridden or not self._has_shards_of_weights(path.parent)):
+            prepared, state = cast("PreparedModel", PreparedModel.of(self.model)), {}
+            with prepared.full_weights() as has_weights:
+                if has_weights:
+                    with prepared.intercepted_loading() as loaded:
+                        load()
+                    state = {**self.model.state_dict(), **prepared.with_tied(loaded)}
+            prepared.load_state_dict(state)
+            return
         saved = read_checkpoint(
             self.strategy,
             io_for(path, self.strategy.checkpoint_io),
@@ -453,6 +509,22 @@ class StrategyTrainer:
         )
         if self.strategy.optimizers:  # which have copies of the weights in some strategies
             restore_optimization(self.strategy, saved, path)
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Return a digest of samples of the files of weights in a checkpoint of the Trainer; None if there are none."""
+    digest, files = (
+        hashlib.sha256(),
+        sorted(one for ending in ("safetensors", "bin") for one in folder.glob(f"*model*.{ending}")),
+    )
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(_NUM_SAMPLES):
+                file.seek(size * number // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_SIZE))
+    return digest.hexdigest() if files else None
 
 
 def check_version() -> None:
