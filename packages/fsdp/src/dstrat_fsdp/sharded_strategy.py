@@ -25,7 +25,7 @@ from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.shards import local_tensor
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
-from dstrat_fsdp.checks import check_gradients, check_steps_shards, explain_shards
+from dstrat_fsdp.checks import check_gradients, check_optimizer_classes, check_steps_shards, explain_shards
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.options import precision_policy
 from dstrat_fsdp.parameters import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.options import StateDictType
@@ -194,6 +195,11 @@ class ShardedStrategy(ParallelStrategy):
 
     def _take_first_shards(self, split: Sequence[DTensor]) -> None:
         """Overwrite tensor-parallel shards by those of the first rank that has the same shard."""
+
+    @override
+    def check_training(self, training: TrainingSize) -> None:
+        if training.world_size > 1:
+            check_optimizer_classes(training.optimizers, type(self).__name__)
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         super().setup_optimizers(trainer)
