@@ -228,7 +228,9 @@ def test_the_plan_of_auto_recommends_the_fastest_on_a_machine(tmp_path):
     ranked = json.loads(CliRunner().invoke(commands, [*arguments, "--json"]).stdout)["candidates"]
     assert on_two["strategy"] == ranked[0]["strategy"]
     assert on_two["reason"].startswith("dstrat choose ranks it first: a step takes ")
-    of_two_machines = explain(*MODEL, "--devices", "1", "--num-nodes", "2", "--machine", str(path))
+    several = ["explain", "--accelerator", "cpu", *MODEL, "--devices", "1", "--num-nodes", "2", "--machine", str(path)]
+    of_first = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    of_two_machines = CliRunner().invoke(commands, several, env=of_first)
     assert "no layout fits" in str(of_two_machines.exception)  # as ranks of two machines have no link
     for options, message in (
         ((*MODEL, "--machine", "h100x8"), "h100x8 has 8 devices of type cuda, and the plan 2 of cpu"),

@@ -40,7 +40,7 @@ def check_sequences(module: Module, shapes: Iterable[tuple[int, ...]], size: int
     Raises:
         MisuseError: The tensors have other lengths, or ranks do not divide them.
     """
-    check: Callable[[], None] | None = getattr(module, "check_divided_sequences", None)  # type: ignore[assignment]
+    check: Callable[[], None] | None = getattr(module, "check_divided_sequences", None)
     if check is not None:
         check()
     if not hasattr(module, _CUT):

@@ -99,7 +99,7 @@ def _of_module(module: Any) -> Any:
     # Sizes do not depend on the schedule, which may need the length of the training.
     module.attach(cast("Any", SimpleNamespace(estimated_stepping_batches=_STEPS)))
     try:
-        return module.configure_optimizers()
+        return cast("Any", module).configure_optimizers()
     finally:
         module.attach(None)
 
