@@ -119,6 +119,8 @@ def estimated(alias, world_size, num_blocks, batches):
         pytest.param("single_device", 1, ALL, 1, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_0", 2, ALL, 1, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_2", 2, ALL, 1, marks=pytest.mark.variant),
+        pytest.param("deepspeed_stage_1", 2, ALL, 2, marks=pytest.mark.variant),
+        pytest.param("deepspeed_stage_2", 2, ALL, 2, marks=pytest.mark.variant),
         pytest.param("deepspeed_stage_3", 2, ALL, 1, marks=pytest.mark.variant),
         pytest.param("ddp_sharded", 2, ALL, 1, marks=pytest.mark.variant),
         pytest.param("bagua", 2, ALL, 1, marks=pytest.mark.variant),

@@ -1,6 +1,7 @@
-"""Llama 3 in plain torch, for `dstrat choose` and `dstrat explain`: shapes of 8, 70 and 405 billion parameters.
+r"""Llama 3 in plain torch, for `dstrat choose` and `dstrat explain`: shapes of 8, 70 and 405 billion parameters.
 
-    dstrat explain --model examples/layouts/llama.py:llama_70b --strategy "mesh(pp=8, tp=8)" --devices 512 --nodes 64
+    dstrat explain --model examples/layouts/llama.py:llama_70b --strategy "mesh(pp=8, tp=8)" --devices 512 --nodes 64 \
+        --batch 64
     dstrat choose examples/layouts/llama.py:llama_8b --devices 16 --machine h100x8
 
 The functions return a module and a batch of one sequence.  Nothing of the module is allocated there.

@@ -48,6 +48,23 @@ def test_the_host_has_copies_gradients_state_and_buffers(stage, options, buffers
     assert (memory.gradients, memory.optimizer_state) == (0, 0)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_earlier_batches_are_beside_activations(stage):
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, "overlap_comm": False}}
+    one, _ = layouts(config=config)
+    two, _ = layouts(batches=2, config=config)
+    if stage == 2:  # which keeps those of each batch that have been reduced
+        assert two.step_buffers - one.step_buffers == two.optimizer_temporaries - one.optimizer_temporaries == SHARD
+    else:  # which reduce after the last batch
+        assert (one.gradients, one.accumulated, two.accumulated) == (SIZE, 0, SIZE)
+
+
+def test_stage_1_reduces_in_the_last_backward_pass_where_that_overlaps():
+    one, _ = layouts(stage=1)
+    two, _ = layouts(stage=1, batches=2)
+    assert (one.gradients, one.accumulated, two.accumulated) == (SHARD, 0, SIZE)
+
+
 def test_buffers_of_the_module_are_on_the_device():
     memory, _ = layouts(stage=3, **PARAMETERS)
     assert memory.parameters == 1000

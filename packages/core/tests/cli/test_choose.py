@@ -22,7 +22,7 @@ from dstrat.cli.components import loaded_catalog
 from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training, read_training
 from dstrat.cli.main import commands
 from dstrat.cli.measure.machine import Link, Machine
-from dstrat.errors import RequestError
+from dstrat.errors import DstratError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.memory import MemoryLayout, Work
 from dstrat.parallel.strategy import ParallelStrategy
@@ -70,7 +70,7 @@ class Split(TrainModule):
         return self.net(x)
 
     def configure_model(self):
-        pass
+        self.device_mesh["tp"]
 
     def configure_optimizers(self):
         return adamw(self)
@@ -142,6 +142,91 @@ def attending():
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.zeros(BATCH, 16, WIDTH)
 
 
+class NeverSplits(Split):
+    """Makes layers in ``configure_model``, and splits none."""
+
+    def configure_model(self):
+        pass
+
+
+class SplitsElsewhere(Split):
+    """Splits its layers over the mesh of another strategy."""
+
+    def configure_model(self):
+        self.device_mesh["tensor_parallel"]
+
+
+class Unused(Whole):
+    """Has a layer on which the loss does not depend."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+class Scheduled(Whole):
+    """Has a schedule that needs the length of the training."""
+
+    def configure_optimizers(self):
+        optimizer = adamw(self)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
+
+
+class Positioned(nn.Module):
+    """Has positions, which are broadcast over the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, positions, values):
+        return self.layer(values + positions).mean()
+
+
+def positioned():
+    return Positioned(), {"positions": torch.zeros(1, WIDTH), "values": torch.zeros(BATCH, WIDTH)}
+
+
+class ReturnsWeights(nn.Module):
+    """Asks attention for its weights, as ``nn.MultiheadAttention`` does by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def returns_weights():
+    return ReturnsWeights(), torch.zeros(BATCH, 16, WIDTH)
+
+
+def odd_sequence():
+    module, _ = attending()
+    return module, torch.zeros(BATCH, 15, WIDTH)
+
+
+def with_muon():
+    module, batch = plain()
+    return module, batch, lambda module: torch.optim.Muon(module.parameters())
+
+
+def printing():
+    print("made")
+    return plain()
+
+
+def broken(size):
+    return plain()
+
+
+def without_parameters():
+    module, batch = plain()
+    return module, batch, lambda module: torch.optim.AdamW([])
+
+
 def adamw(module):
     return torch.optim.AdamW(module.parameters())
 
@@ -183,7 +268,7 @@ def test_the_fastest_layout_is_first_with_the_line_to_paste(choose):
     assert shown.exit_code == 0
     assert "ddp is the fastest; fsdp takes" in shown.output
     assert "it communicates" in shown.output
-    assert "With less than 0.0 GiB on each device the choice is fsdp." in shown.output
+    assert re.search(r"With less than [1-9]\d*\.\d MiB on each device the choice is fsdp\.", shown.output)
     assert 'Trainer(strategy="ddp", accelerator="cpu", devices=2)  # batches of 8' in shown.output.splitlines()
 
 
@@ -641,7 +726,7 @@ def test_the_first_layout_is_called_the_fastest_only_if_it_is():
     workload = SimpleNamespace(machine=machine(), precisions=("32-true",))
     assert reasons([one, other], [other], workload) == [
         "usual is as fast as any layout, to 2%: mesh(tp=2) takes 1.0% less, and is not simpler.",
-        "With less than 0.0 GiB on each device the choice is mesh(tp=2).",
+        "With less than 0.0 MiB on each device the choice is mesh(tp=2).",
     ]
     near = Ranked("mesh(tp=2)", 1.00999, peak=3)
     assert reasons([one, near], [], workload) == [
@@ -656,7 +741,7 @@ def test_reasons_name_the_precisions_where_several_are_compared():
     workload = SimpleNamespace(machine=machine(), precisions=("32-true", "bf16-mixed"))
     assert reasons([one, same, other], [other], workload) == [
         "ddp with bf16-mixed is as fast as any layout, to 2%: ddp with 32-true takes 1.0% less, and is not simpler.",
-        "With less than 0.0 GiB on each device the choice is fsdp with 32-true.",
+        "With less than 0.0 MiB on each device the choice is fsdp with 32-true.",
     ]
     first, *_ = reasons([same, one], [], workload)
     assert first == "ddp with 32-true is the fastest; ddp with bf16-mixed takes as long, to 2%."
@@ -1012,3 +1097,67 @@ def test_a_collective_between_machines_has_the_networks_of_all_its_ranks_on_a_ma
 def test_work_shows_up_to_the_rate_of_the_dtype(training):
     mixed = dataclasses.replace(training, precision=TruePrecision("bf16-true"), work=Work(flops=4 * 10**9))
     assert step_time(machine(), mixed, training.replicated, CommunicationLayout()).compute == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("factory", "strategy", "reason"),
+    [
+        ("odd_sequence", "mesh(cp=2)", "sequences of 15 tokens cannot be divided over the 2 ranks of cp"),
+        (
+            "returns_weights",
+            "mesh(cp=2)",
+            "does not call torch's attention, whose sequences cp divides, or asks",
+        ),
+        (
+            "NeverSplits",
+            "mesh(tp=2)",
+            "configure_model of NeverSplits does not use the mesh: tp needs",
+        ),
+        ("NeverSplits", "model_parallel", "configure_model of NeverSplits does not use the mesh: tensor_parallel_size"),
+        ("SplitsElsewhere", "mesh(tp=2)", "SplitsElsewhere asks for device_mesh['tensor_parallel']: tp needs"),
+        ("with_muon", "fsdp", "Muon cannot step parameters as FSDPStrategy shards them"),
+        ("with_muon", "mesh", "Muon cannot step parameters as MeshStrategy shards them"),
+        ("Unused", "ddp", "the loss does not depend on unused.weight, unused.bias, and ddp waits for a gradient"),
+    ],
+)
+def test_what_a_trainer_would_refuse_is_not_ranked(choose, factory, strategy, reason):
+    pytest.importorskip("dstrat_mesh")
+    shown = ranking(choose("--devices", "2", "--strategy", strategy, "--json", factory=factory))
+    assert reason in shown["refused"][strategy]
+
+
+@pytest.mark.parametrize(
+    ("factory", "strategy"),
+    [("SplitsElsewhere", "model_parallel"), ("Unused", "ddp_find_unused_parameters_true"), ("Scheduled", "ddp")],
+)
+def test_what_a_trainer_would_accept_is_ranked(choose, factory, strategy):
+    pytest.importorskip("dstrat_mesh")
+    (first, *_) = ranking(choose("--devices", "2", "--strategy", strategy, "--json", factory=factory))["candidates"]
+    assert first["strategy"].startswith(strategy)
+
+
+def test_layers_that_repeat_are_not_unused():
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+    setup = TrainingSetup(module=layers, batch=torch.zeros(BATCH, WIDTH), make_optimizers=adamw)
+    devices = {"device_type": "cpu", "world_size": 2, "ranks_per_machine": 2}
+    assert measure_training(lambda: setup, TruePrecision(), **devices).unused == ()
+
+
+@pytest.mark.parametrize(
+    ("factory", "error"), [("broken", "missing 1 required positional argument"), ("without_parameters", "empty")]
+)
+def test_a_training_that_cannot_be_measured_is_an_error(choose, factory, error):
+    shown = choose("--devices", "2", factory=factory)
+    assert isinstance(shown.exception, DstratError)  # with which the program exits with 2
+    assert error in str(shown.exception)
+
+
+def test_what_a_factory_prints_is_not_in_the_json(choose):
+    shown = choose("--devices", "2", "--strategy", "ddp", "--json", factory="printing")
+    assert ranking(shown)["candidates"]
+    assert "made" in shown.stderr
+
+
+def test_a_tensor_with_one_row_does_not_say_how_many_samples_there_are(choose):
+    (one,) = ranking(choose("--devices", "2", "--strategy", "ddp", "--json", factory="positioned"))["candidates"]
+    assert (one["batch_size"], one["accumulate_grad_batches"]) == (BATCH, 1)

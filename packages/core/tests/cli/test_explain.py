@@ -74,6 +74,9 @@ def test_a_plan_that_cannot_be_is_one_line_on_stderr_and_exits_with_2(installed_
     assert shown.stderr.count("\n") == 1
 
 
+GPUS = ("--accelerator", "cuda")
+
+
 def dry_run(*options):
     model = ("--model", f"{__name__}:factory", "--nodes", "2", "--devices", "4")
     return CliRunner().invoke(commands, ["explain", "--accelerator", "cpu", *model, *options])
@@ -97,7 +100,7 @@ def test_a_dry_run_shows_processes_memory_and_traffic():
 
 def test_a_dry_run_has_the_time_of_a_known_machine():
     pytest.importorskip("dstrat_ddp")
-    shown = dry_run("--strategy", "ddp", "--machine", "h100x8").stdout
+    shown = dry_run("--strategy", "ddp", "--machine", "h100x8", *GPUS).stdout
     assert re.search(r"a step takes \d+ ms: compute \d+", shown)
 
 
@@ -117,10 +120,10 @@ def enormous():
 
 def test_a_dry_run_refuses_what_the_machine_does_not_have():
     pytest.importorskip("dstrat_ddp")
-    shown = dry_run("--strategy", "ddp", "--model", f"{__name__}:enormous", "--machine", "h100x8")
+    shown = dry_run("--strategy", "ddp", "--model", f"{__name__}:enormous", "--machine", "h100x8", *GPUS)
     assert shown.exit_code == 1
     assert "and 90% of a device's 74.5 GiB are 67.1" in shown.stdout
-    many = dry_run("--strategy", "ddp", "--devices", "20", "--machine", "h100x8")
+    many = dry_run("--strategy", "ddp", "--devices", "20", "--machine", "h100x8", *GPUS)
     assert isinstance(many.exception, RequestError)
     assert str(many.exception) == ("--devices 20 are 10 on each of 2 machines, and h100x8 has 8: give --nodes 4")
 
@@ -148,8 +151,10 @@ def test_a_dry_run_refuses_a_batch_that_does_not_divide():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nodes", "3"), "--devices 4 do not divide among --nodes 3"),
+        (("--nodes", "3", "--strategy", "single_device"), "--devices 4 do not divide among --nodes 3"),
         (("--num-nodes", "2"), "--nodes and --num-nodes are both numbers of machines"),
+        ((), "--nodes needs a --strategy"),
+        (("--strategy", "single_device", "--machine", "h100x8"), "--machine h100x8 has devices of type cuda, and"),
         (("--devices", "auto"), "--nodes needs --model package.module:factory, and --devices with a number"),
     ],
 )
@@ -223,6 +228,10 @@ def test_the_plan_of_auto_recommends_the_fastest_on_a_machine(tmp_path):
     ranked = json.loads(CliRunner().invoke(commands, [*arguments, "--json"]).stdout)["candidates"]
     assert on_two["strategy"] == ranked[0]["strategy"]
     assert on_two["reason"].startswith("dstrat choose ranks it first: a step takes ")
+    several = ["explain", "--accelerator", "cpu", *MODEL, "--devices", "1", "--num-nodes", "2", "--machine", str(path)]
+    of_first = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    of_two_machines = CliRunner().invoke(commands, several, env=of_first)
+    assert "no layout fits" in str(of_two_machines.exception)  # as ranks of two machines have no link
     for options, message in (
         ((*MODEL, "--machine", "h100x8"), "h100x8 has 8 devices of type cuda, and the plan 2 of cpu"),
         (("--machine", "h100x8"), "--machine is for a dry run, with --nodes, or for --strategy auto with --model"),

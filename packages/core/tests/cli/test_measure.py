@@ -62,6 +62,36 @@ def test_a_file_of_no_machine_is_an_error(text, message, tmp_path):
         read_machine(str(path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory": "80GiB"}, "has '80GiB' as memory, which must be a whole number of at least 1, without a unit"),
+        ({"devices": 0}, "has 0 as devices, which must be a whole number of at least 1"),
+        ({"memory_bandwidth": 0}, "has 0 as memory_bandwidth, which must be a number above 0"),
+        ({"flops": 1e12}, "has flops of 1000000000000.0, which must be rates by dtype"),
+        ({"flops": {"float32": "fast"}}, "has 'fast' as flops of float32"),
+    ],
+)
+def test_a_file_with_an_impossible_value_is_an_error(machine, changes, message, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({**json.loads(machine.to_json()), **changes}))
+    with pytest.raises(RequestError, match=message):
+        read_machine(str(path))
+
+
+def test_a_link_of_an_unknown_kind_is_an_error(machine, tmp_path):
+    path, values = tmp_path / "machine.json", json.loads(machine.to_json())
+    values["links"] = [{"kind": "allreduce", "scope": "machine", "ranks": 2, "latency": 0.0, "bandwidth": 1e9}]
+    path.write_text(json.dumps(values))
+    with pytest.raises(RequestError, match=r"has a link whose kind is 'allreduce': it can be all_reduce, all_gather"):
+        read_machine(str(path))
+
+
+def test_the_folder_of_the_output_is_checked_before_anything_is_measured():
+    shown = CliRunner().invoke(commands, ["measure", "--accelerator", "cpu", "--output", "missing/machine.json"])
+    assert "there is no folder missing" in str(shown.exception)
+
+
 def test_a_missing_file_is_an_error_that_says_how_to_write_it():
     with pytest.raises(RequestError, match=r"`dstrat measure --output missing\.json` writes such a file"):
         read_machine("missing.json")

@@ -14,7 +14,7 @@ from dstrat.parallel.step_module import StepModule
 from dstrat_ddp import reducer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -96,7 +96,11 @@ class ExplainedUnusedParameters:
 def _explanation(reduced: list[str], message: str) -> str:
     match = _INDICES.search(message)
     indices = map(int, match[1].split()) if match else ()
-    names = [reduced[index] for index in indices if index < len(reduced)]
+    return unused_parameters_text([reduced[index] for index in indices if index < len(reduced)])
+
+
+def unused_parameters_text(names: Sequence[str]) -> str:
+    """Return what is wrong with parameters on which a loss does not depend, and what to do."""
     shown = ", ".join(names[:_MOST_NAMES]) or "some parameters"
     more = " and others" if len(names) > _MOST_NAMES else ""
     return (

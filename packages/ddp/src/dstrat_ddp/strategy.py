@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.optimizer_checks import check_layout
@@ -23,7 +23,13 @@ from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.plugins.settings import nearest
 from dstrat_ddp import reducer
 from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
-from dstrat_ddp.step_module import ExplainedUnusedParameters, ManualBackward, SeparateWrappers, WatchedSteps
+from dstrat_ddp.step_module import (
+    ExplainedUnusedParameters,
+    ManualBackward,
+    SeparateWrappers,
+    WatchedSteps,
+    unused_parameters_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -161,6 +167,12 @@ class DDPStrategy(ParallelStrategy):
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - the same for all
         return ({}, {"activation_checkpointing": "full"})
+
+    @override
+    def check_training(self, training: TrainingSize) -> None:
+        finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+        if training.unused and not finds_unused:
+            raise RequestError(unused_parameters_text(training.unused))
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         layout, buckets = training.replicated, training.trainable_parameters

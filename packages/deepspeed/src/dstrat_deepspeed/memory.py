@@ -38,6 +38,7 @@ def _without_sharding(training: TrainingSize, itemsize: int) -> MemoryLayout:
         optimizer_state=_FLOAT32 // itemsize * layout.optimizer_state + copies,
         # Gradients are copied into one buffer to be reduced, after the backward pass.
         optimizer_temporaries=max(layout.optimizer_temporaries, training.trainable_parameters),
+        accumulated=layout.accumulated,
     )
 
 
@@ -45,6 +46,8 @@ def _sharded(
     training: TrainingSize, zero: Mapping[str, Any], itemsize: int, devices: Mapping[str, str]
 ) -> MemoryLayout:
     numel, ranks, is_stage_3 = training.trainable_numel, training.world_size, zero["stage"] == 3
+    is_stage_1, has_earlier = zero["stage"] == 1, training.accumulate_grad_batches > 1
+    reduces_late = is_stage_1 and not zero.get("overlap_comm")  # after the last backward pass
     on_device = training.device_type != "cpu"  # whose memory is another one than that of the host
     offloads_optimizer = on_device and "offload_optimizer" in devices
     shard = math.ceil(training.trainable_parameters / ranks)
@@ -81,16 +84,23 @@ def _sharded(
     if is_stage_3 and on_device and "offload_param" in devices:
         on_host += parameters if devices["offload_param"] == "cpu" else 0
         parameters = 0
-    gradients = training.trainable_parameters if fills_bucket else shard
+    gradients = training.trainable_parameters if fills_bucket or reduces_late else shard
+    in_step -= gradients - shard
+    # Stage 2 adds reduced gradients to those of earlier batches, and keeps both.
+    earlier = shard if zero["stage"] == 2 and has_earlier and not offloads_optimizer else 0
+    # Stage 1 reduces nothing before the last batch.
+    accumulated = training.trainable_parameters if is_stage_1 and has_earlier else 0
+    if is_stage_3 and not offloads_optimizer:
+        accumulated = shard  # a buffer that stays between steps
     has_copy = is_stage_3 or itemsize < _FLOAT32  # stages 1 and 2 step parameters in float32 themselves
     return MemoryLayout(
         parameters=parameters + training.module_buffers,
-        gradients=0 if offloads_optimizer else gradients,
+        gradients=0 if offloads_optimizer and not reduces_late else gradients,
         optimizer_state=0 if offloads_optimizer else state + (copy if has_copy else 0),
-        optimizer_temporaries=max(0 if offloads_optimizer else step, in_step - (gradients - shard)),
-        accumulated=shard if is_stage_3 and not offloads_optimizer else 0,  # a buffer that stays between steps
+        optimizer_temporaries=max(0 if offloads_optimizer else step, in_step) + earlier,
+        accumulated=accumulated,
         buffers=bucket if is_stage_3 else training.largest_parameter if offloads_optimizer else 0,
-        step_buffers=0 if fills_bucket else working + reduced_in_backward,
+        step_buffers=(0 if fills_bucket or reduces_late else working + reduced_in_backward) + earlier,
         host=on_host,
     )
 

@@ -71,15 +71,11 @@ def check_unstepped(optimizer: Optimizer) -> None:
         )
 
 
-def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with state and step on the CPU: DeepSpeedCPUAdam for torch's Adam and AdamW.
-
-    Raises:
-        RequestError: DeepSpeed has no equivalent optimizer.
-    """
+def check_has_counterpart(optimizer: Optimizer) -> None:
+    """Raise a RequestError if DeepSpeed has no optimizer for the CPU that is equivalent to one."""
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed."):
-        return optimizer
+        return
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise RequestError(
             f"offload_optimizer needs an optimizer for the CPU, not {kind.__name__}: choose torch.optim.AdamW, "
@@ -92,6 +88,18 @@ def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
             f"{kind.__name__} has {unsupported[0]}=True, which DeepSpeedCPUAdam, its replacement with "
             "offload_optimizer, does not support: leave one of them out"
         )
+
+
+def optimizer_for_cpu(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with state and step on the CPU: DeepSpeedCPUAdam for torch's Adam and AdamW.
+
+    Raises:
+        RequestError: DeepSpeed has no equivalent optimizer.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("deepspeed."):
+        return optimizer
+    check_has_counterpart(optimizer)
     _logger.info("%s becomes DeepSpeedCPUAdam, as its state is on the CPU (offload_optimizer)", kind.__name__)
     adam: Optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
         [{"params": group["params"]} for group in optimizer.param_groups], adamw_mode=kind is torch.optim.AdamW

@@ -8,6 +8,7 @@ import os
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,7 +23,13 @@ from dstrat_deepspeed.config import Configuration
 from dstrat_deepspeed.engine import Engine, StepModule
 from dstrat_deepspeed.memory import zero_layout
 from dstrat_deepspeed.nvme import free_buffers, prevent_double_reads, swappers_of
-from dstrat_deepspeed.optimizers import check_elementwise, check_unstepped, only_optimizer, optimizer_for_cpu
+from dstrat_deepspeed.optimizers import (
+    check_elementwise,
+    check_has_counterpart,
+    check_unstepped,
+    only_optimizer,
+    optimizer_for_cpu,
+)
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, programs_path, running
 from dstrat_deepspeed.user_module import FixedFlags, ModuleSnapshot, OutsideChanges, rematerialize
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    import torch
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -128,6 +134,15 @@ class DeepSpeedStrategy(CheckpointedStrategy):
     def precision_for(self, flag: str) -> Precision | None:
         """Return this package's precision if DeepSpeed scales the loss itself; None for the core's."""
         return DeepSpeedHalfPrecision() if flag == "16-mixed" else None
+
+    @override
+    def check_training(self, training: TrainingSize) -> None:
+        config, optimizer = self._configuration.known, only_optimizer(training.optimizers)
+        if optimizer is None or "optimizer" in config:
+            return
+        if training.device_type != "cpu" and uses_cpu_optimizer(config):
+            check_has_counterpart(optimizer)
+        check_elementwise(optimizer, self.stage, torch.device("cpu"))
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         return zero_layout(training, self._configuration.known)

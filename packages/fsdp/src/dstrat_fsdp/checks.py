@@ -406,22 +406,45 @@ def check_steps_shards(optimizers: Sequence[Optimizer], strategy: str) -> None:
         sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
         if sharded is None or getattr(optimizer, "steps_shards", False):
             continue
-        if isinstance(optimizer, torch.optim.LBFGS):
-            reason: str | None = "it joins all of them in one vector"
-        else:
+        reason = _reason_of_class(optimizer)
+        if reason is None:
             reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
         if reason is not None:
-            name = type(optimizer).__name__
-            if isinstance(optimizer, torch.optim.Muon):
-                other = "dstrat.Muon"
-            elif find_coupling(optimizer) is None:
-                other = f"dstrat.GatheredOptimizer({name}, ...), which steps full parameters"
-            else:
-                other = "another optimizer, such as torch.optim.AdamW"
-            raise MisuseError(
-                f"{name} cannot step parameters as {strategy} shards them ({reason}): take {other}"
-                ", or a strategy that does not shard parameters"
-            )
+            raise _sharded_step_error(optimizer, strategy, reason)
+
+
+def check_optimizer_classes(optimizers: Sequence[Optimizer], strategy: str) -> None:
+    """Check that optimizers are none of torch's that need full parameters, before there are ranks.
+
+    Raises:
+        MisuseError: One is.
+    """
+    for optimizer in optimizers:
+        reason = None if getattr(optimizer, "steps_shards", False) else _reason_of_class(optimizer)
+        if reason is not None:
+            raise _sharded_step_error(optimizer, strategy, reason)
+
+
+def _reason_of_class(optimizer: Optimizer) -> str | None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it joins all of them in one vector"
+    if isinstance(optimizer, torch.optim.Muon):
+        return "it multiplies whole matrices"
+    return None
+
+
+def _sharded_step_error(optimizer: Optimizer, strategy: str, reason: str) -> MisuseError:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.Muon):
+        other = "dstrat.Muon"
+    elif find_coupling(optimizer) is None:
+        other = f"dstrat.GatheredOptimizer({name}, ...), which steps full parameters"
+    else:
+        other = "another optimizer, such as torch.optim.AdamW"
+    return MisuseError(
+        f"{name} cannot step parameters as {strategy} shards them ({reason}): take {other}"
+        ", or a strategy that does not shard parameters"
+    )
 
 
 def _sharded_as(sharded: DTensor, tensor: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_bl
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
 from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
 from dstrat_fsdp.sharded_module import Sharding
-from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_configures_model
+from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_splits_layers
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
@@ -116,12 +116,13 @@ class ModelParallelStrategy(SharedBatchStrategy):
         return self._sizes[1]
 
     def check_training(self, training: TrainingSize) -> None:
+        super().check_training(training)
         _, tensor = parallel_sizes(
             *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
         )
         if tensor == 1:
             return
-        check_configures_model(training.module, "tensor_parallel_size")
+        check_splits_layers(training, "tensor_parallel_size", (DATA_PARALLEL, TENSOR_PARALLEL))
         for heads in training.heads:
             if heads % tensor:
                 raise RequestError(

@@ -26,7 +26,13 @@ from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
 from dstrat.parallel.shards import local_tensor
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
-from dstrat_fsdp.checks import check_gradients, check_hooks, check_steps_shards, explain_shards
+from dstrat_fsdp.checks import (
+    check_gradients,
+    check_hooks,
+    check_optimizer_classes,
+    check_steps_shards,
+    explain_shards,
+)
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
 from dstrat_fsdp.options import precision_policy
 from dstrat_fsdp.parameters import (
@@ -52,6 +58,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.options import StateDictType
@@ -213,6 +220,11 @@ class ShardedStrategy(ParallelStrategy):
         """Let the shards have the attributes that the user's parameters had."""
         restore_attributes(self._attributes)
         self._attributes = {}
+
+    @override
+    def check_training(self, training: TrainingSize) -> None:
+        if training.world_size > 1:
+            check_optimizer_classes(training.optimizers, type(self).__name__)
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
         self._restore_attributes()  # which configure_optimizers may read

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
+    from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.strategy import StepName, TrainerLike
 
 
@@ -234,18 +234,32 @@ class SharedBatchStrategy(ShardedStrategy):
         return bool(super().reduce(vote, reduce_op="min" if all else "max"))
 
 
-def check_configures_model(module: Module, option: str) -> None:
-    """Check that a module can split its layers, before anything runs.
+def check_splits_layers(training: TrainingSize, option: str, dimensions: Sequence[str]) -> None:
+    """Check that a module splits its layers, before anything runs.
+
+    A module may define ``check_tensor_parallel()``, which raises an error if its layers cannot be split.
 
     Args:
-        module: The module.
+        training: Sizes of the training.
         option: Name of the option that divides layers, for a message.
+        dimensions: Names of the dimensions of the mesh, that of ``option`` last.
 
     Raises:
-        MisuseError: It has no ``configure_model``.
+        MisuseError: It has no ``configure_model``, or one that does not split layers over such a mesh.
     """
+    module = training.module
     if not overrides(module, "configure_model", ModuleHooks):
         raise MisuseError(f"{type(module).__name__} has no configure_model, in which {option} needs parallelize_module")
+    reached = training.mesh_dimension
+    if reached is None or (reached and reached not in dimensions):
+        problem = "does not use the mesh" if reached is None else f"asks for device_mesh[{reached!r}]"
+        raise MisuseError(
+            f"configure_model of {type(module).__name__} {problem}: {option} needs parallelize_module(..., "
+            f"self.device_mesh[{dimensions[-1]!r}], ...) in it"
+        )
+    check = getattr(module, "check_tensor_parallel", None)
+    if check is not None:
+        check()
 
 
 def _digest(batch: Any) -> int:

@@ -13,7 +13,7 @@ from dstrat.parallel.collectives import gather_tensors
 from dstrat_mesh.attention import DividedAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -23,6 +23,52 @@ if TYPE_CHECKING:
 
 _SEQUENCE = 1  # dimension of the tensors of a batch
 _CUT, _JOIN, _JOIN_IN_TRAINING = "cut_sequences", "join_sequences", "join_training_sequences"
+
+
+def check_sequences(module: Module, shapes: Iterable[tuple[int, ...]], size: int, method: str) -> None:
+    """Check that the sequences of a batch can be divided, before anything runs.
+
+    Those of a module with ``cut_sequences`` are not known.  It may define ``check_divided_sequences()``, which raises
+    an error if they cannot.
+
+    Args:
+        module: The module.
+        shapes: Shapes of the tensors of a batch.
+        size: Number of ranks.
+        method: The method of attention.
+
+    Raises:
+        MisuseError: The tensors have other lengths, or ranks do not divide them.
+    """
+    check: Callable[[], None] | None = getattr(module, "check_divided_sequences", None)
+    if check is not None:
+        check()
+    if not hasattr(module, _CUT):
+        _check_length(_one_length(module, [shape for shape in shapes if len(shape) > _SEQUENCE]), size, method)
+
+
+def _one_length(module: Module, shapes: Sequence[tuple[int, ...]]) -> int:
+    if len({shape[_SEQUENCE] for shape in shapes}) != 1:
+        raise MisuseError(
+            f"a batch with tensors of the shapes {[*shapes]} has no one length of sequences, their second dimension, "
+            f"which cp divides: define {_CUT}(self, batch, cut) in {type(module).__name__}, which returns "
+            "the batch with cut(tensor) for each tensor with a part for each token"
+        )
+    return shapes[0][_SEQUENCE]
+
+
+def _check_length(length: int, size: int, method: str) -> None:
+    count = _num_chunks(size, method)
+    if length % count:
+        balanced = ", with two parts for each" if method == "ring" else ""
+        raise MisuseError(
+            f"sequences of {length} tokens cannot be divided over the {size} ranks of cp{balanced}: "
+            f"pad them to a multiple of {count}, such as {length + -length % count} tokens"
+        )
+
+
+def _num_chunks(size: int, method: str) -> int:
+    return size * (2 if method == "ring" else 1)
 
 
 class Sequences:
@@ -49,24 +95,14 @@ class Sequences:
         self.attention = DividedAttention(method, group)
         self._checked: set[StepName] = set()
 
-    @property
-    def _num_chunks(self) -> int:
-        return self.group.size() * (2 if self._method == "ring" else 1)
-
     def cut(self, tensor: Tensor, dim: int = _SEQUENCE) -> Tensor:
         """Return this rank's part of a tensor.
 
         Raises:
             MisuseError: The ranks do not divide its length.
         """
-        count, length = self._num_chunks, tensor.shape[dim]
-        if length % count:
-            balanced = ", with two parts for each" if self._method == "ring" else ""
-            raise MisuseError(
-                f"sequences of {length} tokens cannot be divided over the {self.group.size()} ranks of cp{balanced}: "
-                f"pad them to a multiple of {count}, such as {length + -length % count} tokens"
-            )
-        rank, chunks = self.group.rank(), tensor.chunk(count, dim)
+        _check_length(tensor.shape[dim], self.group.size(), self._method)
+        rank, chunks = self.group.rank(), tensor.chunk(_num_chunks(self.group.size(), self._method), dim)
         if self._method == "ring":
             return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
         return chunks[rank].contiguous()
@@ -97,12 +133,7 @@ class Sequences:
             return self.cut(tensor)
 
         local = apply_to_tensors(batch, cut)
-        if len({shape[_SEQUENCE] for shape in shapes}) != 1:
-            raise MisuseError(
-                f"a batch with tensors of the shapes {shapes} has no one length of sequences, their second dimension, "
-                f"which cp divides: define {_CUT}(self, batch, cut) in {type(self._module).__name__}, which returns "
-                "the batch with cut(tensor) for each tensor with a part for each token"
-            )
+        _one_length(self._module, shapes)
         return local
 
     def cut_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

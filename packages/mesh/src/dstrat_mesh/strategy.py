@@ -33,7 +33,7 @@ from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
 from dstrat_fsdp.parameters import check_stages
 from dstrat_fsdp.sharded_module import Sharding
-from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_configures_model
+from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_splits_layers
 from dstrat_fsdp.wrap_policy import blocks_of
 from dstrat_mesh.attention import checked_method
 from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
@@ -50,7 +50,7 @@ from dstrat_mesh.pipeline import (
     number_of_layers,
 )
 from dstrat_mesh.schedule import Schedule
-from dstrat_mesh.sequences import Sequences
+from dstrat_mesh.sequences import Sequences, check_sequences
 from dstrat_mesh.stages import LayerRandomNumbers
 
 if TYPE_CHECKING:
@@ -393,6 +393,7 @@ class MeshStrategy(SharedBatchStrategy):
         ]
 
     def check_training(self, training: TrainingSize) -> None:
+        super().check_training(training)
         module, name = training.module, type(training.module).__name__
         if self._pp > 1:
             check_module(module)
@@ -404,9 +405,13 @@ class MeshStrategy(SharedBatchStrategy):
                     "samples or more, or fewer microbatches"
                 )
         if self._tp > 1:
-            check_configures_model(module, "tp")
+            check_splits_layers(training, "tp", (PIPELINE, REPLICATE, SHARD, TENSOR))
         if self._cp > 1 and not training.heads:
-            raise MisuseError(f"{name} does not call torch's attention, whose sequences cp divides")
+            raise MisuseError(
+                f"{name} does not call torch's attention, whose sequences cp divides, or asks it for its weights"
+            )
+        if self._cp > 1 and training.batch_shapes:
+            check_sequences(module, training.batch_shapes, self._cp, self._context_parallel)
         if self._ep > 1:
             experts_of(module, self._ep)
         self._check_heads(name, training.heads)

@@ -29,8 +29,8 @@ from dstrat_transformers.pipeline import causal_loss, check_not_divided, make_pi
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.reduction import keep_made_layers, keep_model_layers
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
-from dstrat_transformers.sequences import FullMasks, cut_sequences
-from dstrat_transformers.tensor_parallel import parallelize
+from dstrat_transformers.sequences import FullMasks, check_divided_sequences, cut_sequences
+from dstrat_transformers.tensor_parallel import check_tensor_parallel, parallelize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -228,6 +228,22 @@ class HFModule(TrainModule):
                 raise MisuseError("first values of adapters are those of peft, which computes them with memory")
             initialize(self.model, 0)
         return reduced
+
+    def check_tensor_parallel(self) -> None:
+        """Check that the model's layers can be split, before anything runs.
+
+        Raises:
+            RequestError: The model has no plan, or a style that torch does not have.
+        """
+        check_tensor_parallel(self.model, self.tensor_parallel_plan)
+
+    def check_divided_sequences(self) -> None:
+        """Check that a strategy can divide the sequences of the model, before anything runs.
+
+        Raises:
+            MisuseError: The model is no causal language model with ``attn_implementation="sdpa"``.
+        """
+        check_divided_sequences(self.model)
 
     def cut_sequences(self, batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return a rank's part of a batch, for a strategy that divides sequences, such as ``"mesh(cp=2)"``.

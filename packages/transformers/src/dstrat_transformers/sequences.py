@@ -46,6 +46,29 @@ _cut_batch: ContextVar[_CutBatch | None] = ContextVar("cut_batch", default=None)
 _CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
 
 
+def check_divided_sequences(model: Module) -> None:
+    """Check that the sequences of a model can be divided.
+
+    Raises:
+        MisuseError: It is no causal language model, has a loss of experts, or another implementation of attention.
+    """
+    name, base = type(model).__name__, base_model(model)
+    implementation = attention_implementation(base)
+    if getattr(model, "loss_type", None) != "ForCausalLM":
+        raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have divided sequences: leave cp out")
+    if has_auxiliary_loss(model):
+        raise MisuseError(
+            f"{name} has config.output_router_logits=True, and the loss of its experts is over whole sequences, "
+            "which cp divides: set it to False, or leave cp out"
+        )
+    if implementation != "sdpa":
+        advice = "create the model with attn_implementation='sdpa', or " if supports_sdpa(base) else ""
+        raise MisuseError(
+            f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
+            f"{advice}leave cp out"
+        )
+
+
 class FullMasks:
     """Attention of a model to whole sequences, of which its inputs are a part.
 
@@ -63,21 +86,8 @@ class FullMasks:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        check_divided_sequences(model)
         self._model = base_model(model)
-        name, implementation = type(model).__name__, attention_implementation(self._model)
-        if getattr(self._model, "loss_type", None) != "ForCausalLM":
-            raise MisuseError(f"{name} is no model ...ForCausalLM, and only these have divided sequences: leave cp out")
-        if has_auxiliary_loss(self._model):
-            raise MisuseError(
-                f"{name} has config.output_router_logits=True, and the loss of its experts is over whole sequences, "
-                "which cp divides: set it to False, or leave cp out"
-            )
-        if implementation != "sdpa":
-            advice = "create the model with attn_implementation='sdpa', or " if supports_sdpa(self._model) else ""
-            raise MisuseError(
-                f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
-                f"{advice}leave cp out"
-            )
         AttentionInterface.register(_FULL, sdpa_attention_forward)
         AttentionMaskInterface.register(_FULL, _make_mask)
         self._model.set_attn_implementation(_FULL)

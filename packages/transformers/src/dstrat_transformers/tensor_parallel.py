@@ -104,6 +104,15 @@ def parallelize(
         _tie(owners)
 
 
+def check_tensor_parallel(model: Module, plan: Mapping[str, str | ParallelStyle] | None = None) -> None:
+    """Check that the layers of a model can be split by its plan, before anything runs.
+
+    Raises:
+        RequestError: The model has no plan, or a style has no counterpart in torch.
+    """
+    _styles_of_layers(model, plan, expert_layers(model))
+
+
 def _styles_of_layers(
     model: Module, plan: Mapping[str, str | ParallelStyle] | None, ignored: Collection[Module]
 ) -> dict[str, str | ParallelStyle]:

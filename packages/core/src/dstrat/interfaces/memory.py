@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     from dstrat.interfaces.precision import Precision
 
@@ -77,7 +78,13 @@ class TrainingSize:
         outputs: Bytes of the tensors that each layer returns in a forward pass, by its name in the module.
         saved: Bytes of activations that the forward pass of each layer leaves for the backward pass, likewise.
         inputs: Shapes of the tensors that each layer is called with, by its name in the module.
-        heads: Numbers of heads of torch's attention, of queries and of keys; empty without attention.
+        heads: Numbers of heads of torch's attention, of queries and of keys; empty without attention, or where a layer
+            returns its weights.
+        mesh_dimension: Name of the mesh dimension that ``configure_model`` asked for, ``""`` if it reached for the mesh
+            otherwise, and None if it did not, so that it splits no layers.
+        batch_shapes: Shapes of the tensors of a batch.
+        optimizers: The optimizers, of parameters without values.
+        unused: Names of trainable parameters on which the loss does not depend.
         work: Computation of a forward and a backward pass.
         optimizer_work: Computation of an optimizer step.
     """
@@ -102,6 +109,10 @@ class TrainingSize:
     saved: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
+    mesh_dimension: str | None = None
+    batch_shapes: tuple[tuple[int, ...], ...] = ()
+    optimizers: tuple[Optimizer, ...] = ()
+    unused: tuple[str, ...] = ()
     work: Work = Work()
     optimizer_work: Work = Work()
 

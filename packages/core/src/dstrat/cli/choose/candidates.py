@@ -47,6 +47,7 @@ class Workload:
         batch_size: Samples of an optimizer step of all ranks; None for the batch of the function on each device.
         precisions: Flags of the precisions that are compared.
         memory: Memory of a device in bytes.
+        devices_per_machine: Number of devices that are used of each machine; None for all.
     """
 
     model: str
@@ -55,11 +56,12 @@ class Workload:
     batch_size: int | None
     precisions: Sequence[str]
     memory: int
+    devices_per_machine: int | None = None
 
     @property
     def ranks_per_machine(self) -> int:
         """Number of ranks on each machine."""
-        return min(self.devices, self.machine.devices)
+        return self.devices_per_machine or min(self.devices, self.machine.devices)
 
     @property
     def num_nodes(self) -> int:
@@ -156,7 +158,11 @@ class Candidates:
             aliases: Strategies to compare; empty for all that are installed, but for those that are legacy, and those
                 whose losses are not those of one device.
             memory: Memory of a device in bytes; None for that of the workload.
+
+        Raises:
+            DstratError: The training cannot be measured, with any strategy.
         """
+        self._check_training()
         limit = MOST_OF_MEMORY * (self._workload.memory if memory is None else memory)
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
@@ -181,6 +187,18 @@ class Candidates:
         unusable = {name: reason for name, reason in unusable.items() if name not in names | refused.keys()}
         ranked = _distinct(in_order(candidates, preferences))
         return LayoutRanking(candidates=tuple(ranked), refused=refused, unusable=unusable)
+
+    def _check_training(self) -> None:
+        errors: list[DstratError] = []
+        for precision in self._workload.precisions:
+            cases = self._cases(precision)
+            plugin = cases.new_precision()
+            try:
+                self._sizes_with(plugin, cases.new_precision, None, plugin.param_dtype).of_training()
+            except DstratError as error:
+                errors.append(error)
+        if len(errors) == len(self._workload.precisions):
+            raise errors[0]
 
     def _cases(self, precision: str) -> Cases:
         workload = self._workload
@@ -432,10 +450,10 @@ def _too_large(layout: _Layout) -> TooLarge:
         batch_size=layout.training.batch_size,
         sizes={
             "parameters": memory.parameters,
-            "gradients": memory.gradients,
+            "gradients": max(memory.gradients, memory.accumulated),
             "optimizer": memory.optimizer_state,
             "activations": layout.fullest.activations,
-            "other": memory.buffers + memory.step_buffers + memory.reduction_buffer,
+            "other": memory.buffers + max(memory.step_buffers + memory.reduction_buffer, memory.optimizer_temporaries),
         },
     )
 

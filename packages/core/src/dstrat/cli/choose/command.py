@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 import re
@@ -108,11 +109,12 @@ def choose(
         memory=machine.memory if device_memory is None else read_size(device_memory, "--device-memory"),
     )
     compared = Candidates(loaded_catalog(), workload)
-    ranking = compared.rank(aliases)
     smaller: Sequence[Candidate] = ()
-    if ranking.candidates:
-        less = int((ranking.candidates[0].peak - 1) / MOST_OF_MEMORY)
-        smaller = compared.rank(aliases, less).candidates
+    with contextlib.redirect_stdout(sys.stderr):  # what hooks of the module print does not get into JSON
+        ranking = compared.rank(aliases)
+        if ranking.candidates:
+            less = int((ranking.candidates[0].peak - 1) / MOST_OF_MEMORY)
+            smaller = compared.rank(aliases, less).candidates
     if plot is not None and ranking.candidates:
         from dstrat.cli.choose.picture import save_picture
 
@@ -280,8 +282,9 @@ def _with_less_memory(
     if smaller:
         batches = smaller[0].training.accumulate_grad_batches
         of_several = f" with {batches} batches of {smaller[0].training.batch_size}" if batches > 1 else ""
-        needed = first.peak / MOST_OF_MEMORY / _GIB
-        yield f"With less than {needed:.1f} GiB on each device the choice is {name(smaller[0])}{of_several}."
+        needed = first.peak / MOST_OF_MEMORY
+        size = f"{needed / _GIB:.1f} GiB" if needed >= 0.1 * _GIB else f"{needed / 2**20:.1f} MiB"
+        yield f"With less than {size} on each device the choice is {name(smaller[0])}{of_several}."
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:

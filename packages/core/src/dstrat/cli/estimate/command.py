@@ -213,7 +213,10 @@ def read_size(text: str, argument: str = "--memory") -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in units:
         raise RequestError(f"{argument} {text!r} is no size: give a number with a unit, such as 24GiB, 80GB or 500MiB")
-    return int(float(match[1]) * units[match[2].lower()])
+    size = int(float(match[1]) * units[match[2].lower()])
+    if not match[2] and size < 2**20:
+        raise RequestError(f"{argument} {text!r} are {size} bytes: give a number with a unit, such as {size or 24}GiB")
+    return size
 
 
 def in_order(estimates: Sequence[Estimate], limit: int | None, catalog: Catalog) -> list[Estimate]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -27,13 +28,16 @@ from dstrat.parallel.internals import storage_key
 from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from torch.optim import Optimizer
 
     from dstrat.interfaces.memory import SavedActivations
     from dstrat.interfaces.precision import Precision
 
+
+_STEPS = 1000
+"""Optimizer steps of a training whose length is not known."""
 
 RESULTS = (
     "a module with example_input_array; (module, batch), where the module has a training_step or returns its loss; "
@@ -90,7 +94,14 @@ def _adamw(module: nn.Module) -> Any:
 
 
 def _of_module(module: Any) -> Any:
-    return module.configure_optimizers()
+    if not isinstance(module, TrainerAccess):
+        return module.configure_optimizers()
+    # Sizes do not depend on the schedule, which may need the length of the training.
+    module.attach(cast("Any", SimpleNamespace(estimated_stepping_batches=_STEPS)))
+    try:
+        return cast("Any", module).configure_optimizers()
+    finally:
+        module.attach(None)
 
 
 def _briefly(value: Any) -> str:
@@ -164,10 +175,11 @@ def _measure(
         NotEqualLayers: Layers that look equal are not.
     """
     with _quiet(), _explained():
-        training, module = _make_on_meta(make_training, precision)
+        training, module, mesh_dimension = _make_on_meta(make_training, precision)
         # Converted before, on the meta device: torch cannot convert modules of fake tensors.
         with FakeTensorMode(allow_non_fake_inputs=True):
             replace_by_fake(module)
+            samples = _number_of_samples(training.batch)
             batch = precision.convert_input(_resized(training.batch, batch_size))
             memory = LiveMemory([*module.parameters(), *module.buffers()], forward_dtype)
             step = _step_of(training, module)
@@ -187,6 +199,8 @@ def _measure(
                 with attention, kernels, precision.forward_context(), _recorded_layers(module, memory) as layers:
                     loss = step(batch)
                 precision.backward(loss)
+                skipped = frozenset[int]() if replayed is None else replayed.skipped_parameters
+                unused = [name for name, one in module.named_parameters() if _is_unused(one, skipped)]
                 if replayed is not None:
                     replayed.complete(layers)
                 work_of_batch = work.take()
@@ -206,11 +220,15 @@ def _measure(
         optimizer_temporaries=temporaries if stepped is None else stepped.optimizer_temporaries,
         timeline=tuple(memory.timeline),
         offloaded_activations=memory.largest_on_host,
-        batch_size=next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0),
+        batch_size=samples if batch_size is None or not samples else batch_size,
         outputs=layers.outputs,
         inputs=layers.inputs,
         saved=layers.saved,
         heads=frozenset(attention.heads),
+        mesh_dimension=mesh_dimension,
+        batch_shapes=tuple(tuple(tensor.shape) for tensor in tensors_in(batch)),
+        optimizers=optimizers,
+        unused=tuple(unused),
         work=work_of_batch,
         optimizer_work=work.take() if stepped is None else stepped.optimizer_work,
     )
@@ -237,21 +255,28 @@ def measure_module(
         MisuseError: The module cannot be made on the meta device.
     """
     with _quiet(), _explained():
-        _, module = _make_on_meta(make_training, precision)
-    return _size_of_module(
+        _, module, mesh_dimension = _make_on_meta(make_training, precision)
+    size = _size_of_module(
         module, precision, device_type=device_type, world_size=world_size, ranks_per_machine=ranks_per_machine
     )
+    return dataclasses.replace(size, mesh_dimension=mesh_dimension)
 
 
-def _make_on_meta(make_training: Callable[[], TrainingSetup], precision: Precision) -> tuple[TrainingSetup, nn.Module]:
-    """Return a training, and its module with the dtypes of a precision.
+def _make_on_meta(
+    make_training: Callable[[], TrainingSetup], precision: Precision
+) -> tuple[TrainingSetup, nn.Module, str | None]:
+    """Return a training, its module with the dtypes of a precision, and the mesh dimension that this asked for.
 
     On the meta device a model of any size can be made; its initialization computes nothing there.
     """
     with torch.device("meta"), precision.tensor_init_context():
         training = make_training()
-        _configure(training.module)
-        return training, precision.connect(training.module)
+        mesh_dimension = _configure(training.module)
+        return training, precision.connect(training.module), mesh_dimension
+
+
+def _is_unused(parameter: nn.Parameter, skipped: Collection[int]) -> bool:
+    return parameter.requires_grad and parameter.grad is None and id(parameter) not in skipped
 
 
 def _size_of_module(module: nn.Module, precision: Precision, **devices: Any) -> TrainingSize:
@@ -273,35 +298,50 @@ def _size_of_module(module: nn.Module, precision: Precision, **devices: Any) -> 
 
 
 class _SplitsLayers(Exception):  # noqa: N818 - not an error: it ends configure_model
-    """The module has reached for its mesh, over which it splits its layers."""
+    """The module has reached for its mesh, over which it splits its layers.
+
+    Attributes:
+        dimension: The name that it asked for; empty if it has reached for something else.
+    """
+
+    def __init__(self, dimension: str = "") -> None:
+        super().__init__()
+        self.dimension = dimension
 
 
 class _NoMesh:
     """The mesh of a module that is measured on one device."""
 
     def __getitem__(self, name: object) -> Any:
-        raise _SplitsLayers
+        raise _SplitsLayers(name if isinstance(name, str) else "")
 
     def __getattr__(self, name: str) -> Any:
         raise _SplitsLayers
 
 
-def _configure(module: Any) -> None:
-    """Run ``configure_model`` of a module up to where it splits layers over a mesh, of which there is none."""
+def _configure(module: Any) -> str | None:
+    """Run ``configure_model`` of a module up to where it splits layers over a mesh, of which there is none.
+
+    Returns:
+        The mesh dimension that it asks for; empty if it reaches for the mesh otherwise, None if it does not.
+    """
     configure_model = getattr(module, "configure_model", None)
     if configure_model is None:
-        return
-    mesh = _NoMesh()
+        return None
+    mesh, dimension = _NoMesh(), None
     if isinstance(module, TrainerAccess):
         module.attach(cast("Any", SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh))))
     else:
         module.device_mesh = mesh
-    with suppress(_SplitsLayers):
+    try:
         configure_model()
+    except _SplitsLayers as splits:
+        dimension = splits.dimension
     if isinstance(module, TrainerAccess):
         module.attach(None)
     else:
         del module.device_mesh
+    return dimension
 
 
 def _host_of(device_type: str) -> str:
@@ -396,12 +436,18 @@ def _loss(output: Any) -> Tensor:
     return means[0] if len(means) == 1 else torch.stack(means).sum()
 
 
+def _number_of_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor that has one; one of a single row is broadcast over others."""
+    sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+    return next((size for size in sizes if size > 1), sizes[0] if sizes else 0)
+
+
 def _resized(batch: Any, size: int | None) -> Any:
-    """Return a fake batch, with another size unless that is None: the first dimension of its first tensor."""
-    sizes = [len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)]
+    """Return a fake batch, with another number of samples unless that is None."""
+    samples = _number_of_samples(batch)
 
     def resize(tensor: Tensor) -> Tensor:
-        has_batch = size is not None and tensor.dim() > 0 and tensor.shape[0] == sizes[0]
+        has_batch = size is not None and tensor.dim() > 0 and tensor.shape[0] == samples
         shape = (size, *tensor.shape[1:]) if has_batch else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
@@ -429,7 +475,8 @@ def _prefer_foreach(optimizers: Iterable[Optimizer], device_type: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
+    # What the training prints does not get into JSON.
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # a real step gives the same ones
         yield
 

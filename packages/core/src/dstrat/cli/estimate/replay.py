@@ -102,6 +102,11 @@ class ReplayedLayers:
         for run in self._runs:
             run.start(memory, work)
 
+    @property
+    def skipped_parameters(self) -> frozenset[int]:
+        """Identities of the parameters of layers that do not run, and get no gradients."""
+        return frozenset(id(one) for run in self._runs for layer in run.skipped for one in layer.parameters())
+
     def complete(self, recorded: RecordedLayers) -> None:
         """Check that all layers which ran have counted the same, and record the layers within the others.
 
@@ -134,6 +139,11 @@ class _Run:
         self._undo: list[Callable[[], Any]] = []
         self._next = 0
         self._keeps_input = self._keeps_output = False
+
+    @property
+    def skipped(self) -> Sequence[nn.Module]:
+        """The layers that repeat what others have counted."""
+        return self._layers[_REAL : len(self._layers) - _REAL]
 
     @property
     def _last_template(self) -> int:

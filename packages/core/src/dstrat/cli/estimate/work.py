@@ -89,8 +89,8 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int | None:
     return None if count is None else int(count(*args, **kwargs, out_val=output))
 
 
-_HEADS = 4
-"""Position of ``num_heads`` in torch.nn.functional.multi_head_attention_forward."""
+_HEADS, _NEEDS_WEIGHTS = 4, 15
+"""Positions of ``num_heads`` and ``need_weights`` in torch.nn.functional.multi_head_attention_forward."""
 
 
 class RecordedHeads(TorchFunctionMode):
@@ -110,6 +110,12 @@ class RecordedHeads(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             tensors = [*args, *kwargs.values()][:2]
             self.heads |= {tensor.shape[-3] for tensor in tensors if tensor.dim() > 2}
-        elif name == "multi_head_attention_forward":  # its inner operations do not pass this mode
+        elif name == "multi_head_attention_forward" and not _returns_weights(args, kwargs):
+            # Its inner operations do not pass this mode.
             self.heads.add(kwargs["num_heads"] if "num_heads" in kwargs else args[_HEADS])
         return func(*args, **kwargs)
+
+
+def _returns_weights(args: Any, kwargs: Any) -> bool:
+    """Return whether torch's function of attention returns weights, for which it computes with matrix products."""
+    return bool(kwargs.get("need_weights", args[_NEEDS_WEIGHTS] if len(args) > _NEEDS_WEIGHTS else True))

@@ -82,10 +82,14 @@ def explain(
             raise ConflictError("--nodes and --num-nodes are both numbers of machines: leave --num-nodes out")
         if model is None or not devices.isdecimal():
             raise RequestError("--nodes needs --model package.module:factory, and --devices with a number")
+        if strategy == "auto":
+            raise RequestError('--nodes needs a --strategy, such as "mesh(pp=2, tp=2)": `dstrat choose` ranks layouts')
+        described = None if machine is None else read_machine(machine)
+        usual = "cuda" if described is None else described.device_type
         accepted = show_dry_run(
             loaded_catalog(),
             strategy=strategy,
-            accelerator="cuda" if accelerator == "auto" else accelerator,
+            accelerator=usual if accelerator == "auto" else accelerator,
             devices=int(devices),
             num_nodes=nodes,
             precision=precision or "32-true",
@@ -93,7 +97,7 @@ def explain(
             batch_size=batch,
             memory=None if memory is None else read_size(memory, "--memory"),
             host_memory=None if host_memory is None else read_size(host_memory, "--host-memory"),
-            machine=None if machine is None else read_machine(machine),
+            machine=described,
             as_json=as_json,
         )
         sys.exit(0 if accepted else 1)
@@ -241,6 +245,7 @@ def _recommend_fastest(plan: Plan, catalog: Catalog, model: str, limit: int, mac
         batch_size=None,
         precisions=(plan.precision,),
         memory=limit,
+        devices_per_machine=plan.num_devices,
     )
     candidates = Candidates(catalog, workload).rank(()).candidates
     if not candidates:

@@ -101,6 +101,7 @@ def show_dry_run(
     if machine is not None and host_memory is None:
         host_memory = machine.host_memory
     cases = Cases(catalog, accelerator, per_machine, num_nodes, precision)
+    _check_device_type(machine, accelerator, cases.device_type)
     ((offer, make_strategy),) = cases.strategies([strategy])
     planned = make_strategy()
     described = planned.describe_layout(devices, per_machine)
@@ -161,6 +162,14 @@ def show_dry_run(
 
 
 # Time, and traffic
+
+
+def _check_device_type(machine: Machine | None, accelerator: str, device_type: str) -> None:
+    if machine is not None and machine.device_type != device_type:
+        raise RequestError(
+            f"--machine {machine.name} has devices of type {machine.device_type}, and --accelerator {accelerator} "
+            f"those of type {device_type}: leave --accelerator out, or give another machine"
+        )
 
 
 def _time(run: DryRun, machine: Machine) -> StepTime | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dstrat.cli.output import json_option, print_table
+from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
     from dstrat.cli.measure.machine import Machine
@@ -40,6 +41,8 @@ def measure(
     strategy = build(
         strategy=ParallelStrategy(start_method="fork"), accelerator=accelerator, devices=devices, num_nodes=num_nodes
     )
+    if output is not None and not output.absolute().parent.is_dir():
+        raise RequestError(f"--output {output}: there is no folder {output.parent}, so create it first")
     begin = time.monotonic()
     machine = OwnLoop(strategy).launch(benchmarks.measure, name or platform.node())
     if output is not None and strategy.is_global_zero:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args
 
 from dstrat.errors import RequestError
+from dstrat.interfaces.communication import CollectiveKind
 from dstrat.plugins.settings import nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from dstrat.interfaces.communication import CollectiveKind
 
 PAGE = 4096
 """Bytes of a page of memory."""
 
+_KINDS = (*get_args(CollectiveKind), "any")
+_SCOPES = ("machine", "network")
 _KNOWN = Path(__file__).with_name("machines.json")
 
 
@@ -195,8 +195,48 @@ def _machine(values: Any, source: str) -> Machine:
         unknown = sorted(set(values) - set(names))
         if unknown:
             raise RequestError(f"{source} has {unknown[0]!r}, which a machine does not have: it has {', '.join(names)}")
-        return Machine(**{**values, "links": tuple(Link(**link) for link in values["links"])})
+        machine = Machine(**{**values, "links": tuple(Link(**link) for link in values["links"])})
     except (KeyError, TypeError) as error:
         raise RequestError(
             f"{source} describes no machine ({error}): `dstrat measure --output machine.json` writes such a file"
         ) from error
+    _check_numbers(machine, source)
+    for link in machine.links:
+        _check_number(source, "bandwidth of a link", link.bandwidth, least=0, is_exclusive=True)
+        _check_number(source, "latency of a link", link.latency, least=0)
+        _check_number(source, "ranks of a link", link.ranks, least=1, is_whole=True)
+        for name, allowed in (("kind", _KINDS), ("scope", _SCOPES)):
+            value = getattr(link, name)
+            if value not in allowed:
+                raise RequestError(f"{source} has a link whose {name} is {value!r}: it can be {', '.join(allowed)}")
+    return machine
+
+
+def _check_numbers(machine: Machine, source: str) -> None:
+    """Raise a RequestError if a value of a machine is no number that it can have."""
+    for name in ("devices", "memory"):
+        _check_number(source, name, getattr(machine, name), least=1, is_whole=True)
+    for name in ("memory_bandwidth", "host_bandwidth", "efficiency"):
+        _check_number(source, name, getattr(machine, name), least=0, is_exclusive=True)
+    _check_number(source, "operation_latency", machine.operation_latency, least=0)
+    _check_number(source, "overlap", machine.overlap)
+    for name in ("hook_latency", "page_latency", "host_memory", "operand_overlap"):
+        if getattr(machine, name) is not None:
+            _check_number(source, name, getattr(machine, name), least=None if name == "operand_overlap" else 0)
+    if not isinstance(machine.flops, Mapping):
+        raise RequestError(
+            f'{source} has flops of {machine.flops!r}, which must be rates by dtype, such as {{"float32": 1e13}}'
+        )
+    for dtype, rate in machine.flops.items():
+        _check_number(source, f"flops of {dtype}", rate, least=0, is_exclusive=True)
+
+
+def _check_number(
+    source: str, name: str, value: Any, *, least: int | None = None, is_exclusive: bool = False, is_whole: bool = False
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    too_small = is_number and least is not None and (value < least or (is_exclusive and value == least))
+    if not is_number or too_small or (is_whole and value != int(value)):
+        kind = "whole number" if is_whole else "number"
+        bound = "" if least is None else f" {'above' if is_exclusive else 'of at least'} {least}"
+        raise RequestError(f"{source} has {value!r} as {name}, which must be a {kind}{bound}, without a unit")
