@@ -250,7 +250,7 @@ class DiLoCoStrategy(GroupedStrategy):
             for key, of_new in names.items()
         }
         for key, of_new in sources.items():
-            if len(of_new) == 1 and sum(of_new[0] in others for others in sources.values()) == 1:
+            if len(of_new) == 1 and sum(of_new[0] in outers for outers in sources.values()) == 1:
                 known[key] = of_new[0]
             elif of_new and self.is_global_zero:
                 _logger.warning(
@@ -350,11 +350,11 @@ class DiLoCoStrategy(GroupedStrategy):
     def _show_group(self) -> None:
         """Let the module have the weights of this rank's group again."""
         if self._group_weights:
-            weights = self._kept_weights()
+            weights = self._unchanged_weights()
             self._group_weights, self._shown = {}, {}
             self._set_weights(weights)
 
-    def _kept_weights(self) -> dict[str, Tensor]:
+    def _unchanged_weights(self) -> dict[str, Tensor]:
         """Return this rank's weights of the group, where nothing has changed the mean that the module has.
 
         What a hook of a validation changes, such as a buffer that counts them, stays so, as on one device.
@@ -451,7 +451,7 @@ class DiLoCoStrategy(GroupedStrategy):
         if self._groups is None:  # closed after an error
             return inner
         buffers = {name for name, _ in self.module.named_buffers()}
-        weights = self._kept_weights()
+        weights = self._unchanged_weights()
         if self._may_differ:
             weights = {name: local_tensor(one) for name, one in self._differing().items()}
         of_group: dict[str, Any] = {"weights": {}, "optimizers": [], "precision": {}}
