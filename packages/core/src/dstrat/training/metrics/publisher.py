@@ -123,12 +123,12 @@ class Metrics:
 
         The newest value of a name counts: the stage's own ones of its last run may be older than those of others.
         """
-        others = [stage for stage in self._stages if stage is not logged]
-        newer = {e.step_name for stage in others for e in _steps(stage)}
+        remaining = [stage for stage in self._stages if stage is not logged]
+        newer = {e.step_name for stage in remaining for e in _steps(stage)}
         for entry in _steps(logged):
             if entry.step_name in newer:
                 entry.supersede()
-        self._stages = [*others, logged]
+        self._stages = [*remaining, logged]
 
     # Reading
 
