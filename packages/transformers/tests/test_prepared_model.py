@@ -757,5 +757,5 @@ for call in (split, lambda: copy.deepcopy(model), lambda: pickle.dumps(model.for
     for first, *others in seen_by_ranks(tmp_path, "mesh(tp=2)", program):
         assert "some compute the same batch together: prepare a DataLoader" in first
         assert len(others) == 2
-        for message, what in zip(others, ("copied", "pickled"), strict=True):
-            assert f"LlamaForCausalLM cannot be {what}, as each process has shards of it" in message
+        assert "cannot be copied" in others[0]
+        assert "LlamaForCausalLM cannot be pickled, as each process has shards of it" in others[1]
