@@ -204,7 +204,7 @@ def _machine(values: Any, source: str) -> Machine:
     for link in machine.links:
         _check_number(source, "bandwidth of a link", link.bandwidth, least=0, is_exclusive=True)
         _check_number(source, "latency of a link", link.latency, least=0)
-        _check_number(source, "ranks of a link", link.ranks, least=1, is_whole=True)
+        _check_number(source, "ranks of a link", link.ranks, least=1, is_integer=True)
         for name, allowed in (("kind", _KINDS), ("scope", _SCOPES)):
             value = getattr(link, name)
             if value not in allowed:
@@ -215,7 +215,7 @@ def _machine(values: Any, source: str) -> Machine:
 def _check_numbers(machine: Machine, source: str) -> None:
     """Raise a RequestError if a value of a machine is no number that it can have."""
     for name in ("devices", "memory"):
-        _check_number(source, name, getattr(machine, name), least=1, is_whole=True)
+        _check_number(source, name, getattr(machine, name), least=1, is_integer=True)
     for name in ("memory_bandwidth", "host_bandwidth", "efficiency"):
         _check_number(source, name, getattr(machine, name), least=0, is_exclusive=True)
     _check_number(source, "operation_latency", machine.operation_latency, least=0)
@@ -232,11 +232,17 @@ def _check_numbers(machine: Machine, source: str) -> None:
 
 
 def _check_number(
-    source: str, name: str, value: Any, *, least: int | None = None, is_exclusive: bool = False, is_whole: bool = False
+    source: str,
+    name: str,
+    value: Any,
+    *,
+    least: int | None = None,
+    is_exclusive: bool = False,
+    is_integer: bool = False,
 ) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     too_small = is_number and least is not None and (value < least or (is_exclusive and value == least))
-    if not is_number or too_small or (is_whole and value != int(value)):
-        kind = "whole number" if is_whole else "number"
+    if not is_number or too_small or (is_integer and value != int(value)):
+        kind = "whole number" if is_integer else "number"
         bound = "" if least is None else f" {'above' if is_exclusive else 'of at least'} {least}"
         raise RequestError(f"{source} has {value!r} as {name}, which must be a {kind}{bound}, without a unit")
