@@ -253,6 +253,17 @@ def test_python_takes_time_for_each_microbatch_and_for_split_matrices():
     assert whole < split
 
 
+def test_fast_pipelines_are_compared_with_other_schedules_of_the_same_mesh():
+    options = {"pp": 2, "tp": 2, "microbatches": 8, "cpu_offload": True}
+    similar = MeshStrategy.similar_options(options, Blocks())
+    assert options in similar
+    assert {**options, "microbatches": 4} in similar
+    assert {**options, "schedule": "InterleavedZeroBubble", "stages_per_rank": 1} in similar
+    assert {**options, "schedule": "Interleaved1F1B", "stages_per_rank": 2} in similar
+    assert all(MeshStrategy(**one) and one.keys() >= options.keys() for one in similar)
+    assert MeshStrategy.similar_options({"tp": 2}, Blocks()) == []
+
+
 def gathers(cluster, **options):
     recorded = RecordedCollectives()
     strategy = started(cluster, pp=2, microbatches=4, **options)

@@ -486,6 +486,34 @@ def test_a_strategy_that_drives_several_devices_declares_by_itself_what_they_com
     assert "drives" in {found["strategy"] for found in one["candidates"]}
 
 
+def test_layouts_like_the_fastest_ones_are_compared_too(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class Varied(DDPStrategy):
+        def __init__(self, bucket_cap_mb=25, **arguments):
+            super().__init__(bucket_cap_mb=bucket_cap_mb, **arguments)
+            self.size = bucket_cap_mb
+
+        @classmethod
+        def layout_options(cls, module, world_size, ranks_per_machine):
+            return ({}, {"static_graph": True})
+
+        @classmethod
+        def similar_options(cls, options, module):
+            return [{**options, "bucket_cap_mb": size} for size in (5, 50)]
+
+        def communication_layout(self, training):
+            layout = super().communication_layout(training)
+            return dataclasses.replace(layout, collectives=()) if self.size == 50 else layout
+
+    with registered("varied", Varied):
+        found = ranking(choose("--devices", "2", "--strategy", "varied", "--json"))
+        named = ranking(choose("--devices", "2", "--strategy", "varied(static_graph=True)", "--json"))
+    assert found["candidates"][0]["strategy"] == "varied(bucket_cap_mb=50)"
+    assert {one["strategy"] for one in named["candidates"]} == {"varied(static_graph=True)"}
+
+
 def test_a_third_partys_strategy_is_ranked_by_what_it_declares(choose):
     pytest.importorskip("dstrat_ddp")
     from dstrat_ddp import DDPStrategy

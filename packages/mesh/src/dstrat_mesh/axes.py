@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrat.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR, EXPERT = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
 
@@ -24,6 +24,8 @@ _MEANINGS = {
 }
 _MICROBATCHES = 4  # of each stage, so that a fifth of the time is idle
 _STAGES = (2, 4, 8)  # of a rank
+_MICROBATCH_COUNTS = (1, 2, 4, 8)  # of each stage
+_OF_SCHEDULE = ("schedule", "stages_per_rank", "microbatches")
 _MOST_GROUPS = 8  # in a row of the plan
 _MOST_RANKS = 64  # of a job whose groups are shown in full
 _FEW_GROUPS, _FEW_RANKS = 2, 4  # of a larger one
@@ -205,6 +207,28 @@ def layouts(world_size: int, ranks_per_machine: int, num_experts: int = 1) -> li
         if num_experts % ep == 0 and axes.dp_shard * axes.cp * axes.tp % ep == 0 and ep % axes.tp == 0
     ]
     return dense + divided
+
+
+def similar_schedules(options: Mapping[str, Any], num_layers: int) -> list[dict[str, Any]]:
+    """Return options of the same mesh with other numbers of microbatches and other schedules of a pipeline.
+
+    Args:
+        options: The options of the strategy.
+        num_layers: Number of layers of the pipeline, each stage of which needs one.
+    """
+    ranks = options.get(PIPELINE, 1)
+    if ranks == 1:
+        return []
+    same = {name: value for name, value in options.items() if name not in _OF_SCHEDULE}
+    stages = [count for count in _STAGES if count * ranks <= num_layers]
+    schedules: list[dict[str, Any]] = [
+        {},
+        *({"schedule": "Interleaved1F1B", "stages_per_rank": count} for count in stages),
+        *({"schedule": "InterleavedZeroBubble", "stages_per_rank": count} for count in (1, *stages[:1])),
+    ]
+    return [
+        {**same, "microbatches": count * ranks, **schedule} for count in _MICROBATCH_COUNTS for schedule in schedules
+    ]
 
 
 def checked_size(name: str, value: Any, *, or_auto: bool = False) -> Any:

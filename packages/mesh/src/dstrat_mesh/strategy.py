@@ -36,7 +36,17 @@ from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_splits_layers
 from dstrat_fsdp.wrap_policy import blocks_of
 from dstrat_mesh.attention import checked_method
-from dstrat_mesh.axes import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR, Axes, checked_size, layouts
+from dstrat_mesh.axes import (
+    CONTEXT,
+    PIPELINE,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    Axes,
+    checked_size,
+    layouts,
+    similar_schedules,
+)
 from dstrat_mesh.communication import activation_collectives, stage_collectives
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
 from dstrat_mesh.pipeline import (
@@ -391,6 +401,11 @@ class MeshStrategy(SharedBatchStrategy):
             *({**options, "activation_checkpointing": "full"} for options in compared),
             *({**axes.options, "cpu_offload": True} for axes in sharded),
         ]
+
+    @classmethod
+    def similar_options(cls, options: Mapping[str, Any], module: Module) -> Sequence[Mapping[str, Any]]:
+        """Return those of the same mesh with other schedules of a pipeline."""
+        return similar_schedules(options, number_of_layers(module))
 
     def check_training(self, training: TrainingSize) -> None:
         super().check_training(training)

@@ -414,6 +414,18 @@ class Strategy(ABC):
         """
         return ({},)
 
+    @classmethod
+    def similar_options(cls, options: Mapping[str, Any], module: Module) -> Sequence[Mapping[str, Any]]:
+        """Return options that are worth comparing where some of :meth:`layout_options` are among the fastest.
+
+        So a strategy need not return all combinations there.
+
+        Args:
+            options: The options.
+            module: The module to train, whose parameters have shapes and no values.
+        """
+        return ()
+
     def check_training(self, training: TrainingSize) -> None:
         """Check that the module can be trained with the options, before anything runs.
 

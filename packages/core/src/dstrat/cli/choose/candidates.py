@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 SAME_TIME = 0.02
 """Largest difference of two times, as a share, that the model of the time cannot tell."""
+_WITH_SIMILAR = 10
+"""Number of the fastest layouts whose similar ones are compared too: all of them would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,26 +169,50 @@ class Candidates:
         candidates: list[Candidate] = []
         unusable: dict[str, str] = {}
         refused: dict[str, str | TooLarge] = {}
+        offers = self._catalog.offers("strategy")
+        preferences = {self._catalog.name_of(offer): _preference(offer) for offer in offers}
         for precision in self._workload.precisions:
             cases = self._cases(precision)
-            for alias, make_strategy in self._strategies(cases, aliases, refused):
+            fitting: list[Candidate] = []
+            divided: dict[str, Offer] = {}
+            for alias, make_strategy, offer in self._strategies(cases, aliases, refused):
                 strategy = value_or_reason(make_strategy)
                 if isinstance(strategy, str):
                     unusable[alias] = strategy
                     continue
                 candidate = value_or_reason(partial(self._fitting, alias, strategy, cases, limit))
                 if isinstance(candidate, Candidate):
-                    candidates.append(candidate)
+                    fitting.append(candidate)
+                    divided |= {} if offer is None else {alias: offer}
                 else:
                     refused[alias] = _closer(refused.get(alias), candidate)
-        offers = self._catalog.offers("strategy")
-        preferences = {self._catalog.name_of(offer): _preference(offer) for offer in offers}
+            fastest = [one for one in in_order(fitting, preferences) if one.strategy in divided][:_WITH_SIMILAR]
+            candidates += [*fitting, *self._similar(fastest, divided, cases, limit)]
         # What fits in one of the precisions is neither refused nor unusable.
         names = {one.strategy for one in candidates}
         refused = {name: reason for name, reason in refused.items() if name not in names}
         unusable = {name: reason for name, reason in unusable.items() if name not in names | refused.keys()}
         ranked = _distinct(in_order(candidates, preferences))
         return LayoutRanking(candidates=tuple(ranked), refused=refused, unusable=unusable)
+
+    def _similar(
+        self, fastest: Sequence[Candidate], offers: Mapping[str, Offer], cases: Cases, limit: float
+    ) -> Iterator[Candidate]:
+        """Yield the layouts like the fastest ones that fit."""
+        compared = set(offers)
+        for one in fastest:
+            offer, options = offers[one.strategy], parse_alias(one.strategy).options
+            similar = self._catalog.load(offer).similar_options(options, one.training.module)
+            if not similar:
+                continue
+            names = [f"{one.alias}{options_text(each)}" for each in similar]
+            for name, (_, make_strategy) in zip(names, cases.strategies(names), strict=True):
+                strategy = value_or_reason(make_strategy)
+                if name not in compared and not isinstance(strategy, str):
+                    compared.add(name)
+                    candidate = value_or_reason(partial(self._fitting, name, strategy, cases, limit))
+                    if isinstance(candidate, Candidate):
+                        yield candidate
 
     def _check_training(self) -> None:
         errors: list[DstratError] = []
@@ -208,8 +234,11 @@ class Candidates:
 
     def _strategies(
         self, cases: Cases, aliases: Sequence[str], refused: dict[str, str | TooLarge]
-    ) -> Iterator[tuple[str, Callable[[], Strategy]]]:
-        """Yield the layouts, each with a function that constructs its strategy; refuse those that must be named."""
+    ) -> Iterator[tuple[str, Callable[[], Strategy], Offer | None]]:
+        """Yield the layouts, each with a function that constructs its strategy; refuse those that must be named.
+
+        Those with options that the strategy has chosen come with its offer.
+        """
         for offer, make_strategy in cases.strategies(aliases):
             alias = self._catalog.name_of(offer)
             reason = offer.component.legacy or offer.component.approximation
@@ -217,7 +246,7 @@ class Candidates:
                 refused[alias] = f"{reason} (--strategy compares it)"
                 continue
             if offer.options or self._catalog.missing_requirements(offer):
-                yield alias, make_strategy
+                yield alias, make_strategy, None
                 continue
             layouts = value_or_reason(partial(self._layout_options, offer, cases))
             if isinstance(layouts, str):
@@ -225,7 +254,7 @@ class Candidates:
                 continue
             names = [f"{alias}{options_text(options)}" for options in layouts]
             for name, (_, make_layout) in zip(names, cases.strategies(names), strict=True):
-                yield name, make_layout
+                yield name, make_layout, offer
 
     def _layout_options(self, offer: Offer, cases: Cases) -> list[Mapping[str, Any]]:
         precision = cases.new_precision()
