@@ -285,7 +285,8 @@ def test_a_strategy_that_shards_and_says_nothing_is_not_estimated():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5kib", 1536), ("100", 100), ("7MB", 7 * 10**6)]
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5kib", 1536), ("100B", 100), ("7MB", 7 * 10**6)],
 )
 def test_sizes_are_read_with_their_units(text, size):
     assert read_size(text) == size
@@ -295,6 +296,11 @@ def test_sizes_are_read_with_their_units(text, size):
 def test_a_size_without_sense_is_an_error(text):
     with pytest.raises(RequestError, match="such as 24GiB"):
         read_size(text)
+
+
+def test_a_size_without_a_unit_is_an_error():
+    with pytest.raises(RequestError, match="'100' are 100 bytes: give a number with a unit, such as 100GiB"):
+        read_size("100")
 
 
 @pytest.mark.parametrize(

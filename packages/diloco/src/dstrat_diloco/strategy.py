@@ -279,6 +279,8 @@ class DiLoCoStrategy(GroupedStrategy):
         means = average(tensors, self.groups, is_shared=self.replicates_state)
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean)
+        if tensors:  # the same on all ranks
+            self.accept_local_weights()
 
     @torch.no_grad()
     def _average_untrained(self) -> None:
@@ -291,9 +293,7 @@ class DiLoCoStrategy(GroupedStrategy):
         trained = {name for _, outer in self._outer for name in outer.names}
         names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)} | trained
         untrained = {name: one for name, one in self._floating_weights().items() if name not in names}
-        if untrained:
-            self._average_differing(untrained)
-            self.accept_local_weights()
+        self._average_differing(untrained)
 
     # The mean of the groups, for evaluations, checkpoints, and after the training
 

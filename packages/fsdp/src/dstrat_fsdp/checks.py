@@ -406,8 +406,9 @@ def check_steps_shards(optimizers: Sequence[Optimizer], strategy: str) -> None:
         sharded = next((p for p in parameters if isinstance(p, DTensor) and p.dim()), None)
         if sharded is None or getattr(optimizer, "steps_shards", False):
             continue
-        reason = _reason_of_class(optimizer)
-        if reason is None:
+        if isinstance(optimizer, torch.optim.LBFGS):  # in whose step ranks would wait
+            reason = _reason_of_class(optimizer)
+        else:
             reason = how_division_fails(optimizer, sharded.device, partial(_sharded_as, sharded))
         if reason is not None:
             raise _sharded_step_error(optimizer, strategy, reason)

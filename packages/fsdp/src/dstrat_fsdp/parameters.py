@@ -291,7 +291,7 @@ def _described(layout: Mapping[str, Any]) -> str:
 
 
 def discard_shards(module: Module) -> None:
-    """Move a module with parked shards to the meta device, for a mesh of another size."""
+    """Move a module with parked shards to the meta device, so that they are made anew."""
     parked = _parked.pop(module, None)
     if parked is not None:
         for hook in parked.hooks:

@@ -268,7 +268,8 @@ class ShardedStrategy(ParallelStrategy):
                 gather_parameters(self.module)
             else:
                 layout = self._layout_of_shards
-                park_shards(self.module, layout, is_reusable=self._is_reusable, has_failed=self._failed)
+                has_failed = self._failed and bool(self.optimizers)  # without them there were no steps
+                park_shards(self.module, layout, is_reusable=self._is_reusable, has_failed=has_failed)
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:
@@ -385,6 +386,9 @@ class ShardedStrategy(ParallelStrategy):
 
     def takes_gradients(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state is of the same layout, in which this rank has the same shards."""
+        return self._is_of_layout(state)
+
+    def _is_of_layout(self, state: Mapping[str, Any]) -> bool:
         return all(state.get(name) == value for name, value in self._rank_layout.items())
 
 

@@ -76,7 +76,8 @@ def check_module(module: Module) -> None:
             continue
         if isinstance(layer, _BatchNorm):  # also without parameters or running statistics
             reason = "normalizes over a batch"
-        elif "running_mean" in dict(layer.named_buffers(recurse=False)):
+        elif {"running_mean", "weight"} & dict(layer.named_buffers(recurse=False)).keys() == {"running_mean"}:
+            # A frozen batch norm has its weight as a buffer too, and changes none of them.
             reason = "keeps running statistics of batches"
         else:
             continue
@@ -270,7 +271,7 @@ class PipelineRun:
         layers, loss_of = self._layers_of_stages, self._pipeline.loss
         last = len(layers) - 1 if self.links.is_last else None
 
-        present = {inner for of_stage in layers for layer in of_stage for inner in layer.modules()}
+        present = {inner for of_stage in self._stages.layers for layer in of_stage for inner in layer.modules()}
         outside = {name: inner for name, inner in self._module.named_modules() if inner not in present}
 
         def compute(chunk: int, value: Any, batch: Any) -> Any:

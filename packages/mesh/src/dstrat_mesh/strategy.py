@@ -408,7 +408,9 @@ class MeshStrategy(SharedBatchStrategy):
         return similar_schedules(options, number_of_layers(module))
 
     def check_training(self, training: TrainingSize) -> None:
-        super().check_training(training)
+        axes = self._axes_of(training.world_size)
+        if axes.mesh[SHARD] * axes.tp > 1:  # otherwise each rank has whole matrices
+            super().check_training(training)
         module, name = training.module, type(training.module).__name__
         if self._pp > 1:
             check_module(module)
@@ -420,7 +422,7 @@ class MeshStrategy(SharedBatchStrategy):
                     "samples or more, or fewer microbatches"
                 )
         if self._tp > 1:
-            check_splits_layers(training, "tp", (PIPELINE, REPLICATE, SHARD, TENSOR))
+            check_splits_layers(training, "tp", (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR))
         if self._cp > 1 and not training.heads:
             raise MisuseError(
                 f"{name} does not call torch's attention, whose sequences cp divides, or asks it for its weights"
@@ -589,7 +591,7 @@ class MeshStrategy(SharedBatchStrategy):
         super().load_rank_state(state)
         saved = state.get("layer_random")
         # In another layout, other ranks draw the same numbers.
-        if saved is not None and self.takes_gradients(state):
+        if saved is not None and self._is_of_layout(state):
             self._random_numbers = LayerRandomNumbers(self, saved)
 
     def wrap_model(self, trainer: TrainerLike) -> None:

@@ -198,8 +198,7 @@ class PreparedModel:
     @staticmethod
     def of(model: Any) -> PreparedModel | None:
         """Return the preparation of a model; None if no strategy has set it up."""
-        forward = model.__dict__.get("forward")
-        return forward.prepared_model if isinstance(forward, _Replacement) else None
+        return getattr(model.__dict__.get("forward"), "prepared_model", None)  # also below another library's wrapper
 
     def _replace_methods(self, model: Any) -> None:
         self._count_all_parameters(base_model(model))

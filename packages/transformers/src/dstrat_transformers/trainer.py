@@ -86,7 +86,8 @@ class StrategyTrainer:
     @property
     def strategy(self) -> Strategy:
         """The strategy, with its environment set up."""
-        prepared = PreparedModel.of(getattr(self, "model", None))  # another one may have been prepared since
+        model = getattr(self, "model", None)  # None until model_init has made it
+        prepared = None if model is None else PreparedModel.of(model)  # another one may have been prepared since
         strategy: Strategy = self.accelerator.strategy if prepared is None else prepared.strategy
         return strategy
 
@@ -187,7 +188,8 @@ class StrategyTrainer:
 
     def _move_model_to_device(self, model: Module, device: torch.device) -> None:
         """Move other models than the Trainer's own: the strategy moves that, or its shards only."""
-        if model is not getattr(self, "model", model):  # which the Trainer has only after it has moved it
+        own = getattr(self, "model", None)  # None while the Trainer moves the one that model_init has made
+        if own is not None and model is not own:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     @property

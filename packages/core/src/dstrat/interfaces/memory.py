@@ -84,7 +84,7 @@ class TrainingSize:
             otherwise, and None if it did not, so that it splits no layers.
         batch_shapes: Shapes of the tensors of a batch.
         optimizers: The optimizers, of parameters without values.
-        unused: Names of trainable parameters on which the loss does not depend.
+        unused: Names of trainable parameters on which the loss does not depend; of layers that repeat, those of some.
         work: Computation of a forward and a backward pass.
         optimizer_work: Computation of an optimizer step.
     """

@@ -155,7 +155,7 @@ def how_division_fails(
     generator = torch.Generator().manual_seed(0)
     values, *gradients = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_STEPS + 1))
     random_groups: set[int] = set()
-    for scale, number in itertools.product(_SCALES, range(len(optimizer.param_groups))):
+    for scale, number in itertools.product(_SCALES, _different_groups(optimizer)):
         if number in random_groups:
             continue
         scaled = [gradient * scale for gradient in gradients]
@@ -205,7 +205,7 @@ def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None
         return [one.detach() - values[index] for one, index in zip(parameters, indices, strict=True)]
 
     # A rate of 1 too: with less, the factor that Prodigy computes grows too slowly to show.
-    for scale, number, rate in itertools.product(_SCALES, range(len(optimizer.param_groups)), (_RATE, 1.0)):
+    for scale, number, rate in itertools.product(_SCALES, _different_groups(optimizer), (_RATE, 1.0)):
         with warnings.catch_warnings(), torch.random.fork_rng([]):
             warnings.simplefilter("ignore")
             before = torch.get_rng_state()
@@ -222,6 +222,16 @@ def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None
         if is_finite and not all(map(_same, together, apart)):
             return "its step of a parameter depends on the others"
     return None
+
+
+def _different_groups(optimizer: Optimizer) -> list[int]:
+    """Return the first one of the groups that differ in parameters and rates only, which copies replace."""
+    numbers: dict[str, int] = {}
+    replaced = ("params", "param_names", "lr", "initial_lr")
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name not in replaced}
+        numbers.setdefault(repr(options), number)
+    return [*numbers.values()]
 
 
 def _undivided(tensor: Tensor) -> list[Tensor]:

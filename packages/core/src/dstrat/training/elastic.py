@@ -64,7 +64,7 @@ class RunBeginning:
             (each, {name: _FirstParameter(path, name, value) for name, value in _parameters_of(each).items()})
             for path, each in run.module.named_modules()
         ]
-        self._module = run.module
+        self._module, self._trainer, self._callbacks = run.module, run.trainer, list(run.callbacks)
 
     def find_replaced_parameter(self) -> str:
         """Return the name of a parameter that cannot be what it was at the beginning; empty if there is none."""
@@ -75,6 +75,7 @@ class RunBeginning:
     def restore(self) -> None:
         """Restore random numbers, modules, attributes, buffers, hooks and trained parameters, and reset metrics."""
         self._restore_modules()
+        self._trainer.callbacks = list(self._callbacks)  # without those that setup has added, and adds again
         for name, parameter in self._module.named_parameters():
             parameter.grad = None
             parameter.requires_grad_(self._is_trained.get(name, parameter.requires_grad))
@@ -328,7 +329,7 @@ def _divided(
         count = limit_of(limit, before[0], "limit_train_batches") or 0
         limit = count if drops or count < before[0] else 1.0
         if isinstance(interval, float) and interval != 1.0:  # a fraction of other batches may end within a step
-            interval = limit_of(interval, count, "val_check_interval") or 1
+            interval = max(1, int(interval * count))  # as ValidationSchedule counts
     scaled = [
         value * scale if isinstance(value, int) and not isinstance(value, bool) else value
         for value in (limit, interval)

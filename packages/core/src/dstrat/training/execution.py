@@ -229,8 +229,9 @@ def _take_new_callbacks(run: Run, before: list[Callback]) -> None:
     added = [callback for callback in callbacks if callback not in before]
     _set_logging_module(added, run.module)
     run.hooks.replace_callbacks(run.called_callbacks)
-    for callback in added:
-        callback.setup(run.trainer, run.module, run.stage)
+    for callback in run.called_callbacks:
+        if callback in added:
+            callback.setup(run.trainer, run.module, run.stage)
 
 
 def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:

@@ -97,7 +97,9 @@ def _of_module(module: Any) -> Any:
     if not isinstance(module, TrainerAccess):
         return module.configure_optimizers()
     # Sizes do not depend on the schedule, which may need the length of the training.
-    module.attach(cast("Any", SimpleNamespace(estimated_stepping_batches=_STEPS)))
+    counts = ("estimated_stepping_batches", "max_steps", "max_epochs", "num_training_batches")
+    others = {"current_epoch": 0, "global_step": 0, "global_rank": 0, "local_rank": 0, "logger": None, "loggers": []}
+    module.attach(cast("Any", SimpleNamespace(**dict.fromkeys(counts, _STEPS), **others)))
     try:
         return cast("Any", module).configure_optimizers()
     finally:
@@ -438,7 +440,8 @@ def _loss(output: Any) -> Tensor:
 
 def _number_of_samples(batch: Any) -> int:
     """Return the first dimension of the first tensor that has one; one of a single row is broadcast over others."""
-    sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    sizes = [len(tensor) for tensor in tensors if tensor.dim() == tensors[0].dim()]  # a vector beside them has no rows
     return next((size for size in sizes if size > 1), sizes[0] if sizes else 0)
 
 

@@ -57,6 +57,7 @@ class FitLoop(Position):
     loss_weights: LossWeights
     ended_by_hook = False
     _logs_by_batches = False
+    _has_warned_of_no_step = False
     _publishes: bool
 
     def __init__(self, run: Run) -> None:
@@ -249,6 +250,9 @@ class FitLoop(Position):
     def _warn_of_no_step(self) -> None:
         """Warn after an epoch in which the module has stepped no optimizer of the Trainer."""
         if self.manual_optimization is not None and not self._logs_by_batches and self.batches_done:
+            if self._has_warned_of_no_step:
+                return
+            self._has_warned_of_no_step = True
             _log.warning(
                 "no optimizer of self.optimizers() has stepped in epoch %d of %s, so that global_step is 0: no step "
                 "values are logged, and max_steps and every_n_train_steps have no effect; call its step, rather than "
@@ -593,7 +597,10 @@ class FitLoop(Position):
         return {**self.logged.state_dict(), "metrics": self.pending.metrics or self._metric_states()}
 
     def _metric_states(self) -> dict[str, Any]:
-        return metric_states(self._run.strategy.module, self.logged.logged_metrics)
+        evaluation = self._run.evaluation_loop
+        # Those that have computed their epoch are reset after the hooks at its end, of which one may save.
+        computed = [*self.logged.computed_metrics, *(evaluation.logged.computed_metrics if evaluation else ())]
+        return metric_states(self._run.strategy.module, [*self.logged.logged_metrics, *computed])
 
     @property
     def _before_first_batch(self) -> RandomState | None:

@@ -49,6 +49,8 @@ class OptimizerProxy:
         optimizer: The optimizer itself.
     """
 
+    is_proxy = True
+
     def __init__(self, optimizer: Optimizer, strategy: Strategy, module: Module) -> None:
         self.optimizer = optimizer
         self._strategy, self._module = strategy, module
@@ -111,9 +113,9 @@ class _SkipBatch(Exception):  # noqa: N818 - not an error: it leaves the closure
 class AutomaticOptimization:
     """The steps of automatic optimization for a batch.
 
-    It clears gradients, and runs ``training_step``, backward, clipping and the optimizer's step, with their hooks.  All
-    look-ups are done here, before the first batch.  Gradients are cleared before the forward pass, so that old
-    gradients and new activations are never in memory together.
+    It clears gradients, and runs ``training_step``, backward, clipping and the optimizer's step, with their hooks.
+    Look-ups are done here, or once in each epoch by :meth:`look_up`.  Gradients are cleared before the forward pass, so
+    that old gradients and new activations are never in memory together.
 
     Args:
         run: Has the module, the strategy and the hooks.

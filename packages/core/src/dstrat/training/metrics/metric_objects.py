@@ -145,7 +145,7 @@ def metric_states(module: nn.Module, logged: Iterable[MetricEntry]) -> dict[str,
                 # Metrics of a collection that compute from one state get it only when the collection is read.
                 submodule.items(copy_state=False)
     return {
-        path: {"metric": _state_of(submodule), "update_count": submodule.update_count}
+        path: {"metric": _state_of(submodule) if submodule.update_count else {}, "update_count": submodule.update_count}
         for path, submodule in module.named_modules()
         if is_metric(submodule) and id(submodule) not in saved and _has_tensors_only(submodule)
     }
@@ -155,7 +155,10 @@ def load_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, Any]
     """Restore the result of :func:`metric_states`; metric objects that the module lacks now are left out."""
     metrics = {path: submodule for path, submodule in module.named_modules() if is_metric(submodule)}
     for path in metrics.keys() & states.keys():
-        _restore_state(metrics[path], states[path])
+        if states[path]["update_count"]:
+            _restore_state(metrics[path], states[path])
+        else:
+            metrics[path].reset()
 
 
 def _has_tensors_only(metric: Any) -> bool:

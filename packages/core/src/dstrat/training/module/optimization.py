@@ -224,9 +224,8 @@ class OptimizationMethods(TrainerAccess):
 
 def _unwrap(optimizer: Any) -> Optimizer:
     """Return the optimizer of a proxy; an optimizer itself, also one that wraps another as its ``optimizer``."""
-    from dstrat.training.loops.optimization import OptimizerProxy  # which imports the modules
-
-    unwrapped: Optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
+    # Of the class: a proxy passes other look-ups on.
+    unwrapped: Optimizer = optimizer.optimizer if getattr(type(optimizer), "is_proxy", False) else optimizer
     return unwrapped
 
 
