@@ -169,7 +169,7 @@ def test_a_later_beginning_has_no_gradients_and_trains_what_the_first_one_does()
     net = TrainModule()
     net.body, net.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     net.body.requires_grad_(requires_grad=False)
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
     net.body.requires_grad_()
     net.head(net.body(torch.ones(1, 2))).backward()
     beginning.restore()
@@ -230,7 +230,7 @@ class Prepared(TrainModule):
 def test_what_a_beginning_adds_to_modules_is_added_once_by_a_later_one():
     net = Prepared()
     names, parameters = [name for name, _ in net.named_modules()], list(net.parameters())
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
     net.begin()
     head, once = net.head, net.gradients()
     beginning.restore()
@@ -248,13 +248,13 @@ def test_what_a_beginning_adds_to_modules_is_added_once_by_a_later_one():
 
 def test_a_parameter_that_a_beginning_replaces_by_another_one_is_named():
     net = Prepared()
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
     net.begin()
     assert not beginning.find_replaced_parameter()
     parametrize.register_parametrization(net.hooked, "weight", Twice())
     assert beginning.find_replaced_parameter() == "hooked.weight"
     net = Prepared()
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[]))
+    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
     net.halved.weight = torch.nn.Parameter(torch.zeros(3, 2))
     assert beginning.find_replaced_parameter() == "halved.weight"
 

@@ -188,8 +188,8 @@ class StrategyTrainer:
 
     def _move_model_to_device(self, model: Module, device: torch.device) -> None:
         """Move other models than the Trainer's own: the strategy moves that, or its shards only."""
-        own = getattr(self, "model", None)  # None while the Trainer moves the one that model_init has made
-        if own is not None and model is not own:
+        known = getattr(self, "model", None)  # None while the Trainer moves the one that model_init has made
+        if known is not None and model is not known:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     @property

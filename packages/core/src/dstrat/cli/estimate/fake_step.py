@@ -98,8 +98,15 @@ def _of_module(module: Any) -> Any:
         return module.configure_optimizers()
     # Sizes do not depend on the schedule, which may need the length of the training.
     counts = ("estimated_stepping_batches", "max_steps", "max_epochs", "num_training_batches")
-    others = {"current_epoch": 0, "global_step": 0, "global_rank": 0, "local_rank": 0, "logger": None, "loggers": []}
-    module.attach(cast("Any", SimpleNamespace(**dict.fromkeys(counts, _STEPS), **others)))
+    known: dict[str, Any] = {
+        "current_epoch": 0,
+        "global_step": 0,
+        "global_rank": 0,
+        "local_rank": 0,
+        "logger": None,
+        "loggers": [],
+    }
+    module.attach(cast("Any", SimpleNamespace(**dict.fromkeys(counts, _STEPS), **known)))
     try:
         return cast("Any", module).configure_optimizers()
     finally:
