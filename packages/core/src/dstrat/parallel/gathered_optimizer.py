@@ -124,7 +124,8 @@ class GatheredOptimizer(Optimizer):
             group.update({name: value for name, value in stepped.items() if name != "params"})
         sources = {stepped: parameter for parameter, stepped in full.items()}
         for key, value in optimizer.state.items():
-            self.state[sources.get(key, key)] = value
+            # As a checkpoint restores it: products of matrices with other strides, such as of SOAP, round differently.
+            self.state[sources.get(key, key)] = _map_leaves(value, _contiguous)
         optimizer.state, optimizer.param_groups = defaultdict(dict), []  # frees the full parameters
 
     def _parameters(self) -> Iterator[Any]:
@@ -316,6 +317,10 @@ def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_map_leaves(inner, change) for inner in value])
     return change(value)
+
+
+def _contiguous(leaf: Any) -> Any:
+    return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
 
 
 def _leaves(value: Any) -> Iterator[Any]:
