@@ -234,6 +234,11 @@ def check_reusable(module: Module) -> None:
         )
 
 
+def is_parked(module: Module) -> bool:
+    """Return whether an earlier run has left its shards in a module."""
+    return module in _parked
+
+
 def check_stages(module: Module, layers: Module) -> None:
     """Check that an earlier run of a module has not failed, and has left the shards of a rank's layers on it.
 

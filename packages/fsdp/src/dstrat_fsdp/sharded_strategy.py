@@ -268,8 +268,7 @@ class ShardedStrategy(ParallelStrategy):
                 gather_parameters(self.module)
             else:
                 layout = self._layout_of_shards
-                has_failed = self._failed and bool(self.optimizers)  # without them there were no steps
-                park_shards(self.module, layout, is_reusable=self._is_reusable, has_failed=has_failed)
+                park_shards(self.module, layout, is_reusable=self._is_reusable, has_failed=self._failed)
             self._sharded = None
             self.model = self.module
         if self._mesh is not None:

@@ -20,6 +20,7 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
+from dstrat_fsdp import internals
 from dstrat_fsdp.communication import (
     bytes_from_host,
     copied_bytes,
@@ -31,7 +32,7 @@ from dstrat_fsdp.gradients import clip_by_norm
 from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import open_mesh
 from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
-from dstrat_fsdp.parameters import check_stages
+from dstrat_fsdp.parameters import check_stages, is_parked
 from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_splits_layers
 from dstrat_fsdp.wrap_policy import blocks_of
@@ -372,6 +373,14 @@ class MeshStrategy(SharedBatchStrategy):
                 f"other ranks cannot go on with the layers of an earlier run of {type(self.module).__name__}: create a "
                 "new module and load a checkpoint"
             )
+        self._goes_on = self.reduce_boolean_decision(is_parked(self.module), all=False)
+
+    def _take_first_values(self, module: Module) -> None:
+        if self._pipeline is not None and self._goes_on:
+            # Now, as none of the ranks has failed: at the end of a run one might have, and the others would wait.
+            internals.move(module.buffers(), self.root_device)
+            self._pipeline.share_buffers()
+        super()._take_first_values(module)
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
         layers, foreign = super()._divide_layers()
@@ -759,8 +768,6 @@ class MeshStrategy(SharedBatchStrategy):
     def _end_sharding(self) -> None:
         if self._pipeline is not None:
             self._pipeline.end(failed=self._failed)
-            if not self._failed:
-                self._pipeline.share_buffers()  # those of rank 0 begin the next run
             self._pipeline = None
         self._sequences = None
         super()._end_sharding()
