@@ -217,6 +217,7 @@ class MeshStrategy(SharedBatchStrategy):
                 f"context_parallel={context_parallel!r} is for divided sequences: give cp=2 or more, or leave it out"
             )
         self._pipeline: PipelineRun | None = None
+        self._goes_on = False  # with the layers of an earlier run
         self._random_numbers: LayerRandomNumbers | None = None
         self._sequences: Sequences | None = None
         self._experts: ExpertParallelism | None = None
@@ -362,7 +363,7 @@ class MeshStrategy(SharedBatchStrategy):
         return blocks if self._experts is None else with_experts(self._experts.layers, layers, blocks)
 
     def _check_earlier_run(self, layers: Module) -> None:
-        """Raise MisuseError on all ranks if one of them cannot go on with the layers of an earlier run."""
+        """Note whether there was an earlier run; raise MisuseError on all ranks if one cannot go on with its layers."""
         problem: MisuseError | None = None
         try:
             check_stages(self.module, layers)
