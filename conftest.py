@@ -1,5 +1,6 @@
 """What the tests of all packages share: one fork server that has loaded what ranks need, and what hardware is there."""
 
+import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
@@ -17,6 +18,7 @@ if importlib.util.find_spec("hypothesis"):  # not in all environments
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
 
+ON_SIMULATED_GPUS = os.environ.get("DSTRAT_TEST_ACCELERATOR") == "simulated_gpu"
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -77,6 +79,16 @@ def pytest_configure(config):
     """Record in the process that the results of all others come to."""
     if (file := config.getoption("--record-passed")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(file))
+    if ON_SIMULATED_GPUS:
+        from tests import forked
+
+        from dstrat.testing import simulated_gpu
+
+        simulated_gpu.load().allow_forks()
+        for name in PRELOADED:  # once, rather than in the process of each test
+            if name.startswith(("torch", "dstrat.")):
+                importlib.import_module(name)
+        config.pluginmanager.register(forked)
 
 
 class Recorder:
@@ -134,7 +146,8 @@ def warm_fork_server():
     with pytest.MonkeyPatch.context() as patch:
         if "DS_ACCELERATOR" not in os.environ:
             patch.setenv("DS_ACCELERATOR", "cpu")  # DeepSpeed asks when it is imported
-        multiprocessing.forkserver.ensure_running()
+        if not ON_SIMULATED_GPUS:  # where each test would start one, in its own process
+            multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +158,5 @@ def hardware(request):
 
         if not torch.cuda.is_available():
             pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+    if ON_SIMULATED_GPUS and request.node.get_closest_marker("on_cpu"):
+        pytest.skip("it shows something of the CPU, and trainings are tested on simulated GPUs")

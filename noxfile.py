@@ -146,6 +146,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries, which are in the session neighbours
 BESIDE_OTHERS = (ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS))
 ON_SIMULATED_GPUS = ROOT / "tests" / "simulated_gpu"
+SUITES = ("core/tests/own_loop", "core/tests/training", "ddp/tests", "fsdp/tests", "mesh/tests")  # on request
+ACCELERATOR = "DSTRAT_TEST_ACCELERATOR"  # of the tests of trainings, by its alias
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
 PASSED = "DSTRAT_TEST_PASSED"  # a file with the tests that have passed in the session tests: others leave them out
@@ -453,16 +455,25 @@ def simulated_gpu(session: nox.Session) -> None:
 
     It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Other arguments go to
     pytest.  Other sessions have no such device: torch has one type of device beside the CPU in a process.
+
+    ``-- --suites`` runs on them what other sessions run on the CPU: the tests of the Trainer, of hand-written loops and
+    of the packages ddp, fsdp and mesh.
     """
+    if "--suites" in session.posargs:
+        arguments = [argument for argument in session.posargs if argument != "--suites"] or workers(more=1)
+        testpaths = shlex.join(f"packages/{suite}" for suite in SUITES)
+        options = ("-m", DEFAULT, f"--override-ini=testpaths={testpaths}", *arguments)
+        run_on_simulated_gpus(session, *options, **{ACCELERATOR: "simulated_gpu"})
+        return
     arguments = pytest_arguments(session, ON_SIMULATED_GPUS, by_default=workers(more=1))
     run_on_simulated_gpus(session, "-m", DEFAULT, *arguments)
 
 
-def run_on_simulated_gpus(session: nox.Session, *arguments: str) -> None:
+def run_on_simulated_gpus(session: nox.Session, *arguments: str, **env: str) -> None:
     """Compile the simulator where it has not been, and run pytest with four simulated GPUs."""
     programs = workspace()
     run(session, programs, "python", "-m", "dstrat.testing.simulated_gpu.extension")
-    run(session, programs, "pytest", *arguments, OMP_NUM_THREADS="1", DSTRAT_SIMULATED_GPUS="4")
+    run(session, programs, "pytest", *arguments, OMP_NUM_THREADS="1", DSTRAT_SIMULATED_GPUS="4", **env)
 
 
 def simulator_of_hpu(session: nox.Session, programs: Path) -> str:

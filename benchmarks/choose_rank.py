@@ -33,10 +33,10 @@ class Wide(nn.Module):
     """Blocks of two square layers, which return the loss.
 
     Attributes:
-        mesh: The ranks that split the layers; None for none.
+        device_mesh: The mesh whose dimension ``tp`` splits the layers; None for none.
     """
 
-    mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | None = None
     plan: ClassVar[dict[str, ParallelStyle]] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
     def __init__(self, width: int, layers: int) -> None:
@@ -53,8 +53,10 @@ class Wide(nn.Module):
 
     def configure_model(self) -> None:
         """Split the matrices of each block."""
-        for block in self.layers if self.mesh is not None else ():
-            parallelize_module(block, self.mesh, self.plan)
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["tp"]
+            for block in self.layers:
+                parallelize_module(block, mesh, self.plan)
 
     def configure_pipeline(self) -> Pipeline:
         """Return the blocks in order."""
@@ -181,7 +183,7 @@ def split(loop: OwnLoop, module: Wide) -> None:
     """Split the layers of a module where the strategy does so."""
     strategy: Any = loop.strategy
     if getattr(strategy, "tensor_parallel_size", 1) > 1:
-        module.mesh = strategy.device_mesh["tp"]
+        module.device_mesh = strategy.device_mesh
     module.configure_model()
 
 

@@ -27,8 +27,8 @@ NOQA = re.compile(r"#\s*noqa\b")
 # Units of training/, top to bottom: an import from a later to an earlier one is upward.
 TRAINING = (
     *("trainer", "execution", "elastic", "results", "properties", "evaluation_results", "callbacks", "run_recorder"),
-    *("checkpoint", "contexts", "anomaly", "run", "profilers", "loops", "hooks", "metrics", "loggers", "arguments"),
-    *("settings", "module", "notebook"),
+    *("checkpoint", "contexts", "anomaly", "run", "run_beginning", "profilers", "loops", "hooks", "metrics", "loggers"),
+    *("arguments", "settings", "module", "notebook"),
 )
 HOLDERS = ("Trainer", "TrainerProperties", "Run", "FitLoop", "Position", "AutomaticOptimization")
 JOB_MODULES = ("parallel/process_group.py", "parallel/job.py", "launch/external.py", "launch/progress.py")

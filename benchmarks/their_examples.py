@@ -5,7 +5,7 @@ The programs are those of clones of the libraries, with tiny models and data tha
     for name in transformers trl accelerate peft diffusers sentence-transformers; do
         git clone --depth 1 https://github.com/huggingface/$name sources/$name
     done
-    pip install trl peft diffusers sentence-transformers evaluate timm torchvision datasets
+    pip install trl peft diffusers sentence-transformers evaluate timm torchvision datasets tensorboard
     python benchmarks/their_examples.py sources            # or: ... sources run_glue sft
 
 It prints a row for each: the largest relative difference of the losses of all backward passes in each process from the
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 FUTURE = "from __future__ import annotations\n"
 RECORDER = """
 import os, sys
+import torch
 from accelerate import Accelerator
+torch.manual_seed(1)  # train_unconditional.py sets no seed
 def record(owner):
     backward = owner.backward
     def record_and_run(self, loss, **kwargs):
@@ -362,7 +364,7 @@ def run(example: Example, source: str, inputs: Path, folder: Path, alias: str, d
     start = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if devices > 1 and not alias else []
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     environ |= {"HF_HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    with (folder / "output").open("w", encoding="utf-8") as output:
+    with (folder / "printed").open("w", encoding="utf-8") as output:
         ended = subprocess.run(
             [sys.executable, *start, "program.py", *example.arguments.split()],
             cwd=folder,
@@ -373,7 +375,7 @@ def run(example: Example, source: str, inputs: Path, folder: Path, alias: str, d
         )
     files = [folder / f"losses-{rank}" for rank in range(devices)]
     if ended.returncode or not all(file.exists() for file in files):
-        sys.exit((folder / "output").read_text(encoding="utf-8")[-4000:])
+        sys.exit((folder / "printed").read_text(encoding="utf-8")[-4000:])
     return [[float(line) for line in file.read_text(encoding="utf-8").split()] for file in files]
 
 

@@ -113,6 +113,7 @@ class Diary(Callback):
         if trainer.is_global_zero and self.group_of(trainer) and trainer.ckpt_path:
             shutil.copytree(trainer.ckpt_path, f"resumed-{self.group_of(trainer)}.ckpt")
         write(f"start-{name}", trainer.global_step)
+        trainer.min_steps = self.group_of(trainer)  # without effect, as nothing stops this training
         self.path = Path(f"batches-{name}")
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -208,7 +209,8 @@ def main(strategy, method, ranks, case, ckpt_path="", batch_size=BATCH_SIZE, acc
     trainer.fit(net, loader, DataLoader(Numbers(), batch_size=16), ckpt_path=ckpt_path or None)
     if trainer.is_global_zero:
         print(f"{trainer.restart_count} restarts, {len(trainer.failed_attempts)} failed attempts")
-        print(f"{trainer.accumulate_grad_batches} accumulated")
+        print(f"{trainer.accumulate_grad_batches} accumulated, at least {trainer.min_steps} steps")
+        print(f"{trainer.world_size} ranks at the end")
 
 
 if __name__ == "__main__":

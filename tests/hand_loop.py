@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from tests.accelerators import make_accelerator
 from torch import nn
 
-from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.builtin.single_device import SingleDeviceStrategy
@@ -95,10 +95,10 @@ class Run:
 
 def parts(cluster=None, precision="32-true", devices=None):
     """The parts that a test's strategy gets."""
-    size = devices or (1 if cluster is None else cluster.world_size)
+    size, accelerator = devices or (1 if cluster is None else cluster.world_size), make_accelerator()
     return Parts(
-        accelerator=CPUAccelerator(),
-        parallel_devices=(torch.device("cpu"),) * size,
+        accelerator=accelerator,
+        parallel_devices=tuple(accelerator.get_parallel_devices(range(size))),
         cluster_environment=cluster,
         checkpoint_io=NoCheckpoints(),
         precision_plugin=TruePrecision(precision) if precision.endswith("true") else MixedPrecision(precision),

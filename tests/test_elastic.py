@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from fractions import Fraction
 from itertools import chain, product
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from dstrat import Trainer, TrainModule
 from dstrat.data.limits import limit_of
 from dstrat.errors import RequestError
-from dstrat.training.elastic import RunBeginning, keep_global_batch
+from dstrat.training.loops.global_batch import keep_global_batch, restore_settings
+from dstrat.training.run_beginning import RunBeginning
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
@@ -153,6 +155,9 @@ def test_survivors_of_a_killed_rank_train_as_a_resumed_fit(start, tmp_path, stra
     assert process.returncode == 0, err
     assert "1 restarts, 1 failed attempts" in out, err
     assert "1 accumulated" in out  # the user's setting again, after the fit
+    if method == "popen":  # the ranks of other methods do not send settings back
+        assert "at least 1 steps" in out  # as a callback of the smaller group has set it
+    assert "2 ranks at the end" in out
     print_pause(tmp_path, 1, moment)
     before, after = pids_of(tmp_path, 0), pids_of(tmp_path, 1)
     assert list(after.values()) == [pid for _, pid in sorted(before.items()) if pid != killed]
@@ -169,7 +174,7 @@ def test_a_later_beginning_has_no_gradients_and_trains_what_the_first_one_does()
     net = TrainModule()
     net.body, net.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     net.body.requires_grad_(requires_grad=False)
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
+    beginning = RunBeginning(net)
     net.body.requires_grad_()
     net.head(net.body(torch.ones(1, 2))).backward()
     beginning.restore()
@@ -230,7 +235,7 @@ class Prepared(TrainModule):
 def test_what_a_beginning_adds_to_modules_is_added_once_by_a_later_one():
     net = Prepared()
     names, parameters = [name for name, _ in net.named_modules()], list(net.parameters())
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
+    beginning = RunBeginning(net)
     net.begin()
     head, once = net.head, net.gradients()
     beginning.restore()
@@ -248,13 +253,13 @@ def test_what_a_beginning_adds_to_modules_is_added_once_by_a_later_one():
 
 def test_a_parameter_that_a_beginning_replaces_by_another_one_is_named():
     net = Prepared()
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
+    beginning = RunBeginning(net)
     net.begin()
     assert not beginning.find_replaced_parameter()
     parametrize.register_parametrization(net.hooked, "weight", Twice())
     assert beginning.find_replaced_parameter() == "hooked.weight"
     net = Prepared()
-    beginning = RunBeginning(SimpleNamespace(module=net, datamodule=None, callbacks=[], trainer=SimpleNamespace()))
+    beginning = RunBeginning(net)
     net.halved.weight = torch.nn.Parameter(torch.zeros(3, 2))
     assert beginning.find_replaced_parameter() == "halved.weight"
 
@@ -270,20 +275,43 @@ def test_all_ranks_are_restarted_where_a_parameter_has_been_replaced(start, tmp_
     assert not set(pids_of(tmp_path, 0).values()) & set(pids_of(tmp_path, 1).values())
 
 
-def divided(loader, ranks, *, started=3, **arguments):
-    """Return the loader and the settings of fewer ranks than were started; None where they cannot train alike."""
+class ElasticRun(SimpleNamespace):
+    """Has what a run has in one of several ranks."""
+
+    settings = property(attrgetter("trainer.settings"))
+
+
+def make_run(ranks, *, started=3, **arguments):
     trainer = Trainer(strategy="ddp", accelerator="cpu", devices=started, max_restarts=1, elastic=True, **arguments)
-    run = SimpleNamespace(
-        is_fitting=True, is_global_zero=False, module=TrainModule(), callbacks=[], settings=trainer.settings,
-        user_settings=None, plan=SimpleNamespace(world_size=started), world_size=ranks, trainer=trainer,
+    return ElasticRun(
+        is_fitting=True, is_global_zero=False, module=TrainModule(), callbacks=[], scaled_settings={},
+        plan=trainer.plan, world_size=ranks, trainer=trainer,
     )  # fmt: skip
+
+
+def divided(loader, ranks, **arguments):
+    """Return the loader and the settings of fewer ranks than were started; None where they cannot train alike."""
+    run = make_run(ranks, **arguments)
     try:
         loader = keep_global_batch(run, loader)
     except RequestError:
         assert ranks not in run.sizes
         return None
     assert ranks in run.sizes
-    return loader, trainer.settings
+    return loader, run.settings
+
+
+def test_settings_that_are_changed_in_a_fit_of_fewer_ranks_stay():
+    run = make_run(2, limit_train_batches=4)
+    trainer, loader = run.trainer, DataLoader(range(96), 4)
+    keep_global_batch(run, loader)
+    trainer.max_epochs, trainer.val_check_interval = 7, 4
+    keep_global_batch(run, loader)  # as reload_dataloaders_every_n_epochs asks
+    assert (trainer.max_epochs, trainer.accumulate_grad_batches, trainer.val_check_interval) == (7, 2, 8)
+    trainer.limit_train_batches = 6
+    restore_settings(run)
+    assert (trainer.max_epochs, trainer.accumulate_grad_batches) == (7, 1)
+    assert (trainer.limit_train_batches, trainer.val_check_interval) == (6, 4)
 
 
 def steps_of(loader, settings, ranks):
@@ -522,6 +550,9 @@ def test_ranks_go_on_where_a_new_process_fails_before_it_joins(start, tmp_path):
     ("words", "message"),
     [
         ({"elastic": 2}, "elastic=2 must be True, False or 'replace'"),
+        ({"elastic": "yes", "max_restarts": 0}, "elastic='yes' must be True, False or 'replace'"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"preemption_deadline": "90", "max_restarts": 0}, "preemption_deadline='90' must be a number of seconds"),
         ({"elastic": "replace"}, "passes the state to new processes in memory, and no callback saves there"),
         ({"max_restarts": 0}, "elastic=True goes on after at most max_restarts deaths of ranks, and max_restarts=0"),
         (
@@ -542,3 +573,12 @@ def test_what_cannot_go_on_is_refused_at_the_start(words, message):
     arguments = {"strategy": "ddp", "accelerator": "cpu", "devices": 3, "max_restarts": 2, "elastic": True, **words}
     with pytest.raises(RequestError, match=re.escape(message)):
         Trainer(**arguments)
+
+
+@pytest.mark.parametrize("name", ["max_restarts", "elastic", "preemption_deadline"])
+def test_arguments_that_the_launcher_is_made_for_cannot_be_set(name):
+    trainer = make_run(3).trainer
+    value = getattr(trainer, name)
+    with pytest.raises(AttributeError):
+        setattr(trainer, name, 3)
+    assert getattr(trainer, name) == value == getattr(trainer.request, name)

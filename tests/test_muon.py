@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from functools import partial
 from importlib.util import find_spec
 
@@ -194,19 +196,53 @@ def test_embeddings_and_named_layers_belong_to_adamw():
     assert "ns_steps" not in others
 
 
+def test_a_group_that_does_not_say_so_is_divided_between_muon_and_adamw():
+    net = nn.ModuleDict({"table": nn.Embedding(4, 3), "inner": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+    net["table"].requires_grad_(requires_grad=False)
+    net["head"].requires_grad_(requires_grad=False)
+    net, optimizer = copy.deepcopy((net, Muon.of_module(net, adamw={"betas": (0.8, 0.9)})))
+    added = [*net["table"].parameters(), *net["head"].parameters()]
+    optimizer.add_param_group({"params": added, "lr": 0.5})
+    matrices, others = optimizer.param_groups[2:]
+    assert matrices["params"] == [net["head"].weight]
+    assert [id(one) for one in others["params"]] == [id(net["table"].weight), id(net["head"].bias)]
+    assert (matrices["lr"], others["lr"], others["betas"]) == (0.5, 0.5, (0.8, 0.9))
+    named = Muon([{"params": nn.Linear(3, 2).named_parameters()}])
+    assert [group["param_names"] for group in named.param_groups] == [["weight"], ["bias"]]
+    with pytest.raises(RequestError, match="shape"):
+        optimizer.add_param_group({"params": [torch.ones(2), torch.ones(2, 2)], "use_muon": True})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [torch.ones(2, 2), net["head"].bias]})
+    assert len(optimizer.param_groups) == 4
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda net: Muon([{"params": net.parameters()}]), r"Muon is for matrices.*shape \(2,\).*use_muon"),
+        (
+            lambda net: Muon([{"params": net.parameters(), "use_muon": True}]),
+            r"Muon is for matrices.*shape \(2,\).*use_muon",
+        ),
         (
             lambda net: Muon([nn.Parameter(torch.ones(8))]),
             "none of 1 parameters is one for it.*choose one that shards each parameter",
         ),
+        (lambda net: Muon([{"params": [nn.Parameter(torch.ones(8))]}]), "none of 1 parameters is one for it"),
         (lambda net: Muon.of_module(net, adamw_layers=["last"]), "adamw_layers has 'last', and Sequential has no such"),
         (lambda net: Muon(net.parameters(), adjust_lr_fn="x"), "adjust_lr_fn 'x' is not one of 'original', 'match_"),
     ],
-    ids=["a vector", "no matrix", "a layer", "a function"],
+    ids=["a vector", "no matrix", "a group without", "a layer", "a function"],
 )
 def test_an_impossible_option_is_refused(make, message):
     with pytest.raises(RequestError, match=message):
         make(nn.Sequential(nn.Linear(3, 2)))
+
+
+def test_weights_that_a_strategy_has_replaced_are_freed():
+    net = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    optimizer = Muon.of_module(net)
+    replaced = weakref.ref(net[0].weight)
+    net[0].weight = nn.Parameter(torch.zeros(4, 4))  # as a shard
+    for group in optimizer.param_groups:
+        group["params"] = [net[0].weight if parameter is replaced() else parameter for parameter in group["params"]]
+    assert replaced() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.accelerators import ACCELERATOR
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, Trainer, TrainModule
@@ -14,7 +15,7 @@ def quiet_trainer(strategy, cluster=None, *, plugins=(), **options):
     devices = 1 if cluster is None else cluster.world_size
     return Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         plugins=[*plugins, *([] if cluster is None else [cluster])],
         **{"devices": devices, "max_epochs": 1} | quiet | options,
     )

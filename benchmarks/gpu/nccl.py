@@ -21,7 +21,9 @@ LAYOUTS = {
     "fsdp": 2,
     "mesh(pp=2, microbatches=4)": 2,
     "mesh(tp=2)": 2,
+    "mesh(pp=2, schedule='InterleavedZeroBubble', microbatches=2)": 2,  # stages of a rank in turn
     "mesh(cp=2)": 2,
+    "mesh(cp=2, context_parallel='ring')": 2,
     "mesh(ep=2)": 2,
     "mesh(pp=2, tp=2, microbatches=4)": 4,
     "mesh(dp_replicate=2)": 4,

@@ -171,7 +171,7 @@ def parts(out: Path, *, dry_run: bool) -> list[Part]:
     if dry_run:
         on_device = ["--accelerator", "cpu", "--devices", "1", "--steps", "2", "--width", "24", "--layers", "1"]
     planned = [
-        checked("nccl", 120),  # the longest ones first
+        checked("nccl", 128),  # the longest ones first
         checked("features", 100),
         Part(
             name="tests",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.ranks import in_ranks
@@ -15,7 +17,10 @@ from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.data.prefetch import prefetch
 from dstrat.interfaces.pipeline import Pipeline
+from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.testing import simulated_gpu
+from dstrat.testing.simulated_gpu import synchronizations
+from dstrat_diloco import DiLoCoStrategy
 from dstrat_fsdp import FSDPStrategy
 from dstrat_mesh import MeshStrategy
 
@@ -27,6 +32,9 @@ class Net(TrainModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        assert self.device == self.trainer.strategy.root_device  # also where it has no first layer, or an offloaded one
 
     def training_step(self, batch, batch_idx):
         loss = functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -76,15 +84,13 @@ def test_training_equals_that_on_the_cpu_bit_for_bit():
 
 
 def copied(batches):
-    return prefetch(
-        ((batch, False) for batch in batches), lambda batch: batch.to(DEVICE, non_blocking=True), torch.device(DEVICE)
-    )
+    return prefetch(batches, lambda batch: batch.to(DEVICE, non_blocking=True), torch.device(DEVICE))
 
 
 def test_batches_arrive_whole_while_steps_compute():
     host = [torch.full((4,), float(index)) for index in range(6)]
     total, sums = torch.zeros(4, device=DEVICE), []
-    for batch, _ in copied(host):
+    for batch in copied(host):
         total = total + batch * 2
         sums.append(total)
         del batch
@@ -93,10 +99,22 @@ def test_batches_arrive_whole_while_steps_compute():
 
 def test_copying_ahead_lets_the_host_never_wait():
     with simulated_gpu.synchronizations() as waits:
-        for batch, _ in copied(torch.ones(4) for _ in range(5)):
+        for batch in copied(torch.ones(4) for _ in range(5)):
             batch + 1
             del batch
     assert waits == []
+
+
+def test_batches_of_all_epochs_are_copied_on_one_stream():
+    streams = set()  # each would keep memory for itself
+
+    def move(batch):
+        streams.add(torch.accelerator.current_stream(DEVICE))
+        return batch.to(DEVICE, non_blocking=True)
+
+    for _ in range(3):
+        assert [batch.tolist() for batch in prefetch([torch.ones(1)], move, torch.device(DEVICE))] == [[1]]
+    assert len(streams) == 1
 
 
 # Checkpoints
@@ -202,6 +220,18 @@ def test_offloaded_scalars_may_be_changed_in_a_step():
             assert torch.allclose(torch.tensor(value), torch.tensor(alone), rtol=1e-5, atol=1e-7)
 
 
+def trained_in_16_bits(cluster, **options):
+    net = Net()
+    strategy = FSDPStrategy(state_dict_type="full", **options)
+    make_trainer(cluster, strategy=strategy, precision="bf16-mixed").fit(net, loader())
+    return weights(net)
+
+
+def test_offloaded_shards_are_computed_with_as_others_in_mixed_precision():
+    (offloaded,), (others,) = (in_ranks(trained_in_16_bits, 1, cpu_offload=offload) for offload in (True, False))
+    assert equal(offloaded, others)
+
+
 class Wide(Net):
     def __init__(self):
         super().__init__()
@@ -287,3 +317,67 @@ def test_layers_of_stages_draw_from_states_of_their_own():
     assert len(first) == len(second) > 0
     assert len(set(map(str, masks))) == len(masks)
     assert states == others
+
+
+class FirstFrozen(Stages):
+    def __init__(self):
+        super().__init__()
+        self.layers[:3].requires_grad_(False)
+
+
+def trained_with_a_frozen_stage(cluster):
+    net = FirstFrozen()
+    strategy = MeshStrategy(pp=2, cpu_offload=True)
+    make_trainer(cluster, strategy=strategy, precision="16-mixed", limit_train_batches=2, max_epochs=1).fit(
+        net, loader()
+    )
+    return [str(parameter.device) for parameter in net.parameters()]
+
+
+def test_stages_skip_steps_together_where_one_is_frozen_and_all_are_offloaded():
+    assert in_ranks(trained_with_a_frozen_stage)
+
+
+# Failures
+
+
+class Watched(ParallelStrategy):
+    """Notes what waits for the device after an error, before communication is closed: collectives may never end."""
+
+    waits: Any = ()
+    waits_before: Any = ()
+
+    def on_exception(self, exception):
+        with synchronizations() as self.waits:
+            super().on_exception(exception)
+
+    def close_communication(self, *, aborts):
+        self.waits_before = [*self.waits_before, *self.waits]
+        self.waits = ()
+        super().close_communication(aborts=aborts)
+
+
+class WatchedFSDP(Watched, FSDPStrategy):
+    pass
+
+
+class WatchedDiLoCo(Watched, DiLoCoStrategy):
+    pass
+
+
+class Fails(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        raise ValueError("a step that fails")
+
+
+def waits_after_an_error(cluster):
+    found = []
+    for strategy in (WatchedFSDP(), WatchedDiLoCo(inner="fsdp", groups=1)):
+        with pytest.raises(ValueError, match="a step that fails"):
+            make_trainer(cluster, strategy=strategy).fit(Fails(), loader())
+        found.append([wait.cause for wait in strategy.waits_before])
+    return found
+
+
+def test_after_an_error_communication_is_closed_before_the_device_is_awaited():
+    assert in_ranks(waits_after_an_error) == [[[], []]] * 2

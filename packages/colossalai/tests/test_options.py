@@ -1,5 +1,6 @@
 """Options of the strategy, and the errors for those that cannot work."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 from dstrat.builtin.clusters.local import LocalEnvironment
+from dstrat.builtin.precision.true import TruePrecision
+from dstrat.cli.estimate.fake_step import TrainingSetup, measure_training
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.interfaces.strategy import Parts
@@ -109,3 +112,25 @@ def test_wrong_optimizers_are_refused_before_the_first_step():
     groups = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=0.1)
     with pytest.raises(MisuseError, match="returned 2 groups of parameters"):
         connected(ColossalAITorchFSDPStrategy()).setup_optimizers(caller(groups))
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_refused"),
+    [(ColossalAITorchDDPStrategy(), True), (ColossalAITorchDDPStrategy(find_unused_parameters=True), False)],
+)
+def test_unused_parameters_are_refused_before_a_run(strategy, is_refused):
+    setup = TrainingSetup(
+        module=Unused(), batch=torch.zeros(2, 4), make_optimizers=lambda net: torch.optim.SGD(net.parameters())
+    )
+    training = measure_training(lambda: setup, TruePrecision(), device_type="cpu", world_size=2, ranks_per_machine=2)
+    with pytest.raises(RequestError, match=r"unused\.weight, unused\.bias") if is_refused else nullcontext():
+        strategy.check_training(training)

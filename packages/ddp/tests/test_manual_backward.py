@@ -1,5 +1,7 @@
 """Training steps that run backward by themselves."""
 
+import re
+
 import pytest
 import torch
 from tests.hand_loop import Net, batches, parts, share, start
@@ -7,8 +9,10 @@ from tests.ranks import each, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Trainer, TrainModule
+import dstrat
+from dstrat import OwnLoop, Trainer, TrainModule
 from dstrat.builtin.single_device import SingleDeviceStrategy
+from dstrat.errors import ConflictError
 from dstrat_ddp import DDPStrategy
 
 
@@ -70,6 +74,18 @@ def test_losses_are_those_of_one_device(world_size):
             assert seen == expected[accumulate][1] + rank  # a step begins with the buffers of rank 0
 
 
+def refused_static_graph(cluster):
+    strategy = DDPStrategy(static_graph=True)
+    with pytest.raises(ConflictError, match=re.escape("manual optimization, which runs them within the step")):
+        manual_losses(strategy, parts(cluster), accumulate=False)
+    strategy.barrier()
+    strategy.teardown()
+
+
+def test_a_static_graph_is_refused():
+    in_ranks(refused_static_graph)
+
+
 class TwoOptimizers(TrainModule):
     """Steps the optimizers of two layers in turn, each in every second batch, with local gradients in between."""
 
@@ -113,3 +129,63 @@ def test_two_optimizers_of_a_module_train_as_on_one_device(tmp_path):
     one = trained(tmp_path, "single_device", 1, batch_size=8)
     two = trained(tmp_path, DDPStrategy(start_method="fork", find_unused_parameters=True), 2, batch_size=4)
     torch.testing.assert_close(two, one)
+
+
+# Backward passes that follow no step of their own
+
+
+class Heads(nn.Module):
+    """Two outputs of shared layers; a loss is a method of its own, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+    def loss(self, inputs):
+        return self.layers(inputs).square().mean()
+
+
+def method_of_the_module(loop, net, inputs):
+    loop.backward(net.loss(inputs))
+
+
+def two_losses_of_a_step(loop, net, inputs):
+    outputs = loop.compute(net, inputs)
+    loop.strategy.backward(outputs[:, 0].square().mean(), retain_graph=True)
+    loop.backward(outputs[:, 1].square().mean())
+
+
+def two_steps_before(loop, net, inputs):
+    first, second = (loop.compute(net, half).square().mean() for half in inputs.chunk(2))
+    loop.backward(first)
+    loop.backward(second)
+
+
+def losses_of(loop, name):
+    net, losses = Heads(), []
+    loop.setup(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    for (batch,) in loop.training_loader(DataLoader(TensorDataset(inputs), batch_size=8 // loop.world_size)):
+        globals()[name](loop, net, batch)
+        loop.step()
+        with torch.no_grad():
+            losses.append(float(net.loss(inputs)))  # of the weights of this rank
+    return losses
+
+
+def launched_losses(cluster, name):
+    strategy = dstrat.build(strategy="ddp", accelerator="cpu", devices=cluster.world_size, plugins=[cluster])
+    return OwnLoop(strategy).launch(losses_of, name)
+
+
+def test_gradients_of_each_backward_pass_are_averaged():
+    names = ("method_of_the_module", "two_losses_of_a_step", "two_steps_before")
+    one_device = dstrat.build(strategy="single_device", accelerator="cpu", devices=1)
+    expected = {name: OwnLoop(one_device).launch(losses_of, name) for name in names}
+    for found in in_ranks(each, function=launched_losses, cases={name: {"name": name} for name in names}):
+        for name in names:
+            assert found[name] == pytest.approx(expected[name], rel=1e-6), name

@@ -9,6 +9,7 @@ from tests.ranks import each, in_ranks
 from torch import nn
 
 from dstrat import Trainer
+from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.memory import TrainingSize
@@ -179,3 +180,14 @@ def test_what_goes_to_other_groups_is_declared_as_the_mean_of_a_round(inner):
     assert "100" in layout.assumption
     compressed = DiLoCoStrategy(inner=inner, every=100, delta_dtype="bfloat16").communication_layout(size())
     assert compressed.collectives[-1].bytes == 1000
+
+
+class WithStreams(CPUAccelerator):
+    has_streams = True
+
+
+def test_groups_copy_batches_ahead_as_the_inner_strategy_does():
+    strategy = DiLoCoStrategy(accelerator=WithStreams())
+    strategy.set_components(strategy.components)
+    assert strategy.copies_ahead
+    assert not strategy.prefetches

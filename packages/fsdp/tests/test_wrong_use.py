@@ -297,6 +297,26 @@ def test_a_parameter_that_is_replaced_is_named():
         assert message.startswith("parameter 'last.weight' was replaced after the module was sharded")
 
 
+class Penalized(BlockNet):
+    """A step whose loss has the norm of a gradient."""
+
+    def training_step(self, batch, batch_idx):
+        inputs = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.layers(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().mean()
+
+
+def penalized(cluster):
+    strategy = FSDPStrategy(auto_wrap_policy={Block})
+    start(strategy, Penalized(), parts(cluster))
+    return misuse_in_a_step(strategy)
+
+
+def test_a_gradient_of_blocks_in_the_loss_is_refused():
+    for message in in_ranks(penalized):
+        assert message.startswith("a step computes gradients within its forward pass")
+
+
 def copied(cluster):
     strategy = FSDPStrategy()
     module = BlockNet()

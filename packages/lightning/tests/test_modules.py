@@ -15,11 +15,14 @@ import pytest
 
 pytest.importorskip("lightning", reason="this environment has no Lightning: nox -s neighbours has")
 
+import lightning.pytorch
 import torch
+from click.testing import CliRunner
 
 import dstrat
 import dstrat_lightning
 from dstrat import CSVLogger
+from dstrat.cli.main import commands
 from dstrat.errors import MisuseError
 from dstrat_lightning.trainer_view import TrainerView
 
@@ -724,3 +727,35 @@ def test_private_names_are_refused_by_an_error_that_names_dstrat(make):
     _, _, trainer = make
     with pytest.raises(AttributeError, match=r"dstrat's Trainer has no attribute '_accelerator_connector'"):
         _ = TrainerView(trainer())._accelerator_connector
+
+
+class EstimatedNet(lightning.pytorch.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def configure_model(self):
+        assert self.trainer is not None
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+
+def estimated():
+    return EstimatedNet(), torch.zeros(4, 8)
+
+
+def test_memory_of_a_module_is_estimated_before_a_run():
+    shown = CliRunner().invoke(
+        commands, ["estimate", "--model", f"{__name__}:estimated", "--strategy", "ddp", "--json"]
+    )
+    assert shown.exit_code == 0, shown.output
+    (one,) = json.loads(shown.stdout)["estimates"]
+    assert (one["parameters"], one["problem"]) == (4 * (8 * 8 + 8), "")

@@ -246,6 +246,15 @@ def test_a_rank_computes_each_microbatch_with_its_share_of_the_weights():
     assert 2 * (1 - few.weight_share) == pytest.approx(4 / 3 * (1 - many.weight_share))
 
 
+def test_a_rank_moves_its_part_of_activations_of_which_split_layers_have_some_whole():
+    axes = ({"cp": 2}, {"pp": 2, "microbatches": 8}, {"tp": 2}, {"pp": 2, "tp": 2})
+    layouts = [MeshStrategy(**one).communication_layout(sizes(SAMPLES)) for one in axes]
+    sequences, stages, split, both = (one.activation_share for one in layouts)
+    assert (sequences, stages) == (0.5, 0.5)
+    assert 0.5 < split < 1
+    assert both == pytest.approx(split / 2)
+
+
 def test_python_takes_time_for_each_microbatch_and_for_split_matrices():
     axes = ({"pp": 4}, {"pp": 4, "microbatches": 8}, {}, {"tp": 2})
     few, many, whole, split = (MeshStrategy(**one).communication_layout(sizes(SAMPLES)).hooks for one in axes)

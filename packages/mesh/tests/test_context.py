@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from packages.mesh.tests import context_fits
 from packages.mesh.tests.context_fits import Net, data, fit
+from tests.accelerators import ACCELERATOR
 from tests.hand_loop import Run, parts
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer
@@ -178,7 +179,9 @@ def test_attention_is_that_of_whole_sequences():
 
 
 def looped(cluster, **options):
-    loop = OwnLoop(dstrat.build(strategy=MeshStrategy(**options), accelerator="cpu", devices=2, plugins=[cluster]))
+    loop = OwnLoop(
+        dstrat.build(strategy=MeshStrategy(**options), accelerator=ACCELERATOR, devices=2, plugins=[cluster])
+    )
     return loop.launch(loop_losses)
 
 
@@ -200,14 +203,14 @@ def loop_losses(loop):
 
 
 def test_a_loop_of_ones_own_cuts_the_arguments_of_its_function():
-    expected = OwnLoop(dstrat.build(strategy="single_device", accelerator="cpu", devices=1)).launch(loop_losses)
+    expected = OwnLoop(dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)).launch(loop_losses)
     for found in in_ranks(each, function=looped, cases={"ring": {"cp": 2, "context_parallel": "ring"}}):
         assert found["ring"] == pytest.approx([loss / 2 for loss in expected], rel=1e-6)
 
 
 def wrongly_called(cluster, arguments, evaluates=False, **options):
     strategy = MeshStrategy(**options)
-    loop = OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=2, plugins=[cluster]))
+    loop = OwnLoop(dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=2, plugins=[cluster]))
     return loop.launch(refused_call, arguments, evaluates)
 
 
@@ -364,6 +367,7 @@ def outcome(cluster, module_class, batch, **options):
         strategy.setup(Run(strategy.module))
         return float(strategy.training_step(tensors(**batch), 0).detach())
     except DstratError as error:
+        strategy.barrier()  # the other rank may still receive from this one
         return str(error)
     finally:
         strategy.teardown()

@@ -348,6 +348,34 @@ def test_the_plan_shows_the_groups_of_experts():
     assert rows["ep"] == "[0, 1, 2, 3] [4, 5, 6, 7] [8, 9, 10, 11] [12, 13, 14, 15]"
 
 
+class TiedExperts(Experts):
+    """A sublayer has one of the parameters too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = self.weight
+
+
+class TiedNet(MixtureNet):
+    def make_layers(self):
+        super().make_layers()
+        self.mixtures[0].experts = TiedExperts()
+
+
+def is_tied(cluster):
+    strategy = started(cluster, "TiedNet", ep=2)
+    layer = strategy.module.mixtures[0].experts
+    tied = layer.inner.weight is layer.weight
+    train(strategy, **SHORT)
+    strategy.teardown()
+    return tied, layer.inner.weight is layer.weight
+
+
+def test_a_parameter_of_two_sublayers_of_experts_stays_shared():
+    assert in_ranks(is_tied) == [(True, True)] * 2
+
+
 def held(cluster, **options):
     strategy = started(cluster, **options)
     counts = {

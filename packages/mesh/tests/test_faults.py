@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 from packages.mesh.tests.pipeline_fits import Net, data
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -65,7 +66,7 @@ def fit(fault, layer, timeout=timedelta(minutes=1)):
     module.net[layer].fault = fault
     trainer = Trainer(
         strategy=MeshStrategy(pp=2, start_method="forkserver", timeout=timeout),
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=2,
         max_steps=4,
         logger=False,

@@ -1,11 +1,17 @@
 """Layouts of replicas, shards and split layers have the losses of one device in every way of training."""
 
 import pytest
+import torch
 from tests.hand_loop import BlockNet, Run, parts, single_device_losses, train
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import quiet_trainer
 from tests.ways_of_training import SHORT, WAYS
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.utils.data import DataLoader
 
+from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 from dstrat_mesh.axes import Axes
@@ -141,3 +147,76 @@ def test_pipelines_are_compared_with_as_many_stages_as_their_layers_allow(layers
     for options in schedules:
         MeshStrategy(**options)
     assert Axes.of(8, pp=1, dp_replicate=1, dp_shard="auto", cp=1, tp=2).schedules(layers) == [{"tp": 2}]
+
+
+class Tied(TrainModule):
+    """An embedding and an output layer share a weight, which parallelize_module gives each of them anew."""
+
+    ties_again = True
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.losses = []
+
+    def configure_model(self):
+        if getattr(self.trainer.strategy, "tensor_parallel_size", 1) > 1:
+            parallelize_module(self, self.device_mesh["tp"], self.plan())
+            if self.ties_again:
+                self.head.weight = self.embedding.weight
+
+    @staticmethod
+    def plan():
+        embedding = RowwiseParallel(input_layouts=Replicate())
+        return {"embedding": embedding, "head": ColwiseParallel(output_layouts=Replicate())}
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.embedding(batch)), batch.flip(0))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class TrainedApart(Tied):
+    ties_again = False
+
+
+class LossOfParts(Tied):
+    """Its loss is of logits that are split, whose backward pass has the same context as the forward pass."""
+
+    @staticmethod
+    def plan():
+        return {**Tied.plan(), "head": ColwiseParallel(use_local_output=False)}
+
+    def training_step(self, batch, batch_idx):
+        with loss_parallel():
+            return super().training_step(batch, batch_idx)
+
+
+def fitted(cluster, module_class):
+    module = module_class()
+    try:
+        quiet_trainer("single_device" if cluster is None else MeshStrategy(tp=2), cluster).fit(
+            module, DataLoader(torch.arange(32) % 8, batch_size=8)
+        )
+    except MisuseError as error:
+        return str(error)
+    return module.losses
+
+
+def test_a_weight_of_two_split_layers_has_to_stay_one():
+    expected = pytest.approx(fitted(None, Tied), rel=1e-6, abs=0)
+    cases = {module_class: {"module_class": module_class} for module_class in (Tied, TrainedApart, LossOfParts)}
+    for found in in_ranks(each, function=fitted, cases=cases):
+        assert found[Tied] == expected
+        assert found[TrainedApart] == (
+            "configure_model of TrainedApart has split layers that share a parameter, so that 'embedding.weight' and "
+            "'head.weight' are trained apart: let them share it again after parallelize_module, "
+            "self.head.weight = self.embedding.weight, or call fully_shard for a layer that contains both"
+        )
+        assert found[LossOfParts].startswith("a loss was computed in torch's loss_parallel(), and its backward pass")

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer
 from torch import nn
@@ -115,7 +116,7 @@ def trainer_with_files(*arguments):
 
 
 def own_loop(cluster, strategy, save_at, path, ckpt_path):
-    plan = dstrat.build(strategy=strategy, accelerator="cpu", devices=cluster.world_size, plugins=[cluster])
+    plan = dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=cluster.world_size, plugins=[cluster])
     return OwnLoop(plan).launch(steps_of_a_loop, save_at=save_at, path=path, ckpt_path=ckpt_path)
 
 

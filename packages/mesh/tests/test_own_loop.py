@@ -1,15 +1,19 @@
 """Loops of one's own with stages: losses, weights, accumulation and evaluation are those of one device."""
 
+from functools import partial
+
 import pytest
 import torch
 from packages.mesh.tests import context_fits, pipeline_fits
+from tests.accelerators import ACCELERATOR
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
 import dstrat
-from dstrat import OwnLoop
+from dstrat import OwnLoop, Pipeline
 from dstrat.errors import ConflictError, MisuseError
+from dstrat.parallel.process_group import wait_for_all_ranks
 from dstrat_mesh import MeshStrategy
 
 
@@ -49,7 +53,9 @@ def train(loop, name, accumulate=1):
 
 def launched(cluster, case, **options):
     strategy = MeshStrategy(**options)
-    loop = OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=cluster.world_size, plugins=[cluster]))
+    loop = OwnLoop(
+        dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=cluster.world_size, plugins=[cluster])
+    )
     return loop.launch(train, **case)
 
 
@@ -63,7 +69,7 @@ CASES = {
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
 def test_losses_are_those_of_one_device(sizes):
-    one_device = dstrat.build(strategy="single_device", accelerator="cpu", devices=1)
+    one_device = dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)
     expected = {
         name: pytest.approx(OwnLoop(one_device).launch(train, **case), rel=1e-6) for name, case in CASES.items()
     }
@@ -81,7 +87,10 @@ def two_optimizers(loop):
 
 
 def launched_function(cluster, function, **arguments):
-    loop = OwnLoop(dstrat.build(strategy=MeshStrategy(pp=2), accelerator="cpu", devices=2, plugins=[cluster]))
+    strategy = MeshStrategy(pp=2)
+    loop = OwnLoop(
+        dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=cluster.world_size, plugins=[cluster])
+    )
     return loop.launch(globals()[function], **arguments)
 
 
@@ -91,6 +100,40 @@ def test_several_optimizers_are_refused():
             "MeshStrategy runs forward and backward passes together here, for all parameters, and setup made 2 "
             "optimizers: put the parameters into groups of one"
         )
+
+
+class Shared(nn.Module):
+    """Has a weight in the first and in the last stage."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+        self.net[3].weight = self.net[0].weight
+
+    def configure_pipeline(self):
+        return Pipeline(model=self.net, loss=lambda output, batch: nn.functional.mse_loss(output[:, :3], batch[1]))
+
+
+def two_losses_for_a_step(loop):
+    net, losses = Shared(), []
+    loop.setup(net, sgd, gradient_clip_val=0.5)
+    shares = loop.strategy.distributed_sampler_kwargs.get("num_replicas", 1)
+    for batch in loop.training_loader(DataLoader(pipeline_fits.data(48), batch_size=8 // shares)):
+        loss = loop.compute(lambda inputs, targets: nn.functional.mse_loss(net.net(inputs)[:, :3], targets), *batch)
+        loop.backward(loss)
+        losses.append(float(loop.strategy.reduce(loss.detach())))
+        if len(losses) % 2 == 0:
+            loop.step()
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_of_a_shared_weight_are_summed_until_the_step(ranks):
+    one_device = dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)
+    expected = OwnLoop(one_device).launch(two_losses_for_a_step)
+    for found in in_ranks(launched_function, ranks, function="two_losses_for_a_step"):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 # Gradients of compute belong to the backward that follows it
@@ -184,3 +227,57 @@ def test_gradients_that_are_not_those_of_the_loop_are_refused():
     for found in in_ranks(each, function=launched_function, cases=cases):
         for wrong, message in found.items():
             assert message.startswith(WRONG[wrong])
+
+
+# A step that fails
+
+
+class FailsOnce(nn.Linear):
+    """Raises an error in its second forward pass."""
+
+    passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        if self.passes == 2:
+            raise ValueError("bad sample")
+        return super().forward(x)
+
+
+def error_of(step):
+    """Return the message of the error that a step raises; None if it does not."""
+    try:
+        step()
+    except (ValueError, MisuseError) as error:
+        return str(error)
+    return None
+
+
+def go_on_after_a_failed_step(loop):
+    """Fail in the first rank between two microbatches, and in the last one before it receives any, and go on."""
+    net = pipeline_fits.Net()
+    net.net[0] = FailsOnce(net.net[0].in_features, net.net[0].out_features)
+    loop.setup(net, sgd)
+    loaded, errors = list(batches(loop)), ["bad batch"]
+    if loop.global_rank == 0:
+        errors = [error_of(partial(loop.compute, partial(plain, net), *batch)) for batch in loaded]
+    wait_for_all_ranks("go on")
+    raise ValueError(errors)
+
+
+def fail_and_train_again(cluster):
+    with pytest.raises(ValueError, match="bad") as failure:
+        launched_function(cluster, "go_on_after_a_failed_step")
+    errors = failure.value.args[0]
+    return errors, launched(cluster, CASES["plain"], pp=2)
+
+
+def test_a_step_that_failed_between_stages_is_the_last_one_of_its_run_but_not_of_the_processes():
+    one_device = dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)
+    expected = OwnLoop(one_device).launch(train, **CASES["plain"])
+    (first, losses), (last, losses_of_last) = in_ranks(fail_and_train_again)
+    assert first[0] == "bad sample"
+    assert len(first) == 5
+    assert all(error.startswith("a step has failed between its stages") for error in first[1:])
+    assert last == ["bad batch"]
+    assert losses == losses_of_last == pytest.approx(expected, rel=1e-6)

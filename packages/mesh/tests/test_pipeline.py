@@ -329,6 +329,22 @@ def test_messages_of_a_shared_parameter_have_a_group_without_other_ranks():
             assert all(name in found[rank] for rank in ranks)
 
 
+def messages_before_a_step(cluster, **options):
+    """Return how many messages each further group of the pipeline has had on this rank after the setup."""
+    strategy = started(cluster, **options)
+    further = strategy._pipeline._links.groups[1:]
+    counts = [group._get_sequence_number_for_group() for group in further]
+    strategy.teardown()
+    return counts
+
+
+@pytest.mark.on_cpu  # whose groups have sequence numbers
+def test_neighbours_are_connected_before_the_first_step():
+    for counts in in_ranks(messages_before_a_step, pp=2, schedule="Interleaved1F1B"):
+        assert len(counts) == 3
+        assert min(counts) > 0
+
+
 class Unused(SharedNet):
     """Its layers with the shared parameter are in use later: neither of them at first, and then one."""
 
@@ -550,14 +566,33 @@ class Unordered(PipeNet):
         return Pipeline(model=self, loss=lambda output, batch: output.mean())
 
 
-def refusal(cluster, module_class, batch_size=8, **options):
+class OtherLoss(PipeNet):
+    def training_step(self, batch, batch_idx):
+        return 2 * super().training_step(batch, batch_idx)
+
+
+class Doubling:
+    training_step = OtherLoss.training_step
+
+
+class MixedIn(Doubling, PipeNet):
+    pass
+
+
+class OtherPipeline(OtherLoss):
+    def configure_pipeline(self):
+        pipeline = super().configure_pipeline()
+        return dataclasses.replace(pipeline, loss=lambda *values: 2 * pipeline.loss(*values))
+
+
+def refusal(cluster, module_class, **options):
     strategy = MeshStrategy(pp=2, **options)
     strategy.receive(parts(cluster))
     strategy.setup_environment()
     strategy.connect({"BlockNet": BlockNet, **globals()}[module_class]())
     try:
         strategy.setup(Run(strategy.module))
-        strategy.training_step(next(batches(1, batch_size)), 0)
+        strategy.training_step(next(batches(1, 8)), 0)
     except DstratError as error:
         strategy.barrier()  # the other rank may still wait for the comparison of batches
         return str(error)
@@ -573,6 +608,8 @@ def test_what_a_pipeline_cannot_do_is_refused():
         "Centered has a Center, which keeps running statistics of batches": {"module_class": "Centered"},
         "Normalizing cannot step the stages of a pipeline (its step of": {"module_class": "Normalized"},
         "the pipeline has no layer with the parameter 'scale' of Outside": {"module_class": "Outside"},
+        "OtherLoss overrides training_step of PipeNet, which stages do not call": {"module_class": "OtherLoss"},
+        "MixedIn overrides training_step of PipeNet, which stages do not call": {"module_class": "MixedIn"},
         "BlockNet has no configure_pipeline, which a pipeline (pp) needs": {"module_class": "BlockNet"},
         "Pipeline(model=Unordered) does not say in which order": {"module_class": "Unordered"},
         "the pipeline has 5 layers, and each of its 6 stages needs one": {
@@ -580,15 +617,16 @@ def test_what_a_pipeline_cannot_do_is_refused():
             "schedule": "LoopedBFS",
             "stages_per_rank": 3,
         },
-        "a batch of 3 samples cannot be divided into 4": {
-            "module_class": "PipeNet",
-            "batch_size": 3,
-            "microbatches": 4,
-        },
     }
     for found in in_ranks(each, function=refusal, cases=cases):
         for expected, message in found.items():
             assert message.startswith(expected)
+
+
+def test_a_subclass_may_have_another_loss_and_its_pipeline():
+    expected = single_device_losses(OtherPipeline(), steps=2)
+    for found in in_ranks(losses, training={"steps": 2}, module_class=OtherPipeline, pp=2):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize(

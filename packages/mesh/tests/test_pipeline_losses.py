@@ -184,7 +184,7 @@ class Counted(nn.Module):
 
 
 class StatefulNet(Net):
-    """Its loss changes a metric, a buffer, or nothing."""
+    """Its loss changes a metric, a buffer, an attribute, or nothing."""
 
     def __init__(self, state):
         super().__init__()
@@ -192,12 +192,15 @@ class StatefulNet(Net):
 
         self.state, self.mean, self.counted = state, torchmetrics.MeanMetric(), Counted()
         self.register_buffer("center", torch.zeros(3))
+        self.calls = 0
 
     def loss(self, output, batch):
         if self.state == "mean":
             self.mean.update(output.detach())
         if self.state == "center":
             self.center = output.detach().mean(0)
+        if self.state == "calls":
+            self.calls += 1
         return self.counted(output) if self.state == "counted.samples" else (output - self.center).square().mean()
 
 
@@ -211,7 +214,7 @@ def test_a_loss_may_read_state_of_the_module():
     assert in_ranks(with_state, state=None) == [4, 4]
 
 
-@pytest.mark.parametrize("state", ["mean", "center", "counted.samples"])
+@pytest.mark.parametrize("state", ["mean", "center", "calls", "counted.samples"])
 def test_a_loss_that_changes_state_of_the_module_is_refused(state):
     with pytest.raises(pytest.fail.Exception) as failure:
         in_ranks(with_state, state=state)

@@ -3,6 +3,8 @@
 Losses, resume and moves of each layout are in test_layout_conformance.py.
 """
 
+import logging
+
 import pytest
 import torch
 from packages.mesh.tests.pipeline_fits import Net, data, fit, predictions
@@ -11,7 +13,7 @@ from tests.trainer_runs import Saves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dstrat import grad_norm
+from dstrat import GradientAccumulationScheduler, Pipeline, grad_norm
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat_mesh import MeshStrategy
 
@@ -274,3 +276,163 @@ def test_logged_norms_are_those_of_all_stages():
         for norms, message in found.values():
             assert norms == pytest.approx(expected, rel=1e-6)
             assert message.startswith("grad_norm got a Sequential with parameters that only other ranks have")
+
+
+# Batches with fewer samples than microbatches
+
+
+def fitted(cluster, size, batch_size=8, **options):
+    module, strategy = Net(), MeshStrategy(microbatches=4, **options) if cluster else "single_device"
+    try:
+        quiet_trainer(strategy, cluster, max_epochs=2).fit(module, DataLoader(data(size), batch_size))
+    except MisuseError as error:
+        return str(error)
+    return module.losses
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 35), (2, 33), (4, 36)])  # 3, 1 and 2 samples in the last batch
+def test_the_last_batch_may_have_fewer_samples_than_microbatches(ranks, size):
+    expected = pytest.approx(fitted(None, size), rel=1e-6)
+    common = {"size": size, "batch_size": 16 // ranks, "pp": 2}
+    schedules = "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
+    cases = {schedule: {**common, "schedule": schedule} for schedule in schedules}
+    for found in in_ranks(each, ranks, function=fitted, cases=cases):
+        assert found == dict.fromkeys(cases, expected)
+
+
+def test_ranks_that_gather_in_each_pass_need_as_many_microbatches():
+    for found in in_ranks(fitted, 4, size=6, batch_size=3, pp=2, reshard_after_forward=True):
+        assert found.startswith("a batch of 3 samples cannot be divided into 4 microbatches: give batches of 4 samples")
+
+
+def accumulated_by_epochs(cluster):
+    module, strategy = Net(), MeshStrategy(pp=2) if cluster else "single_device"
+    callback = GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})
+    trainer = quiet_trainer(strategy, cluster, max_epochs=3, callbacks=[callback])
+    trainer.fit(module, DataLoader(data(32), batch_size=8))
+    return trainer.global_step, module.losses
+
+
+def test_accumulation_may_change_with_the_epochs():
+    steps, losses = accumulated_by_epochs(None)
+    assert steps == 2 + 4 + 2
+    for found in in_ranks(accumulated_by_epochs):
+        assert found == (steps, pytest.approx(losses, rel=1e-6))
+
+
+# Programs that stages would compute otherwise
+
+
+class Noisy(Net):
+    """What its inputs leave, its loss reads."""
+
+    def inputs(self, batch):
+        self.noise = batch[0].cos()
+        return batch[0] + self.noise
+
+    def configure_pipeline(self):
+        loss = lambda output, batch: nn.functional.mse_loss(output, batch[1] + self.noise[:, :3])  # noqa: E731
+        return Pipeline(model=self.net, inputs=self.inputs, loss=loss)
+
+
+class Hooked(Net):
+    def __init__(self):
+        super().__init__()
+        self.net.register_forward_hook(lambda _module, _inputs, output: 3 * torch.tanh(output))
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+class OwnForward(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = Doubled(*self.net)
+
+
+class Perturbing(torch.optim.SGD):
+    """Computes gradients a second time where those of all parameters lead."""
+
+    def step(self, closure):
+        closure()
+        closure()
+        return super().step()
+
+
+class Perturbed(Net):
+    def configure_optimizers(self):
+        return Perturbing(self.parameters(), lr=0.1)
+
+
+class ClippedByTorch(Net):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+
+class CallsInHook(Net):
+    def on_train_epoch_end(self):
+        self.net(torch.ones(2, 6))
+
+
+class CallsLayers(Net):
+    def validation_step(self, batch, batch_idx):
+        self.net[4:](self.net[:4](batch[0]))
+
+
+PROGRAMS = {
+    Noisy: "inputs of the pipeline has changed 'noise', and is called for all microbatches before the first loss",
+    Hooked: "net has hooks on its forward or backward pass, and stages call its layers one after the other, without it",
+    OwnForward: "Pipeline(model=Doubled) does not say in which order its layers are called",
+    Perturbed: "Perturbing computes the loss of a batch several times in one step, between which it changes parameters",
+    ClippedByTorch: "torch.nn.utils.clip_grad_norm_ takes the norm of the gradients of one rank, and the stages",
+    CallsInHook: "Sequential, divided into stages, was called where a rank computes alone, as in a hook",
+    CallsLayers: ", a layer of other ranks, was called where a rank computes alone, as in a hook: call Sequential",
+}
+
+
+def error_of(cluster, module_class):
+    trainer = quiet_trainer(MeshStrategy(pp=2), cluster, gradient_clip_val=0.5)
+    with pytest.raises(MisuseError) as error:
+        trainer.fit(module_class(), DataLoader(data(16), 8), DataLoader(data(16), 8))
+    return str(error.value)
+
+
+def test_what_stages_would_compute_otherwise_is_refused():
+    cases = {program: {"module_class": program} for program in PROGRAMS}
+    for found in in_ranks(each, function=error_of, cases=cases):
+        for program, message in PROGRAMS.items():
+            assert message in found[program]
+
+
+class Normalized(Net):
+    """A layer with a buffer that each of its forward passes changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[4] = nn.utils.spectral_norm(self.net[4])
+
+
+def warned(cluster, **options):
+    messages, logger = [], logging.getLogger("dstrat_mesh")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        quiet_trainer(MeshStrategy(pp=2, **options), cluster).fit(Normalized(), DataLoader(data(16), 8))
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+def test_a_buffer_that_microbatches_change_is_logged():
+    cases = {"one": {"microbatches": 1}, "several": {"microbatches": 4}}
+    first, second = in_ranks(each, function=warned, cases=cases)
+    assert first == {"one": [], "several": []}
+    assert second["one"] == []
+    (message,) = second["several"]
+    assert message == (
+        "net.4.weight_u is changed in each forward pass, so that with 4 microbatches it changes as often in each "
+        "batch, and once on one device"
+    )

@@ -104,3 +104,19 @@ def test_a_stage_counts_with_the_microbatches_that_it_holds():
     assert schedule.batch_share(31, [1, 1, 1, 1]) == 97 / 128
     assert Schedule.of("1F1B", 4, None, 8).batch_share(0, [5]) == 4 / 8
     assert Schedule.of("LoopedBFS", 4, 2, 5).batch_share(3, [1, 9]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "size", "expected"),
+    [
+        ("1F1B", 1, 20, ("1F1B", 8)),
+        ("1F1B", 1, 7, ("1F1B", 7)),
+        ("InterleavedZeroBubble", 1, 3, ("InterleavedZeroBubble", 3)),
+        ("Interleaved1F1B", 2, 7, ("Interleaved1F1B", 4)),  # in groups of as many microbatches as ranks
+        ("InterleavedZeroBubble", 2, 3, ("LoopedBFS", 3)),
+    ],
+)
+def test_a_batch_with_few_samples_has_fewer_microbatches(name, stages, size, expected):
+    schedule = Schedule.of(name, 4, stages, 8).of_batch(size)
+    assert (schedule.name, schedule.microbatches, schedule.stages_per_rank) == (*expected, stages)
+    simulate(schedule)

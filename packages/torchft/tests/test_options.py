@@ -150,6 +150,15 @@ def test_groups_declare_the_buffers_that_they_copy_and_send(groups, buffers, sen
     assert [each.bytes for each in strategy.communication_layout(size(1)).collectives] == sent
 
 
+@pytest.mark.parametrize(
+    ("lighthouse", "assumption"),
+    [(None, "a lighthouse runs, whose URL is in TORCHFT_LIGHTHOUSE"), ("http://127.0.0.1:29510", "")],
+)
+def test_a_layout_without_a_lighthouse_says_that_it_needs_one(lighthouse, assumption, monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    assert TorchFTStrategy(lighthouse=lighthouse).communication_layout(size(1)).assumption == assumption
+
+
 @pytest.mark.parametrize(("world_size", "joined"), [(1, 0), (2, 400_000)])
 def test_groups_that_train_apart_declare_outer_weights_momentum_and_buffers(world_size, joined):
     assert TorchFTDiLoCoStrategy().memory_layout(size(world_size)).buffers == joined + 2 * 400_000 + 800

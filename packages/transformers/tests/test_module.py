@@ -182,6 +182,16 @@ def test_an_evaluation_without_labels_is_nan_with_a_warning(caplog):
     assert "val_loss is nan: every label of this evaluation is -100" in caplog.text
 
 
+class LogsItsOwn(HFModule):
+    def validation_step(self, batch, batch_idx):
+        self.log("perplexity", self.model(**batch).loss.exp())
+
+
+def test_evaluation_steps_of_a_subclass_are_not_taken_for_ones_without_labels(caplog):
+    Trainer(**QUIET).validate(LogsItsOwn(small.llama()), DataLoader(small.rows(8), batch_size=4), verbose=False)
+    assert "val_loss" not in caplog.text
+
+
 def loop_by_hand(cls, config, rows):
     """The losses of four samples in each step, with AdamW and a linear schedule, as users of transformers write it."""
     torch.manual_seed(0)
@@ -213,7 +223,7 @@ def test_first_values_of_a_model_without_memory_are_those_with_memory(name):
         later = make_model(lambda: cls(config))
     assert all(parameter.is_meta for parameter in later.parameters())
     torch.rand(5)  # numbers that are drawn in between change nothing
-    materialize(later, torch.device("cpu"), lambda layer, name: None)
+    materialize(later, torch.device("cpu"))
     values = dict(later.named_parameters())
     for parameter_name, expected in whole.named_parameters():
         assert torch.equal(values[parameter_name], expected), parameter_name
@@ -228,7 +238,7 @@ def test_first_values_of_one_layer_at_a_time_are_in_memory_once():
     with parameters_on_meta():
         model = make_model(partial(transformers.GPT2LMHeadModel, config))
     with LiveBytes() as live:
-        materialize(model, torch.device("cpu"), lambda layer, name: None)
+        materialize(model, torch.device("cpu"))
     sizes = [sum(parameter.nbytes for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
     total = sum(parameter.nbytes for parameter in model.parameters())
     assert total + max(sizes) <= live.largest < total + 1.1 * max(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from functools import partial
@@ -13,8 +14,10 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from dstrat import Trainer
 from dstrat.errors import MisuseError
 from dstrat_mesh import MeshStrategy
 from dstrat_transformers import HFModule
@@ -95,6 +98,33 @@ def test_a_model_that_is_made_in_stages_has_the_first_values_of_one_device(tmp_p
     check_same(seen, reference, tmp_path / "two", tmp_path / "one")
 
 
+class ReadsOutput(HFModule):
+    def validation_step(self, batch, batch_idx):
+        self.log("perplexity", self.model(**batch).loss.exp())
+        text = self.model.generate(batch["input_ids"][:, :3], max_new_tokens=4, do_sample=False, use_cache=False)
+        self.log("text", (text * torch.arange(text.shape[1])).float().mean())
+        self.log("logits", self.model(batch["input_ids"]).logits.square().mean())
+        self.log("masked", self.model(batch["input_ids"], batch["input_ids"] > 5).logits.square().mean())
+
+
+def test_a_validation_step_reads_the_output_of_the_model_and_generates():
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    values = []
+    for alias, devices in (("auto", 1), (strategy(pp=2), 2)):
+        module = ReadsOutput(models()["llama"])
+        loader = DataLoader(small.rows(8, padded=False), batch_size=8)
+        values += Trainer(strategy=alias, devices=devices, **options).validate(module, loader)
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
+
+
+def test_a_cache_in_stages_is_refused():
+    pipeline = HFModule(models()["llama"]).configure_pipeline()
+    tokens = torch.ones(1, 3, dtype=torch.long)
+    batch = {"input_ids": tokens, "past_key_values": transformers.DynamicCache()}
+    with pytest.raises(MisuseError, match=r"no rank of a pipeline has that of all layers: call model.generate\("):
+        pipeline.compute(pipeline.chain[:2], tokens, batch)
+
+
 def granite():
     torch.manual_seed(1)
     return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, embedding_multiplier=12.0))
@@ -122,6 +152,24 @@ def test_a_stage_begins_with_what_it_receives(boundary, computes_again):
         torch.testing.assert_close(other.grad, one.grad, msg=name)
 
 
+def test_layers_of_other_stages_keep_a_replaced_forward():
+    model = granite()
+    pipeline = HFModule(model).configure_pipeline()
+    layers, batch = pipeline.chain, {name: value[None] for name, value in small.rows(1)[0].items()}
+    calls = []
+
+    def counted(*args, **kwargs):  # as a strategy replaces it to compute activations again
+        calls.append(None)
+        return forward(*args, **kwargs)
+
+    forward, layers[2].forward = layers[2].forward, counted
+    pipeline.compute(layers[:2], batch["input_ids"], batch)
+    assert not calls
+    assert [name for name, layer in model.named_modules() if "forward" in vars(layer)] == ["model.layers.1"]
+    pipeline.compute(layers[:3], batch["input_ids"], batch)
+    assert len(calls) == 1
+
+
 def others():
     sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
     opt = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
@@ -145,12 +193,41 @@ def test_a_model_with_other_layers_is_refused(message):
     assert str(error.value).startswith(message)
 
 
-def test_blocks_that_return_tuples_are_refused():
+class Weighted(HFModule):
+    def loss_and_weight(self, batch):
+        loss, labels = super().loss_and_weight(batch)
+        return 2 * loss, labels
+
+
+class Doubled(HFModule):
+    def loss(self, batch):
+        return 2 * super().loss(batch)
+
+
+class WithPipeline(Doubled):
+    def configure_pipeline(self):
+        pipeline = super().configure_pipeline()
+        return dataclasses.replace(pipeline, loss=lambda *values: 2 * pipeline.loss(*values))
+
+
+@pytest.mark.parametrize(("module_class", "method"), [(Weighted, "loss_and_weight"), (Doubled, "loss")])
+def test_another_loss_without_its_pipeline_is_refused(module_class, method):
+    with pytest.raises(MisuseError, match=f"{module_class.__name__} overrides {method} of HFModule, which stages do"):
+        module_class(small.llama()).configure_pipeline()
+
+
+def test_another_loss_with_its_pipeline_is_a_pipeline():
+    assert WithPipeline(small.llama()).configure_pipeline().chain
+
+
+@pytest.mark.parametrize("stage", [slice(1), slice(2), slice(1, 3), slice(2, 5)], ids=str)
+def test_blocks_that_return_tuples_are_refused(stage):
     config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     pipeline = HFModule(transformers.FalconForCausalLM(config)).configure_pipeline()
     batch = {name: torch.stack([row[name] for row in small.rows(2)]) for name in small.rows(1)[0]}
+    value = batch["input_ids"] if not stage.start else torch.zeros(2, small.LENGTH, 32)
     with pytest.raises(MisuseError, match="blocks of FalconForCausalLM return tuples, and a pipeline is known for"):
-        pipeline.compute(pipeline.chain[:2], batch["input_ids"], batch)
+        pipeline.compute(pipeline.chain[stage], value, batch)
 
 
 def test_batches_that_stages_cannot_train_on_say_what_to_change():

@@ -40,7 +40,7 @@ def load_without_memory(factory):
     with parameters_on_meta():
         model = load_pretrained(factory)
     assert all(parameter.is_meta for parameter in model.parameters())
-    materialize(model, torch.device("cpu"), lambda layer, name: None)
+    materialize(model, torch.device("cpu"))
     return model
 
 
@@ -109,7 +109,7 @@ def test_each_layer_is_read_when_it_is_sharded_and_not_before(tmp_path, monkeypa
     with parameters_on_meta():
         model = load_pretrained(partial(LlamaForCausalLM.from_pretrained, tmp_path))
     assert read == []
-    materialize(model, torch.device("cpu"), lambda layer, name: None)
+    materialize(model, torch.device("cpu"))
     assert sorted(read) == sorted(dict(small.llama().named_parameters()))  # each once
 
 

@@ -17,6 +17,7 @@ from dstrat import Trainer
 from dstrat.errors import MisuseError, RankFailedError
 from dstrat_mesh import MeshStrategy
 from dstrat_transformers import HFModule
+from dstrat_transformers.models import count_labels
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -117,6 +118,66 @@ def test_a_model_without_torchs_attention_is_refused_without_advice_that_fails()
     assert str(error.value) == (
         "Gemma2ForCausalLM has attn_implementation='eager', and cp divides the sequences of 'sdpa' only: leave cp out"
     )
+
+
+def convolved():
+    sizes = {name: getattr(small.config(), name) for name in SIZES}
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+
+
+def stretched():
+    factors = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    return small.llama(rope_parameters={**factors, "original_max_position_embeddings": 8})
+
+
+def without_positions():
+    sizes = {"vocab_size": 64, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    return transformers.BartForCausalLM(transformers.BartConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (convolved, "Lfm2ForCausalLM has layers of the type 'conv', of which cp gives each rank a part"),
+        (stretched, "LlamaForCausalLM has rotary embeddings of the type 'longrope', which depend on the length of a"),
+        (without_positions, "BartForCausalLM takes no position_ids, so that each part of a sequence would begin at"),
+    ],
+)
+def test_a_model_that_joins_tokens_elsewhere_is_refused(model, message):
+    with pytest.raises(MisuseError, match=message):
+        HFModule(model()).check_divided_sequences()
+
+
+class CallsModel(HFModule):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        loss = self.model(**batch, use_cache=False).loss
+        self.log("own_loss", loss, batch_size=int(count_labels(self.model, batch)))
+
+
+def logit_of_next_tokens(output, batch):
+    return output.logits[:, :-1].gather(-1, batch["labels"][:, 1:, None]).mean()
+
+
+def test_metrics_and_calls_of_the_model_in_a_step_are_of_whole_sequences():
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    values = []
+    for alias, devices in (("auto", 1), (strategy(cp=2), 2)):
+        module = CallsModel(small.llama(), metrics={"logit": logit_of_next_tokens})
+        trainer = Trainer(strategy=alias, devices=devices, **options)
+        values += trainer.validate(module, DataLoader(rows("packed")[:8], batch_size=8))
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
+    assert values[0]["own_loss"] == values[0]["val_loss"]
+
+
+class CallsWithTokens(HFModule):
+    def predict_step(self, batch, *_):
+        return self.model(batch["input_ids"])
+
+
+def test_a_call_of_the_model_without_the_positions_of_a_part_is_refused():
+    with pytest.raises(RankFailedError, match=r"was called with a part of a batch whose sequences cp divides"):
+        predict(CallsWithTokens(small.llama()), strategy(cp=2), 2)
 
 
 class Tokens(HFModule):

@@ -357,6 +357,14 @@ def test_layouts_that_divide_batches_go_together_with_others(tmp_path, alias, ow
     assert result(folder, "resumed")["losses"] == pytest.approx(result(folder, "plain")["losses"], rel=1e-6)
 
 
+def test_a_batch_of_one_sample_is_that_of_one_device_with_stages(tmp_path):
+    one = {"one": {"per_device_train_batch_size": 1, "max_steps": 4}}
+    expected = result(run(tmp_path / "one", "own", one, devices=1), "one")
+    seen = result(run(tmp_path / "stages", "mesh(pp=2)", one), "one")
+    assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert seen["sum"] == pytest.approx(expected["sum"], rel=1e-5)
+
+
 OF_A_SUBCLASS = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -394,6 +402,13 @@ def test_a_batch_without_labels_is_an_error_with_stages(tmp_path):
     assert "LlamaForCausalLM got a batch with input_ids and without labels: give it labels" in ended.stderr
 
 
+# The first rank has the store that the other one may still be reading.
+END_TOGETHER = """
+import time
+open("ended-" + os.environ["RANK"], "w").close()
+while not (os.path.exists("ended-0") and os.path.exists("ended-1")):
+    time.sleep(0.01)
+"""
 FAILED_STEP = """
 import torch
 from dstrat.errors import MisuseError
@@ -401,8 +416,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
 args = TrainingArguments("out", report_to="none", disable_tqdm=True, save_strategy="no", max_steps=2)
-torch.manual_seed(1)
-model = LlamaForCausalLM(LlamaConfig(**sizes))
+def made():
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+model = made()
 calls = []
 def fail(layer, args, output):  # the first rank has sent a microbatch, and the last one has not received it
     calls.append(1)
@@ -417,20 +434,92 @@ class Mine(dstrat_transformers.DstratTrainer):
 is_last = os.environ["RANK"] == "1"
 if not is_last:
     model.model.layers[0].register_forward_hook(fail)
-for _ in range(2):
+for trained in (model, model, made()):
     try:
-        Mine(model=model, args=args, train_dataset=rows).train()
+        Mine(model=trained, args=args, train_dataset=rows).train()
     except (ValueError, MisuseError) as error:
         print("FAILED", error)
 """
 
 
-def test_a_model_that_is_prepared_after_a_failed_step_of_stages_does_not_wait_for_it(tmp_path):
+def test_no_model_is_trained_where_ranks_have_left_a_step_of_stages_at_different_points(tmp_path):
     use = "dstrat_transformers.use('mesh(pp=2)', accelerator='cpu', devices=2)\n"
-    ended = start_two(tmp_path, use + FAILED_STEP)
+    ended = start_two(tmp_path, use + FAILED_STEP + END_TOGETHER)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("FAILED bad sample") == 2
-    assert ended.stdout.count("create a new module and load a checkpoint") == 2  # its shards are of a group that ended
+    assert ended.stdout.count("different points") == 4  # also another model, in both ranks
+    assert ended.stdout.count("start the job again, from a checkpoint") == 4
+
+
+CAUGHT = """
+import torch
+import torch.distributed as dist
+from dstrat.errors import MisuseError
+rank = int(os.environ["RANK"])
+def refuse(gradient):
+    raise ValueError("bad gradient")
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(3))  # a bucket of ddp each
+        self.fails_in = ""
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if self.fails_in == "forward" and index == 1:
+                raise ValueError("bad sample")
+            x = torch.tanh(layer(x))
+            if self.fails_in == "backward" and index == 0:
+                x.register_hook(refuse)
+        return x
+def train(fails_in=""):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accelerator = dstrat_transformers.DstratAccelerator()
+    model, optimizer = accelerator.prepare(net, optimizer)
+    for step in range(3):
+        net.fails_in = fails_in if step == 1 else ""
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        loss = model(torch.randn(4, 600, generator=generator)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(accelerator.gather(loss.detach()).mean())
+expected = train()
+for fails_in in points:
+    try:
+        train(fails_in[rank])
+    except ValueError as error:
+        print("CAUGHT", error)
+    try:
+        print("TRAINED", train() == expected)
+    except MisuseError as error:
+        print("REFUSED", error)
+        break
+sys.stdout.flush()
+"""
+# torch waits for collectives of a step that has failed.
+END_AT_ONCE = "os._exit(0)\n"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_another_model_is_trained_where_ranks_have_left_a_step_at_the_same_point(tmp_path, strategy):
+    points = [("forward", "forward"), ("backward", "backward")]
+    use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices=2)\npoints = {points}\n"
+    ended = start_two(tmp_path, use + CAUGHT + END_TOGETHER + END_AT_ONCE)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("CAUGHT bad") == 4
+    assert ended.stdout.count("TRAINED True") == 4
+
+
+def test_no_model_is_trained_where_ranks_have_left_a_step_at_different_points(tmp_path):
+    use = "dstrat_transformers.use('ddp', accelerator='cpu', devices=2)\npoints = [('forward', 'backward')]\n"
+    ended = start_two(
+        tmp_path, use + CAUGHT + END_TOGETHER + END_AT_ONCE
+    )  # the second rank has begun to reduce gradients
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("CAUGHT bad") == 2
+    assert ended.stdout.count("REFUSED a step has failed in rank 0 of 2 (ValueError: bad sample)") == 2
 
 
 @pytest.mark.parametrize(
@@ -439,12 +528,6 @@ def test_a_model_that_is_prepared_after_a_failed_step_of_stages_does_not_wait_fo
         (True, False, {}, "Mine has its own compute_loss, and MeshStrategy computes losses of microbatches"),
         (False, True, {}, "stages need a sum over labels divided by num_items_in_batch"),
         (False, False, {"auto_find_batch_size": True}, "auto_find_batch_size=True starts again where a step ran out"),
-        (
-            False,
-            False,
-            {"per_device_train_batch_size": 1},
-            "a batch of 1 samples cannot be divided into 2 microbatches",
-        ),
     ],
 )
 def test_a_training_that_stages_cannot_run_is_an_error(tmp_path, is_subclass, has_mean, options, message):
@@ -750,6 +833,86 @@ def test_a_trainer_that_writes_its_own_files_gets_whole_weights_once(tmp_path):
     ended = start_two(tmp_path, "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + OWN_FILES)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("EQUAL True") == 2
+
+
+OWN_LOADS = """
+import torch
+from pathlib import Path
+from transformers import Trainer, TrainingArguments
+folder = Path(__file__).parent
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    def forward(self, x, labels):
+        return {"loss": (self.layers(x) - labels).square().mean()}
+class EncoderTrainer(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        Path(output_dir).mkdir(exist_ok=True, parents=True)
+        torch.save(self.model.state_dict(), Path(output_dir, "own.pt"))
+    def _load_from_checkpoint(self, checkpoint_path):
+        self.model.load_state_dict(torch.load(Path(checkpoint_path, "own.pt"), weights_only=True))
+    def _load_best_model(self):
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+def train(resume=None, **options):
+    torch.manual_seed(1 if resume is None else 2)
+    data = [{"x": torch.randn(4), "labels": torch.randn(2)} for _ in range(16)]
+    options |= {"max_steps": 2, "save_steps": 1, "report_to": "none", "disable_tqdm": True}
+    args = TrainingArguments(str(folder / "out"), **options)
+    trainer = dstrat_transformers.with_strategy(EncoderTrainer)(
+        model=Encoder(), args=args, train_dataset=data, eval_dataset=data
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.accelerator.get_state_dict(trainer.model)
+def is_in(state, step):
+    saved = torch.load(folder / "out" / f"checkpoint-{step}" / "own.pt", weights_only=True)
+    return all(torch.equal(value, saved[name]) for name, value in state.items())
+# The worst model is that of the first step.
+state = train(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True)
+print("BEST", is_in(state, 1), not state or not is_in(state, 2))
+torch.distributed.barrier()
+print("RESUMED", is_in(train(str(folder / "out" / "checkpoint-2")), 2))
+"""
+
+
+@pytest.mark.parametrize("alias", ["ddp", "fsdp"])
+def test_a_trainer_that_loads_its_own_files_resumes_and_loads_the_best_model(tmp_path, alias):
+    ended = start_two(tmp_path, f"dstrat_transformers.use({alias!r}, accelerator='cpu', devices=2)\n" + OWN_LOADS)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("BEST True True") == 2
+    assert ended.stdout.count("RESUMED True") == 2
+
+
+RUNS_WHILE_IT_SAVES = """
+import torch
+from dstrat.errors import MisuseError
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+class WithExample(LlamaForCausalLM):
+    def save_pretrained(self, *args, **kwargs):
+        super().save_pretrained(*args, **kwargs)
+        for run in (self, self.generate):
+            try:
+                run(input_ids=torch.tensor([[1, 2]]))
+            except MisuseError as error:
+                print("REFUSED", error)
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = WithExample(LlamaConfig(**sizes))
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
+args = TrainingArguments("out", max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no")
+trainer = dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=rows)
+trainer.train()
+model.save_pretrained("saved")
+print("SAVED")
+"""
+
+
+def test_a_model_that_runs_while_its_first_process_saves_it_is_refused(tmp_path):
+    program = "dstrat_transformers.use('fsdp', accelerator='cpu', devices=2)\n" + RUNS_WHILE_IT_SAVES
+    ended = start_two(tmp_path, program)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "REFUSED forward of WithExample was called by the first process alone" in ended.stdout
+    assert "REFUSED generate" in ended.stdout
+    assert ended.stdout.count("SAVED") == 2
 
 
 OWN_SAVES = """

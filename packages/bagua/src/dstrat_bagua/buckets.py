@@ -295,10 +295,14 @@ class GradientExchange:
         return {one for one, has_gradient in zip(parameters, is_used, strict=True) if not has_gradient}
 
     def _unused_error(self, unused: Sequence[Parameter]) -> MisuseError:
-        names = [self._names[id(parameter)] for parameter in unused]
-        more = f" and {len(names) - 10} others" if len(names) > 10 else ""
-        return MisuseError(
-            f"the loss does not depend on {', '.join(names[:10])}{more}, and bagua exchanges a gradient of every "
-            "trainable parameter. If that is intended, choose BaguaStrategy(find_unused_parameters=True); otherwise "
-            "use them in the loss, or freeze them before training"
-        )
+        return MisuseError(unused_parameters_text([self._names[id(parameter)] for parameter in unused]))
+
+
+def unused_parameters_text(names: Sequence[str]) -> str:
+    """Return what is wrong with parameters on which a loss does not depend, and what to do."""
+    more = f" and {len(names) - 10} others" if len(names) > 10 else ""
+    return (
+        f"the loss does not depend on {', '.join(names[:10])}{more}, and bagua exchanges a gradient of every "
+        "trainable parameter. If that is intended, choose BaguaStrategy(find_unused_parameters=True); otherwise "
+        "use them in the loss, or freeze them before training"
+    )

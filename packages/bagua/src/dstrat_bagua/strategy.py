@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
@@ -20,7 +20,7 @@ from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_bagua.algorithm import Algorithm, Replica, check_flag, choose_algorithm
-from dstrat_bagua.buckets import GradientExchange
+from dstrat_bagua.buckets import GradientExchange, unused_parameters_text
 from dstrat_bagua.communication import average_tensors
 
 if TYPE_CHECKING:
@@ -125,6 +125,11 @@ class BaguaStrategy(ParallelStrategy):
     @property
     def _differs(self) -> bool:
         return self._replica is not None and not self.replicates_state
+
+    def check_training(self, training: TrainingSize) -> None:
+        exchanges_gradients = not self.algorithm.replicas_differ
+        if training.unused and exchanges_gradients and not self._finds_unused:
+            raise RequestError(unused_parameters_text(training.unused))
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         layout, weights = training.replicated, training.trainable_parameters

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from dstrat.errors import ConflictError, MisuseError
+from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import load_by_names, load_named_state, named_state, named_weights
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -158,6 +158,11 @@ class ColossalAIStrategy(ParallelStrategy):
     def _is_sharded(self) -> bool:
         return self.plugin != "torch_ddp"
 
+    def check_training(self, training: TrainingSize) -> None:
+        finds_unused = self._options.get("find_unused_parameters") or self._options.get("static_graph")
+        if training.unused and not self._is_sharded and not finds_unused:
+            raise RequestError(_unused_parameters_text(training.unused))
+
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         if self.plugin != "torch_ddp":  # chunks and buckets of the others are Colossal-AI's to choose
             return None
@@ -275,10 +280,7 @@ class ColossalAIStrategy(ParallelStrategy):
         except RuntimeError as error:
             named = self.module.named_parameters()
             unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-            raise MisuseError(
-                f"the step used no {', '.join(unused)}, and DistributedDataParallel waits for the gradients: pass "
-                "ColossalAITorchDDPStrategy(find_unused_parameters=True)"
-            ) from error
+            raise MisuseError(_unused_parameters_text(unused)) from error
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         if not self._is_sharded:  # the last step has changed buffers by the data of each rank
@@ -386,6 +388,13 @@ class ColossalAIStrategy(ParallelStrategy):
         if self.plugin == "gemini":
             return _GeminiState(optimizer)
         return _FSDPState(optimizer, self.model.module) if self.plugin == "torch_fsdp" else optimizer
+
+
+def _unused_parameters_text(names: Sequence[str]) -> str:
+    return (
+        f"the step used no {', '.join(names)}, and DistributedDataParallel waits for the gradients: pass "
+        "ColossalAITorchDDPStrategy(find_unused_parameters=True)"
+    )
 
 
 class ColossalAILowLevelZeroStrategy(ColossalAIStrategy):

@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import pkgutil
+import re
 import signal
 import threading
 import zipfile
@@ -192,6 +194,17 @@ def test_what_could_not_be_read_back_is_refused_by_name_before_it_replaces_anyth
     assert "torch.serialization.add_safe_globals([pathlib.PurePosixPath])" in message
     assert TorchCheckpointIO().load_checkpoint(written)["epoch"] == 3
     assert list(written.parent.iterdir()) == [written]
+
+
+def test_all_classes_that_could_not_be_read_back_are_named_at_once(tmp_path):
+    content = {"path": pathlib.PurePosixPath("x"), "layer": torch.nn.Linear(1, 1), "names": {"a"}}
+    message = refusal(TorchCheckpointIO().save_checkpoint, content, tmp_path / "a.ckpt")
+    assert "it holds pathlib.PurePosixPath, torch.nn.modules.linear.Linear, and only tensors" in message
+    assert "to trust these classes" in message
+    trusted = re.search(r"add_safe_globals\(\[(.+)\]\)", message).group(1).split(", ")
+    with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in trusted]):
+        TorchCheckpointIO().save_checkpoint(content, tmp_path / "a.ckpt")
+        assert TorchCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["path"] == content["path"]
 
 
 def test_what_the_user_trusts_is_written_and_read(tmp_path):

@@ -227,6 +227,10 @@ def without_parameters():
     return module, batch, lambda module: torch.optim.AdamW([])
 
 
+def mismatched():
+    return nn.Linear(WIDTH, WIDTH), torch.zeros(BATCH, WIDTH + 1)
+
+
 def adamw(module):
     return torch.optim.AdamW(module.parameters())
 
@@ -470,6 +474,56 @@ def test_a_strategy_whose_layouts_cannot_be_read_is_refused_with_the_reason(choo
     with registered("broken", Broken):
         refused = ranking(choose("--devices", "2", "--strategy", "broken", "--json"))["refused"]
     assert refused["broken"].startswith("its layout_options raised AttributeError: 'Sequential' object has no attr")
+
+
+def test_a_subclass_is_compared_without_options_that_it_lacks(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class Narrow(DDPStrategy):
+        def __init__(self, power=1.0):
+            super().__init__()
+
+    with registered("narrow", Narrow):
+        shown = choose("--devices", "2", "--strategy", "narrow", "--strategy", "single_device")
+    assert "cannot run here: single_device (--json says why)" in shown.stdout
+
+
+def test_memory_of_a_small_model_is_shown(choose):
+    row = choose("--devices", "2", "--strategy", "ddp").stdout.splitlines()[1].split()
+    assert (row[0], float(row[-1]) > 0) == ("ddp", True)
+
+
+def test_a_picture_without_its_folder_is_refused_before_anything_is_measured(choose, tmp_path):
+    shown = choose("--devices", "2", "--plot", str(tmp_path / "missing" / "x.svg"), factory="broken")
+    assert "there is no folder" in str(shown.exception)
+
+
+@pytest.mark.parametrize("method", ["memory_layout", "communication_layout", "check_training"])
+def test_a_strategy_that_raises_an_error_is_refused_with_it(choose, method):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    raising = type("Raising", (DDPStrategy,), {method: lambda _, training: training.missing})
+    with registered("raising", raising):
+        shown = ranking(choose("--devices", "2", *DDP_AND_FSDP, "--strategy", "raising", "--json"))
+    assert shown["refused"]["raising"].startswith("it raised AttributeError: 'TrainingSize' object has no attribute")
+    assert "ddp" in {one["strategy"] for one in shown["candidates"]}
+
+
+def test_a_strategy_that_raises_an_error_for_similar_layouts_is_compared_without_them(choose):
+    pytest.importorskip("dstrat_ddp")
+    from dstrat_ddp import DDPStrategy
+
+    class Raising(DDPStrategy):
+        @classmethod
+        def similar_options(cls, options, module):
+            return options["missing"]
+
+    with registered("raising", Raising):
+        shown = ranking(choose("--devices", "2", "--strategy", "raising", "--json"))
+    assert "raising" in {one["strategy"] for one in shown["candidates"]}
+    assert shown["refused"]["layouts like raising"] == "it raised KeyError: 'missing'"
 
 
 def test_a_strategy_that_drives_several_devices_declares_by_itself_what_they_communicate(choose):
@@ -948,6 +1002,14 @@ def test_every_batch_is_measured_where_they_are_not_on_a_line(measured):
     assert measured == [BATCH, 2, 4, 16]
 
 
+def test_a_batch_that_cannot_be_measured_is_not_measured_again(measured):
+    sizes, _ = sizes_of(broken, measured)
+    for _ in range(2):
+        with pytest.raises(DstratError, match="required positional argument"):
+            sizes.of_training()
+    assert measured == [None]
+
+
 def test_gradients_are_reduced_in_a_buffer_once_as_many_are_computed(training):
     timed = dataclasses.replace(training, timeline=((50, 0), (45, 20), (10, 90)))
     layout = MemoryLayout(parameters=7, gradients=0, optimizer_state=0, step_buffers=5)
@@ -1050,6 +1112,17 @@ def test_each_microbatch_reads_the_weights_and_adds_to_their_gradients(training)
     assert time.compute == pytest.approx(moved * size / machine().memory_bandwidth)
 
 
+def test_a_rank_moves_its_share_of_activations_which_split_layers_divide_in_part(training):
+    size = training.trainable_parameters
+    of_batch = dataclasses.replace(training, work=Work(operands=7 * size, moved=10 * size))  # 3 are weights
+    whole = CommunicationLayout(ranks_per_batch=2, weight_share=0.5)
+    times = [
+        step_time(machine(), of_batch, training.replicated, layout).compute * machine().memory_bandwidth / size
+        for layout in (whole, dataclasses.replace(whole, activation_share=0.75))
+    ]
+    assert times == [pytest.approx(14 / 2 + 3 / 2), pytest.approx(0.75 * 14 + 3 / 2)]
+
+
 def test_further_batches_add_to_gradients(training):
     one, three = (
         step_time(machine(), training.for_steps_of(count), training.replicated, CommunicationLayout()).compute
@@ -1146,6 +1219,7 @@ def test_work_shows_up_to_the_rate_of_the_dtype(training):
         ("with_muon", "fsdp", "Muon cannot step parameters as FSDPStrategy shards them"),
         ("with_muon", "mesh", "Muon cannot step parameters as MeshStrategy shards them"),
         ("Unused", "ddp", "the loss does not depend on unused.weight, unused.bias, and ddp waits for a gradient"),
+        ("Unused", "bagua", "the loss does not depend on unused.weight, unused.bias, and bagua exchanges a gradient"),
     ],
 )
 def test_what_a_trainer_would_refuse_is_not_ranked(choose, factory, strategy, reason):
@@ -1156,7 +1230,12 @@ def test_what_a_trainer_would_refuse_is_not_ranked(choose, factory, strategy, re
 
 @pytest.mark.parametrize(
     ("factory", "strategy"),
-    [("SplitsElsewhere", "model_parallel"), ("Unused", "ddp_find_unused_parameters_true"), ("Scheduled", "ddp")],
+    [
+        ("SplitsElsewhere", "model_parallel"),
+        ("Unused", "ddp_find_unused_parameters_true"),
+        ("Unused", "bagua(find_unused_parameters=True)"),
+        ("Scheduled", "ddp"),
+    ],
 )
 def test_what_a_trainer_would_accept_is_ranked(choose, factory, strategy):
     pytest.importorskip("dstrat_mesh")
@@ -1178,6 +1257,12 @@ def test_a_training_that_cannot_be_measured_is_an_error(choose, factory, error):
     shown = choose("--devices", "2", factory=factory)
     assert isinstance(shown.exception, DstratError)  # with which the program exits with 2
     assert error in str(shown.exception)
+
+
+def test_an_operation_that_fails_prints_no_traceback(choose, caplog):
+    shown = choose("--devices", "2", factory="mismatched")
+    assert isinstance(shown.exception, DstratError)
+    assert caplog.records == []
 
 
 def test_what_a_factory_prints_is_not_in_the_json(choose):

@@ -173,6 +173,25 @@ def test_parameters_gathered_in_the_dtype_of_the_computation_are_not_copied():
     assert listed["halving"]["activations"] > WEIGHTS / 2
 
 
+def grouped():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.Parameter(torch.zeros(4, 64, 2 * HIDDEN))
+
+        def forward(self, x):
+            ends = torch.tensor([8, 8, 16, BATCH], dtype=torch.int32)
+            return torch._grouped_mm(x, self.weights, offs=ends).square().mean()
+
+    return Experts(), torch.zeros(BATCH, 64, requires_grad=True)
+
+
+def test_products_of_groups_run_in_every_dtype_and_count():
+    whole, half = size_of(grouped), size_of(grouped, "bf16-true")
+    assert whole.work.flops == half.work.flops == 2 * 2 * BATCH * 64 * 2 * HIDDEN  # forward, and gradients of weights
+    assert whole.activations == pytest.approx(2 * half.activations, rel=0.05)
+
+
 def test_half_precision_halves_everything():
     size, half = size_of(plain, batch_size=4096), size_of(plain, "bf16-true", batch_size=4096)
     assert (half.parameters, half.trainable_parameters) == (size.parameters / 2, size.trainable_parameters / 2)
@@ -241,6 +260,18 @@ def sizes(strategy, resident, peak, *, fits=True, host=0, assumption=""):
         strategy=strategy, parameters=resident * GIB, gradients=0, optimizer_state=0, activations=0, other=0,
         peak=int(peak * GIB), host=host, fits=fits, assumption=assumption,
     )  # fmt: skip
+
+
+def unused():
+    net = Net()
+    net.unused = nn.Linear(4, 4)
+    return net, torch.zeros(BATCH, 64)
+
+
+def test_a_strategy_that_cannot_train_the_module_is_named_with_the_reason():
+    pytest.importorskip("dstrat_ddp")
+    shown = estimate("unused", "--strategy", "ddp", "--accelerator", "cpu", "--devices", "2", "--memory", "1GiB")
+    assert "ddp cannot train this module: the loss does not depend on" in " ".join(shown.stdout.split())
 
 
 def test_what_fits_is_first_and_of_those_what_shards_least():

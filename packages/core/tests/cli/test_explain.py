@@ -32,6 +32,13 @@ def test_memory_of_a_rank_is_shown_for_a_model():
     assert "estimated peak: parameters 0.00, gradients 0.00, optimizer 0.01" in row
 
 
+@pytest.mark.parametrize(("memory", "fits"), [("1GiB", "fits into 1GiB"), ("1MiB", "does not fit into 1MiB")])
+def test_memory_of_a_named_strategy_is_compared_with_that_of_a_device(memory, fits):
+    options = ("--strategy", "single_device", "--model", f"{__name__}:factory", "--memory", memory)
+    *_, row = explain(*options).stdout.splitlines()
+    assert f"GiB, {fits} " in row
+
+
 @pytest.mark.parametrize(("messages", "shown"), [(1234567, "1234567"), (100, "100"), (2.5, "2.5"), (1 / 3, "0.333")])
 def test_numbers_of_messages_are_shown_in_full(messages, shown):
     row = _traffic_row(Collective(kind="all_reduce", bytes=4, messages=messages, ranks=2), 2)
@@ -154,6 +161,8 @@ def test_a_dry_run_refuses_a_batch_that_does_not_divide():
         (("--nodes", "3", "--strategy", "single_device"), "--devices 4 do not divide among --nodes 3"),
         (("--num-nodes", "2"), "--nodes and --num-nodes are both numbers of machines"),
         ((), "--nodes needs a --strategy"),
+        (("--strategy", "auto(memory)"), "--nodes needs a --strategy"),
+        (("--devices", "0", "--nodes", "1"), "--nodes needs --model package.module:factory, and --devices with a num"),
         (("--strategy", "single_device", "--machine", "h100x8"), "--machine h100x8 has devices of type cuda, and"),
         (("--devices", "auto"), "--nodes needs --model package.module:factory, and --devices with a number"),
     ],

@@ -79,6 +79,13 @@ def test_a_file_with_an_impossible_value_is_an_error(machine, changes, message, 
         read_machine(str(path))
 
 
+def test_whole_numbers_may_be_written_with_a_point(machine, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({**json.loads(machine.to_json()), "devices": 8.0, "memory": 8e9}))
+    read = read_machine(str(path))
+    assert [type(value) for value in (read.devices, read.memory)] == [int, int]
+
+
 def test_a_link_of_an_unknown_kind_is_an_error(machine, tmp_path):
     path, values = tmp_path / "machine.json", json.loads(machine.to_json())
     values["links"] = [{"kind": "allreduce", "scope": "machine", "ranks": 2, "latency": 0.0, "bandwidth": 1e9}]

@@ -68,6 +68,25 @@ def test_numbers_are_not_broken_beside_a_long_name(bare_packages, columns):
     assert "".join(line.split(" ")[0] for line in shown.split("\n")[1:]) == row[0]
 
 
+def test_ten_columns_of_numbers_are_not_broken(bare_packages):
+    headers = ["ms of a step", "total", "compute", "comm", "idle", "optim", "host", "batch", "GiB", "precision"]
+    row = (
+        "mesh(dp_replicate=2, activation_checkpointing='full')",
+        "101",
+        "100",
+        "0.1",
+        "0.1",
+        "0.5",
+        "0.5",
+        "16",
+        "79.1",
+        "bf16-mixed",
+    )
+    script = f"from dstrat.cli.output import print_table\nprint_table([{row!r}], {headers}, unbroken={headers[1:]})"
+    shown = without_colours(in_terminal(bare_packages, 80, script))
+    assert "total  compute  comm  idle  optim  host  batch  GiB   precision" in shown
+
+
 def test_names_are_not_broken_where_there_is_room(bare_packages):
     assert ALIAS in without_colours(in_terminal(bare_packages, 80))
 

@@ -332,3 +332,22 @@ def test_a_script_is_run_up_to_its_first_fit(verify, tmp_path):
     shown = CliRunner().invoke(commands, ["verify", str(script), "--strategy", "averaging"])
     assert isinstance(shown.exception, MisuseError)
     assert "ended without a call of trainer.fit" in str(shown.exception)
+
+
+def test_a_script_for_other_hardware_gets_its_arguments(verify, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        f"from {MODULE} import Net, batch\n"
+        "from dstrat import Trainer\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "hardware = {'accelerator': 'gpu', 'devices': 8, 'num_nodes': 2, 'elastic': True, 'max_restarts': 3}\n"
+        "trainer = Trainer(strategy='averaging', precision='bf16-mixed', **hardware)\n"
+        "assert sys.argv[1:3] == ['--batch-size', '8']\n"
+        "trainer.fit(Net(), DataLoader(TensorDataset(*batch(24)), int(sys.argv[2])))\n"
+    )
+    options = ["--strategy", "averaging", "--json", "--"]
+    shown = CliRunner().invoke(commands, ["verify", str(script), *options, "--batch-size", "8"])
+    assert shown.exit_code == 0, shown.output
+    shown = verify("training", "averaging", "--", "--epochs", "3")
+    assert str(shown.exception).endswith("is no script, and gets no arguments: leave out '--epochs 3'")

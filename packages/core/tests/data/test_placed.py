@@ -69,3 +69,17 @@ def test_a_place_that_was_kept_is_not_that_of_another_reader():
     assert placed.position_after(2) == placed.latest_position == {"position": 2}
     assert list(batches) == [3, 4, 5, 6]
     assert placed.latest_position == {"position": 6}
+
+
+def test_after_the_last_batch_the_place_is_before_the_end():
+    class Endless(Counting):
+        """Begins again from its state at the end, as one of torchdata does."""
+
+        def __iter__(self):
+            yield from super().__iter__()
+            self.position = 0
+
+    placed = StatefulLoader(loader := Endless(), Beginning.of(loader), is_read_ahead=True)
+    assert list(placed) == [1, 2, 3, 4, 5, 6]  # with its end, before the block of the last one has run
+    assert placed.position_after(6) == {"position": 6}
+    assert placed.latest_position == {"position": 0}

@@ -48,6 +48,13 @@ class Open(Callback):
         (lambda: EarlyStopping("loss", patient=3), "EarlyStopping has no argument 'patient': did you mean 'patience'?"),
         (lambda: Mine(monitr="loss"), "Mine has no argument 'monitr': did you mean 'monitor'?"),
         (lambda: Mine(period=2), "Mine has no argument 'period': it is every_n_epochs"),
+        (
+            lambda: ModelCheckpoint(in_memory_every_n_steps=10),
+            (
+                "ModelCheckpoint has no argument 'in_memory_every_n_steps': it is "
+                "InMemoryCheckpoint(every_n_train_steps=...)"
+            ),
+        ),
         (lambda: EMAWeightAveraging(decays=0.9), "EMAWeightAveraging has no argument 'decays': did you mean 'decay'?"),
         (lambda: CSVLogger(save_dirs="x"), "CSVLogger has no argument 'save_dirs': did you mean 'save_dir'?"),
         (lambda: SimpleProfiler(dir_path="x"), "SimpleProfiler has no argument 'dir_path': did you mean 'dirpath'?"),

@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -40,8 +41,8 @@ exec(compile(WAIT + WAITS, Path(dist.__file__).with_name("wait.py"), "exec"))
 
 open_process_group(cluster, backend="gloo", timeout=timedelta(seconds=600))
 limit = timedelta(seconds=600 if deed in ("sleep", "block") else 1)  # such a rank is not to end as one that hangs
-limits = {"limit": limit, "longest": timedelta(seconds=600)}
-with watched_for_hangs(**limits, rank=rank, local_rank=local_rank, size=size):
+limits = {"hang_timeout": limit, "timeout": timedelta(seconds=600)}
+with watched_for_hangs(SimpleNamespace(**limits, global_rank=rank, local_rank=local_rank, world_size=size)):
     if rank == size - 1:
         time.sleep(1)  # so that it has published its state, and others know of it
         match deed:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +16,7 @@ from dstrat.errors import CheckpointError, MisuseError
 
 
 def make_loop(**options):
-    return OwnLoop(dstrat.build(**{"strategy": "single_device", "accelerator": "cpu", "devices": 1} | options))
+    return OwnLoop(dstrat.build(**{"strategy": "single_device", "accelerator": ACCELERATOR, "devices": 1} | options))
 
 
 def adam(net):
@@ -119,7 +120,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_in_float16(caplog):
         net = line()
         loop.setup(net, adam)
         before = net.weight.clone()
-        loop.backward(loop.compute(net, torch.ones(3)).sum() * torch.inf)
+        loop.backward(loop.compute(net, torch.ones(3, device=loop.device)).sum() * torch.inf)
         assert loop.step()
         return torch.equal(before, net.weight)
 
@@ -133,7 +134,7 @@ def test_evaluation_has_no_gradients_and_leaves_the_modes_as_they_were():
         net[0].eval()
         loop.setup(net, adam)
         with loop.evaluation():
-            out = loop.compute(net, torch.ones(3))
+            out = loop.compute(net, torch.ones(3, device=loop.device))
             assert out.abs().sum() > 0  # the dropout is off
             assert not out.requires_grad
         return [part.training for part in net]
@@ -225,7 +226,7 @@ def test_gradients_of_before_a_checkpoint_was_loaded_are_not_in_the_next_step(tm
         loop.save_checkpoint(tmp_path / f"{interrupts}")
 
         def batch(scale):
-            loop.backward(loop.compute(net, scale * torch.ones(3)).sum())
+            loop.backward(loop.compute(net, scale * torch.ones(3, device=loop.device)).sum())
 
         if interrupts:
             batch(100.0)
@@ -250,7 +251,7 @@ def test_a_loop_that_steps_by_closures_can_be_saved(tmp_path):
 
         def closure():
             loop.optimizers[0].zero_grad()
-            loss = loop.compute(squares, net, torch.ones(3), torch.ones(1))
+            loss = loop.compute(squares, net, torch.ones(3, device=loop.device), torch.ones(1, device=loop.device))
             loop.backward(loss)
             return loss
 
@@ -308,7 +309,7 @@ def test_schedulers_that_are_made_with_the_optimizers_are_saved(tmp_path):
         loop.setup(net, make)
         if path:
             loop.load_checkpoint(path)
-        loop.backward(loop.compute(net, torch.ones(3)).sum())
+        loop.backward(loop.compute(net, torch.ones(3, device=loop.device)).sum())
         loop.step()
         loop.schedulers[0].step()
         if path is None:
@@ -348,7 +349,9 @@ def test_a_trainer_says_that_it_cannot_continue_an_own_loop(tmp_path):
         loop.save_checkpoint(tmp_path / "saved")
 
     make_loop().launch(save)
-    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
+    trainer = Trainer(
+        accelerator=ACCELERATOR, logger=False, default_root_dir=tmp_path, enable_progress_bar=False, devices=1
+    )
     with pytest.raises(CheckpointError, match=r"saved by OwnLoop.save_checkpoint, and a Trainer cannot continue"):
         trainer.fit(Line(), numbers(), ckpt_path=tmp_path / "saved")
 
@@ -390,11 +393,11 @@ def test_two_optimizers_are_stepped_one_by_one():
     def both(loop):
         net = line()
         loop.setup(net, lambda net: [torch.optim.SGD([parameter], lr=1.0) for parameter in net.parameters()])
-        loop.backward(loop.compute(net, torch.ones(3)).sum())
+        loop.backward(loop.compute(net, torch.ones(3, device=loop.device)).sum())
         assert loop.step(loop.optimizers[0])
-        changed = not torch.equal(net.weight, line().weight), not torch.equal(net.bias, line().bias)
+        changed = not torch.equal(net.weight.cpu(), line().weight), not torch.equal(net.bias.cpu(), line().bias)
         assert loop.step(loop.optimizers[1])
-        return changed, not torch.equal(net.bias, line().bias)
+        return changed, not torch.equal(net.bias.cpu(), line().bias)
 
     assert make_loop().launch(both) == ((True, False), True)
 
@@ -408,7 +411,7 @@ class Rivals(nn.Module):
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
 
     def loss(self, sign):
-        return sign * self.second(self.first(torch.ones(3)).tanh()).tanh().sum()
+        return sign * self.second(self.first(torch.ones(3, device=self.first.weight.device)).tanh()).tanh().sum()
 
     def optimizers(self):
         return [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (self.first, self.second)]
@@ -422,7 +425,7 @@ def test_gradients_that_another_optimizer_has_not_used_are_not_in_its_next_step(
             for optimizer, sign in zip(loop.optimizers, (1, -1), strict=True):
                 loop.backward(loop.compute(net.loss, sign))
                 assert loop.step(optimizer)
-        return net.state_dict()
+        return net.cpu().state_dict()
 
     net = Rivals()
     optimizers = net.optimizers()
@@ -442,7 +445,7 @@ def test_a_module_of_the_trainer_keeps_its_own_steps():
     def run(loop, module):
         module.layer = nn.Linear(3, 1)
         loop.setup(module, adam)
-        loop.backward(loop.compute(lambda: module.layer(torch.ones(3)).sum()))
+        loop.backward(loop.compute(lambda: module.layer(torch.ones(3, device=loop.device)).sum()))
         loop.step()
         return module.training_step(None)
 
@@ -466,11 +469,16 @@ def test_a_strategy_that_overrides_a_step_runs_the_functions(method):
     def run(loop):
         net = line()
         loop.setup(net, adam)
-        loss = loop.compute(squares, net, torch.ones(1, 3), y=torch.ones(1, 1))
+        loss = loop.compute(squares, net, torch.ones(1, 3, device=loop.device), y=torch.ones(1, 1, device=loop.device))
         loop.backward(loss)
         assert loop.step()
         with loop.evaluation():
-            return loop.compute(squares, net, torch.ones(1, 3), torch.ones(1, 1)).item() < loss.item()
+            return (
+                loop.compute(
+                    squares, net, torch.ones(1, 3, device=loop.device), torch.ones(1, 1, device=loop.device)
+                ).item()
+                < loss.item()
+            )
 
     assert make_loop(strategy=Custom()).launch(run)
     assert calls == {"training_step": [3], "run_step": [5, 6]}[method]

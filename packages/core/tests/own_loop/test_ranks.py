@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -28,7 +29,7 @@ def launch():
     """Runs a function in two processes."""
 
     def run(function, *args, strategy=Averaging):
-        return OwnLoop(dstrat.build(strategy=strategy(), accelerator="cpu", devices=2)).launch(function, *args)
+        return OwnLoop(dstrat.build(strategy=strategy(), accelerator=ACCELERATOR, devices=2)).launch(function, *args)
 
     return run
 
@@ -112,7 +113,9 @@ def test_ranks_continue_the_shuffled_order_of_another_number(launch, tmp_path, b
     def run(num, *arguments):
         if num == 2:
             return launch(read, *arguments)
-        return OwnLoop(dstrat.build(strategy="single_device", accelerator="cpu", devices=1)).launch(read, *arguments)
+        return OwnLoop(dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)).launch(
+            read, *arguments
+        )
 
     def read_in_three_jobs(name, *numbers):
         path = tmp_path / name

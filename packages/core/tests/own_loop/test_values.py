@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR, make_accelerator
 from tests.printed import without_gloo
 from torch import nn
 
@@ -26,7 +27,7 @@ class Averaging(GradientSyncStrategy):
 
 def launch(function, *args, devices=2, loggers=None, **options):
     strategy = Averaging() if devices > 1 else "single_device"
-    built = dstrat.build(strategy=strategy, accelerator="cpu", devices=devices, **options)
+    built = dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=devices, **options)
     return OwnLoop(built, loggers).launch(function, *args)
 
 
@@ -40,13 +41,13 @@ def test_collections_of_tensors_and_numbers_are_reduced_and_gathered():
         return (
             [reduced["loss"].tolist(), reduced["counts"][0].item(), reduced["counts"][1][0].item(), reduced["name"]],
             [gathered["loss"].tolist(), gathered["counts"][0].tolist()],
-            [first, loop.world_size, loop.is_global_zero, loop.local_rank, loop.node_rank, str(loop.device)],
+            [first, loop.world_size, loop.is_global_zero, loop.local_rank, loop.node_rank, loop.device.type],
         )
 
     reduced, gathered, places = launch(values)
     assert reduced == [[1.0, 4.0], 3, 1.0, "x"]
     assert gathered == [[[0.0, 2.0], [1.0, 2.0]], [1, 2]]
-    assert places == [{"rank": 1}, 2, True, 0, 0, "cpu"]
+    assert places == [{"rank": 1}, 2, True, 0, 0, make_accelerator().get_parallel_devices([0])[0].type]
 
 
 class Pair(NamedTuple):
@@ -94,7 +95,7 @@ def test_values_are_logged_once_by_step(tmp_path):
         net = nn.Linear(2, 1)
         loop.setup(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
         for index in range(2):
-            loss = loop.compute(net, torch.ones(4, 2)).mean()
+            loss = loop.compute(net, torch.ones(4, 2, device=loop.device)).mean()
             loop.backward(loss)
             loop.step()
             loop.log("index", index)
@@ -111,7 +112,7 @@ def test_autocast_has_the_precision_that_was_asked_for():
     def multiply(loop):
         loop.setup(nn.Linear(2, 2))
         with loop.autocast():
-            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+            return (torch.ones(2, 2, device=loop.device) @ torch.ones(2, 2, device=loop.device)).dtype
 
     assert launch(multiply, devices=1, precision="bf16-mixed") is torch.bfloat16
 

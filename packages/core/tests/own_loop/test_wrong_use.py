@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +16,7 @@ from dstrat.interfaces.strategy import CompiledSteps
 
 @pytest.fixture
 def loop():
-    return OwnLoop(dstrat.build(strategy="single_device", accelerator="cpu", devices=1))
+    return OwnLoop(dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1))
 
 
 def sgd(net):
@@ -40,7 +41,7 @@ def test_an_unknown_alias_is_named_when_the_strategy_is_built():
 
 def test_plugins_are_none_one_or_several():
     for plugins in (None, (), [], "torch", ["torch"]):
-        strategy = dstrat.build(strategy="single_device", accelerator="cpu", devices=1, plugins=plugins)
+        strategy = dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1, plugins=plugins)
         assert strategy.checkpoint_io.__class__.__name__.startswith("Torch" if plugins else "Portable")
 
 
@@ -104,7 +105,7 @@ def test_one_of_several_optimizers_steps_once_for_a_loss(loop):
     def step(loop):
         net = nn.Linear(1, 1)
         loop.setup(net, two)
-        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
         loop.step(loop.optimizers[0])
         loop.step(loop.optimizers[0])
 
@@ -115,7 +116,7 @@ def test_a_training_step_without_optimizers_is_refused(loop):
     def compute(loop):
         net = nn.Linear(1, 1)
         loop.setup(net)
-        loop.compute(net, torch.ones(1))
+        loop.compute(net, torch.ones(1, device=loop.device))
 
     refuse(loop, MisuseError, "setup got no optimizers", compute)
 
@@ -124,7 +125,7 @@ def test_one_of_several_optimizers_has_to_be_named(loop):
     def step(loop, optimizer=None):
         net = nn.Linear(1, 1)
         loop.setup(net, two)
-        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
         loop.step(optimizer)
 
     refuse(loop, MisuseError, "step got no optimizer: pass one of the 2", step)
@@ -136,7 +137,7 @@ def test_lbfgs_is_stepped_with_a_closure(loop):
     def step(loop):
         net = nn.Linear(1, 1)
         loop.setup(net, lambda net: torch.optim.LBFGS(net.parameters()))
-        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
         loop.step()
 
     refuse(loop, MisuseError, "call loop.strategy.optimizer_step", step)
@@ -161,7 +162,7 @@ def test_gradients_that_wait_for_a_step_are_not_left_out_of_a_checkpoint_silentl
     def save(loop):
         net = nn.Linear(1, 1)
         loop.setup(net, sgd, accumulate_grad_batches=2)
-        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
         assert not loop.step()
         loop.save_checkpoint(tmp_path / "saved")
 
@@ -172,7 +173,7 @@ def test_so_are_those_of_a_single_batch(loop, tmp_path):
     def save(loop):
         net = nn.Linear(1, 1)
         loop.setup(net, sgd)
-        loop.backward(loop.compute(net, torch.ones(1)).sum())
+        loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
         loop.save_checkpoint(tmp_path / "saved")
 
     refuse(loop, MisuseError, "of 1 of accumulate_grad_batches=1 batches wait", save)
@@ -204,7 +205,7 @@ def test_a_strategy_that_compiles_whole_steps_is_refused():
         def compiled_steps(self):
             return CompiledSteps()
 
-    loop = OwnLoop(dstrat.build(strategy=Whole(), accelerator="cpu", devices=1))
+    loop = OwnLoop(dstrat.build(strategy=Whole(), accelerator=ACCELERATOR, devices=1))
     refuse(
         loop,
         ConflictError,

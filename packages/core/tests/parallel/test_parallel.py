@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import json
 import os
 import pickle
 import socket
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +22,18 @@ import torch.distributed as dist
 
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
 from dstrat.builtin.clusters.local import LocalEnvironment
-from dstrat.errors import CatalogMismatchError, ClusterError, RankFailedError, RequestError
+from dstrat.errors import CatalogMismatchError, ClusterError, MisuseError, RankFailedError, RequestError
 from dstrat.interfaces.strategy import Strategy
 from dstrat.launch.local import LocalLauncher
 from dstrat.parallel.collectives import broadcast_object, gather_tensors, pack_object, reduce_tensor
 from dstrat.parallel.internals import new_connections, uses_nccl
 from dstrat.parallel.job import Job, current_job, rank_and_size
-from dstrat.parallel.process_group import check_same_catalog, close_process_group, open_process_group
+from dstrat.parallel.process_group import (
+    check_same_catalog,
+    close_process_group,
+    noting_failed_steps,
+    open_process_group,
+)
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.testing.ranks.team import LoopbackCluster
 
@@ -246,6 +254,42 @@ def test_a_process_group_of_the_users_is_joined():
         return dist.group.WORLD is group
 
     assert in_ranks(join)
+
+
+def sum_or_error():
+    """Return what all ranks add up in a run in the open group, or the error."""
+    try:
+        open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=TIMEOUT)
+    except MisuseError as error:
+        return str(error)
+    return float(reduce_tensor(torch.tensor(1.0 + dist.get_rank()), reduce_op="sum"))
+
+
+def fail_and_go_on(_, *, num_begun, sends_messages=False):
+    """Fail in ranks that have begun so many collectives, go on twice, and return the errors and sums of all ranks."""
+    with contextlib.suppress(ValueError), noting_failed_steps(sends_messages=sends_messages):
+        works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(num_begun[dist.get_rank()])]
+        raise ValueError(f"bad sample after {len(works)} collectives")
+    seen = [sum_or_error(), sum_or_error()]
+    store = dist.PrefixStore("seen", current_job())  # where collectives do not work
+    store.set(str(dist.get_rank()), json.dumps(seen))
+    return [json.loads(store.get(str(rank))) for rank in range(2)] if dist.get_rank() == 0 else None
+
+
+LEFT = "a step has failed in rank 0 of 2 (ValueError: bad sample after {} collectives), and ranks have left it at"
+
+
+@pytest.mark.parametrize(
+    "case", [{"num_begun": (0, 1)}, {"num_begun": (2, 1)}, {"num_begun": (1, 1), "sends_messages": True}], ids=str
+)
+def test_a_group_that_ranks_have_left_at_different_points_serves_no_other_run(case):
+    for messages in in_ranks(partial(fail_and_go_on, **case)):
+        assert len(messages) == 2
+        assert all(message.startswith(LEFT.format(case["num_begun"][0])) for message in messages), messages
+
+
+def test_a_group_that_all_ranks_have_left_at_the_same_point_serves_other_runs():
+    assert in_ranks(partial(fail_and_go_on, num_begun=(1, 1))) == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def test_the_job_is_the_store_of_its_opening_with_the_cluster_and_timeout():

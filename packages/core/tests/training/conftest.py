@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch._dynamo  # an optimizer imports it in its first step, and each forked rank would anew
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import GradientSyncStrategy, ModelCheckpoint, ModelSummary, ProgressBar, Trainer, TrainModule
 
+ACCELERATOR = os.environ.get("DSTRAT_TEST_ACCELERATOR", "cpu")  # here too, as programs import this file alone
 _DEFAULT_CALLBACKS = {
     "enable_progress_bar": ProgressBar,
     "enable_model_summary": ModelSummary,
@@ -98,10 +101,12 @@ def loader():
 
 @pytest.fixture
 def quiet_trainer(tmp_path):
-    """Makes a Trainer on the CPU that shows and writes nothing."""
+    """Makes a Trainer that shows and writes nothing."""
 
     def make(**kwargs):
-        options = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "default_root_dir": tmp_path}
+        options = {"accelerator": ACCELERATOR, "max_epochs": 2, "logger": False, "default_root_dir": tmp_path}
+        if ACCELERATOR != "cpu":  # where it would take all devices
+            options["devices"] = 1
         given = kwargs.get("callbacks") or []
         given = given if isinstance(given, list | tuple) else [given]
         for name, kind in _DEFAULT_CALLBACKS.items():

@@ -800,10 +800,14 @@ class TestWrongUse:
         with pytest.raises(MisuseError, match="loaders were passed for train, and a datamodule too"):
             quiet_trainer().fit(line, loader(), datamodule=DataModule())
 
-    def test_a_finished_trainer(self, quiet_trainer, line, loader):
-        trainer = quiet_trainer()
+    @pytest.mark.parametrize(
+        ("limits", "position"),
+        [({}, "epoch 2 of 2, step 12"), ({"max_epochs": None, "max_steps": 7}, "epoch 1, step 7")],
+    )
+    def test_a_finished_trainer(self, quiet_trainer, line, loader, limits, position):
+        trainer = quiet_trainer(**limits)
         trainer.fit(line, loader())
-        with pytest.raises(MisuseError, match=r"has finished its fit \(epoch 2 of 2, step 12\)"):
+        with pytest.raises(MisuseError, match=rf"has finished its fit \({position}\)"):
             trainer.fit(line, loader())
 
     @pytest.mark.parametrize(

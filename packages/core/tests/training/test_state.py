@@ -246,12 +246,13 @@ def test_optimizers_schedulers_and_the_modules_trainer_stay_after_the_fit(quiet_
     assert pickle.loads(pickle.dumps(module.layer)).weight.shape == (1, 8)
 
 
-def test_optimizers_of_other_processes_have_ended_with_them(quiet_trainer, averaging, line_class, loader):
+@pytest.mark.parametrize("method", ["fork", "popen"])  # in a test, popen is replaced by fork
+def test_optimizers_of_other_processes_have_ended_with_them(quiet_trainer, averaging, line_class, loader, method):
     class Module(Scheduled, line_class):
         def on_train_end(self):
             assert len(self.trainer.optimizers) == len(self.trainer.lr_scheduler_configs) == 1
 
-    module, trainer = Module(), quiet_trainer(strategy=averaging(), devices=2, max_steps=1)
+    module, trainer = Module(), quiet_trainer(strategy=averaging(start_method=method), devices=2, max_steps=1)
     assert trainer.optimizers == []
     trainer.fit(module, loader())
     assert module.trainer is trainer

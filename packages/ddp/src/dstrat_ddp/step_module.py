@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dstrat.errors import MisuseError
+from dstrat.errors import ConflictError, MisuseError
 from dstrat.parallel.step_module import StepModule
 from dstrat_ddp import reducer
 
@@ -110,13 +111,15 @@ def unused_parameters_text(names: Sequence[str]) -> str:
     )
 
 
-# Backward passes within a training step (manual optimization)
+# Backward passes that the wrapper does not expect
 
 
-class ManualBackward:
-    """Prepares the reducer for each backward pass within a step, and not again after the step.
+class ExpectedBackward:
+    """Prepares the reducer for each backward pass, also for those that no forward of the wrapper has announced.
 
-    DistributedDataParallel expects one backward pass, after its forward.
+    DistributedDataParallel expects one backward pass after its forward.  In any other one it would average nothing, so
+    that processes went on with different weights: in one within a step (manual optimization), in the second one of a
+    step, and in that of a loss that a method of the module has computed without a step.
 
     Args:
         model: The wrapper.
@@ -126,16 +129,27 @@ class ManualBackward:
     def __init__(self, model: DistributedDataParallel, watch: StepWatch) -> None:
         self._model = model
         self._watch = watch
-        self._ran = False
+        self._ran = self._is_expected = False
         watch.after_step = self._after_step
 
     def before_backward(self, loss: Tensor) -> None:
-        """Prepare for the backward pass from a loss, if a step is running."""
-        if not self._watch.is_running:
+        """Prepare for the backward pass from a loss, unless the last step has.
+
+        Raises:
+            ConflictError: The wrapper has ``static_graph``.
+        """
+        is_in_step = self._watch.is_running
+        is_expected, self._is_expected = self._is_expected and not is_in_step, False
+        self._ran = self._ran or is_in_step
+        if is_expected or not self._model.require_backward_grad_sync:  # false in no_sync, where nothing is reduced
             return
-        self._ran = True
-        if self._model.require_backward_grad_sync:  # false in no_sync, where nothing is reduced
-            reducer.prepare_for_backward(self._model, loss)
+        if self._model.static_graph:  # torch averages the first pass where it passes the output of the forward
+            raise ConflictError(
+                "static_graph=True needs one backward pass after each training step, and torch would not average the "
+                "gradients of another one, such as those of manual optimization, which runs them within the step: "
+                "leave static_graph out"
+            )
+        reducer.prepare_for_backward(self._model, loss)
 
     def after_forward(self) -> None:
         """Re-enable the averaging of gradients and the broadcast of buffers for the next step."""
@@ -148,6 +162,8 @@ class ManualBackward:
         # Else the end of the wrapper's forward would prepare the reducer for a backward pass that has already run.
         if self._ran:
             self._model.require_backward_grad_sync = False
+        else:
+            self._is_expected = torch.is_grad_enabled() and self._model.require_backward_grad_sync
 
 
 # One DistributedDataParallel for each of several modules

@@ -24,8 +24,8 @@ from dstrat.plugins.settings import nearest
 from dstrat_ddp import reducer
 from dstrat_ddp.comm_hooks import ParameterAveraging, check_averaging_period, comm_hook
 from dstrat_ddp.step_module import (
+    ExpectedBackward,
     ExplainedUnusedParameters,
-    ManualBackward,
     SeparateWrappers,
     WatchedSteps,
     unused_parameters_text,
@@ -132,7 +132,7 @@ class DDPStrategy(ParallelStrategy):
         self._model_averaging_period = model_averaging_period
         self.trains_apart = model_averaging_period is not None
         self._averaging: ParameterAveraging | None = None
-        self._manual_backward: ManualBackward | None = None
+        self._expected_backward: ExpectedBackward | None = None
         self._explained: AbstractContextManager[Any] = nullcontext()
         self._has_run_backward = False
         self._frozen: list[Parameter] = []
@@ -250,7 +250,7 @@ class DDPStrategy(ParallelStrategy):
         steps = WatchedSteps(self.module)
         self._wrap_one(steps)
         if isinstance(self.model, DistributedDataParallel):
-            self._manual_backward = ManualBackward(self.model, steps.watch)
+            self._expected_backward = ExpectedBackward(self.model, steps.watch)
             self._explained = ExplainedUnusedParameters(self.model)
 
     def _wrap_one(self, steps: Module) -> Any:
@@ -292,8 +292,8 @@ class DDPStrategy(ParallelStrategy):
         step = partial(self.model, self.module_step("training_step"))
         with self._explanation():
             output = self.run_step("training_step", step, *args, **kwargs)
-        if self._manual_backward is not None:
-            self._manual_backward.after_forward()
+        if self._expected_backward is not None:
+            self._expected_backward.after_forward()
         return output
 
     def _explanation(self) -> AbstractContextManager[Any]:
@@ -305,10 +305,10 @@ class DDPStrategy(ParallelStrategy):
                 super().backward(loss, *args, **kwargs)
                 self.model.check_finished()
             return
-        if self._manual_backward is None:
+        if self._expected_backward is None:
             super().backward(loss, *args, **kwargs)
             return
-        self._manual_backward.before_backward(loss)
+        self._expected_backward.before_backward(loss)
         with self._explained:
             super().backward(loss, *args, **kwargs)
             reducer.check_reduction_finished(self.model)
@@ -391,7 +391,7 @@ class DDPStrategy(ParallelStrategy):
             reducer.release_reducer(self.model)
         elif isinstance(self.model, SeparateWrappers):
             self.model.release()
-        self.model, self._manual_backward = self._module, None
+        self.model, self._expected_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False
 
 

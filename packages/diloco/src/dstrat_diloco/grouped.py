@@ -126,6 +126,8 @@ class GroupedStrategy(ParallelStrategy):
     replicas_per_process = _of_inner("replicas_per_process")
     is_first_reader = _of_inner("is_first_reader")
     weighs_losses = _of_inner("weighs_losses")
+    prefetches = _of_inner("prefetches")
+    copies_ahead = _of_inner("copies_ahead")
 
     # Groups
 
@@ -287,9 +289,8 @@ class GroupedStrategy(ParallelStrategy):
             self.inner.finish_training()
 
     def on_exception(self, exception: BaseException) -> None:
-        with self._in_group():
-            self.inner.on_exception(exception)
-        super().on_exception(exception)
+        super().on_exception(exception)  # first, as the inner strategy may wait for collectives on its device
+        self.inner.on_exception(exception)
 
     def teardown(self) -> None:
         try:

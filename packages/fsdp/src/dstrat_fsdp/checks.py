@@ -44,11 +44,19 @@ def refuse_copy(_memo: Any) -> Any:
     )
 
 
-class ViewOutputGuard:
-    """Copies outputs of a block that are views of other tensors.
+_GRADIENTS_IN_STEP = (
+    "a step computes gradients within its forward pass (torch.autograd.grad, as for forces or gradient penalties), "
+    "which frees blocks that the backward pass of the loss needs again: call torch.autograd.grad in the forward of a "
+    "layer, not in the step, and shard that layer as one block, for a class Net with auto_wrap_policy={Net}"
+)
 
-    torch gathers a block for its backward pass by a hook on its outputs, and an in-place operation on a view drops
-    that hook.
+
+class OutputGuard:
+    """Prepares the outputs of a block for the backward pass.
+
+    Those that are views of other tensors are copied: torch gathers a block for its backward pass by a hook on its
+    outputs, and an in-place operation on a view drops that hook.  A backward pass that is differentiated itself
+    (``create_graph=True``) is refused, as torch frees what it has saved of the block, and then reads that.
 
     Args:
         block: A block that is not sharded yet.
@@ -66,7 +74,13 @@ class ViewOutputGuard:
 
     def _after_forward(self, _block: Module, _args: Any, output: Any) -> Any:
         # Without gradients there is no backward pass to gather for.
-        return apply_to_tensors(output, self._copy_view) if torch.is_grad_enabled() else output
+        return apply_to_tensors(output, self._prepare) if torch.is_grad_enabled() else output
+
+    def _prepare(self, tensor: Tensor) -> Tensor:
+        tensor = self._copy_view(tensor)
+        if tensor.grad_fn is not None:  # a leaf, such as a parameter, would get another hook in each step
+            tensor.register_hook(_refuse_graph)
+        return tensor
 
     def _copy_view(self, tensor: Tensor) -> Tensor:
         if not (internals.is_view(tensor) and tensor.requires_grad):
@@ -81,6 +95,12 @@ class ViewOutputGuard:
                 "block %r returns a view, which is copied in each step; returning a new tensor saves that", self._name
             )
         return copied
+
+
+def _refuse_graph(_gradient: Tensor) -> None:
+    """Raise an error in a backward pass that is differentiated itself."""
+    if torch.is_grad_enabled():
+        raise MisuseError(_GRADIENTS_IN_STEP)
 
 
 class ParameterGuard:
@@ -465,14 +485,15 @@ def explain_shards() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "setStorage" in str(error) and "storage of size 0" in str(error):
-            raise MisuseError(
-                "a step computes gradients within its forward pass (torch.autograd.grad, as for forces), which frees "
-                "blocks that the backward pass of the loss needs again: call torch.autograd.grad in the forward of a "
-                "layer, not in the step, and shard that layer as one block, for a class Net with "
-                f"auto_wrap_policy={{Net}}. Torch says: {error}"
-            ) from error
+            raise MisuseError(f"{_GRADIENTS_IN_STEP}. Torch says: {error}") from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
+        if "nll_loss_backward" in str(error):
+            raise MisuseError(
+                "a loss was computed in torch's loss_parallel(), and its backward pass is outside of that context: "
+                "define backward(self, loss) in the module, which calls loss.backward() within it. Torch says: "
+                f"{error}"
+            ) from error
         raise MisuseError(
             "a step computes with the parameters of a block outside of the block's forward, where they are sharded (a "
             "norm of self.parameters() in the loss, another method of the block than forward): compute that in a "

@@ -5,52 +5,33 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from dstrat.interfaces.communication import Collective
-from dstrat_fsdp.memory import divided_units
+from dstrat_fsdp.memory import once_per_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn import Module
 
     from dstrat.interfaces.memory import TrainingSize
-    from dstrat_fsdp.memory import Division, Divisions
+    from dstrat_fsdp.memory import Division, ShardedTraining
 
 
-def sharded_collectives(
-    training: TrainingSize,
-    blocks: Sequence[Module],
-    *,
-    divisions: Divisions,
-    num_replicas: int = 1,
-    policy: MixedPrecisionPolicy,
-    frees_blocks: bool,
-) -> tuple[Collective, ...]:
+def sharded_collectives(sharded: ShardedTraining) -> tuple[Collective, ...]:
     """Return the collectives that gather parameters, and that sum gradients over shards and then over replicas.
 
     Blocks are gathered in each forward pass, and in each backward pass if they were freed between; parameters outside
     of blocks stay gathered for a full step.  Gradients are summed once in an optimizer step.
-
-    Args:
-        training: Sizes of the training on one device.
-        blocks: The layers that are gathered together, inner ones before those that contain them.
-        divisions: The divisions of the parameters, the same for all of a block.
-        num_replicas: Number of groups of the ranks that shard parameters.
-        policy: The dtypes in which parameters are gathered and gradients summed.
-        frees_blocks: Whether blocks are freed between their forward and backward passes.
     """
-    batches, collectives = training.accumulate_grad_batches, []
-    units = divided_units(training.module, blocks, divisions)
+    batches, policy, units, collectives = sharded.training.accumulate_grad_batches, sharded.policy, sharded.units, []
     for division in dict.fromkeys(division for _, division, _ in units):
         gathered = summed = num_gathers = num_sums = 0
         for unit, of_unit, count in units:
             if of_unit == division:
-                gathers = count * (2 if frees_blocks and not unit.is_root else 1)
+                gathers = count * sharded.gathers(unit)
                 gathered += gathers * _full_bytes(unit.parameters, division, policy.param_dtype)
                 num_gathers += gathers
                 summed += count * _full_bytes(unit.trainable, division, policy.reduce_dtype or policy.param_dtype)
@@ -76,7 +57,7 @@ def sharded_collectives(
             kind="all_reduce",
             bytes=summed // division.shards,
             messages=num_sums,
-            ranks=num_replicas,
+            ranks=sharded.num_replicas,
             stride=division.shards * division.stride,
             overlaps=True,
         )
@@ -84,43 +65,34 @@ def sharded_collectives(
     return tuple(one for one in collectives if one.ranks > 1)
 
 
-def python_hooks(
-    training: TrainingSize,
-    blocks: Sequence[Module],
-    *,
-    divisions: Divisions,
-    num_replicas: int = 1,
-    frees_blocks: bool,
-    microbatches: int = 1,
-) -> int:
-    """Return what ``fully_shard`` and DTensor do in Python in a step, in hooks of a layer; the arguments are as before.
+def python_hooks(sharded: ShardedTraining, *, microbatches: int = 1) -> int:
+    """Return what ``fully_shard`` and DTensor do in Python in a step, in hooks of a layer.
 
     Measured with torch 2.13 on a CPU: gathering, freeing or reducing a block takes as long as ten, the collective for
     it as long again, and the optimizer's step of a sharded parameter as long as 2.5.  Both passes of a gathered block
     take as long as 4.5, and those of a matrix that is split as 9.  ``microbatches`` is the number of parts of each
     batch, for all of which a block is gathered once.
     """
-    passes, total = training.accumulate_grad_batches * microbatches, 0
-    for unit, division, count in divided_units(training.module, blocks, divisions):
+    batches = sharded.training.accumulate_grad_batches
+    passes, total = batches * microbatches, 0
+    for unit, division, count in sharded.units:
         matrices = sum(parameter.dim() > 1 for parameter in unit.parameters) if division.splits > 1 else 0
-        total += count * (9 * (passes - training.accumulate_grad_batches) // 2 + 9 * passes * matrices)
-        gathers = training.accumulate_grad_batches * (2 if frees_blocks and not unit.is_root else 1)
+        total += count * (9 * (passes - batches) // 2 + 9 * passes * matrices)
+        gathers = batches * sharded.gathers(unit)
         sums = int(bool(unit.trainable))
-        collectives = (gathers + sums if division.shards > 1 else 0) + (sums if num_replicas > 1 else 0)
+        collectives = (gathers + sums if division.shards > 1 else 0) + (sums if sharded.num_replicas > 1 else 0)
         total += count * (10 * (gathers + sums + collectives) + 5 * len(unit.trainable) // 2)
     return total
 
 
-def bytes_from_host(
-    training: TrainingSize, blocks: Sequence[Module], *, divisions: Divisions, frees_blocks: bool
-) -> int:
+def bytes_from_host(sharded: ShardedTraining) -> int:
     """Return the bytes of shards on the host that torch copies to the device in a step, after a first time.
 
-    It copies a shard for each gather; the arguments are those of :func:`sharded_collectives`.
+    It copies a shard for each gather.
     """
     total = 0
-    for unit, division, count in divided_units(training.module, blocks, divisions):
-        gathers = training.accumulate_grad_batches * (2 if frees_blocks and not unit.is_root else 1)
+    for unit, division, count in sharded.units if sharded.offloads else ():
+        gathers = sharded.training.accumulate_grad_batches * sharded.gathers(unit)
         shard = sum(division.shard(parameter) * parameter.element_size() for parameter in unit.parameters)
         total += count * (gathers - 1) * shard
     return total
@@ -158,7 +130,7 @@ def split_collectives(
     """
     if num_splits == 1:
         return ()
-    pairs = [block.pairs for block in _split_blocks(training.module, blocks, unsplit)]
+    pairs = [block.pairs for block in _split_blocks(training.module, tuple(blocks), tuple(unsplit))]
     sizes = block_outputs(training, blocks)
     return (
         Collective(
@@ -188,7 +160,7 @@ def split_activation_share(
         return 1.0
     divided = 0
     for block, output in zip(
-        _split_blocks(training.module, blocks, unsplit), block_outputs(training, blocks), strict=True
+        _split_blocks(training.module, tuple(blocks), tuple(unsplit)), block_outputs(training, blocks), strict=True
     ):
         replicated = block.pairs * output + sum(training.saved.get(name, 0) for name in block.norms)
         divided += max(0, training.saved.get(block.name, 0) - replicated)
@@ -210,11 +182,8 @@ class _SplitBlock:
     pairs: int
 
 
-# Of modules that are estimated for many layouts, and do not change.
-_blocks: WeakKeyDictionary[Module, dict[tuple[int, ...], list[_SplitBlock]]] = WeakKeyDictionary()
-
-
-def _split_blocks(module: Module, blocks: Sequence[Module], unsplit: Iterable[Module] = ()) -> list[_SplitBlock]:
+@once_per_module
+def _split_blocks(module: Module, blocks: tuple[Module, ...], unsplit: tuple[Module, ...]) -> list[_SplitBlock]:
     """Return the blocks of a module with what split layers depend on.
 
     Args:
@@ -222,20 +191,16 @@ def _split_blocks(module: Module, blocks: Sequence[Module], unsplit: Iterable[Mo
         blocks: The layers that are split.
         unsplit: Layers in them whose matrices are not split.
     """
-    excluded = list(unsplit)
-    of_module, key = _blocks.setdefault(module, {}), (*map(id, blocks), 0, *map(id, excluded))
-    if key not in of_module:
-        names = {id(layer): name for name, layer in module.named_modules()}
-        parameters = {id(parameter) for layer in excluded for parameter in layer.parameters()}
-        of_module[key] = [
-            _SplitBlock(
-                name=names[id(block)],
-                norms=tuple(names[id(layer)] for layer in block.modules() if _is_norm(layer)),
-                pairs=_pairs(one for one in block.parameters() if id(one) not in parameters),
-            )
-            for block in blocks
-        ]
-    return of_module[key]
+    names = {id(layer): name for name, layer in module.named_modules()}
+    parameters = {id(parameter) for layer in unsplit for parameter in layer.parameters()}
+    return [
+        _SplitBlock(
+            name=names[id(block)],
+            norms=tuple(names[id(layer)] for layer in block.modules() if _is_norm(layer)),
+            pairs=_pairs(one for one in block.parameters() if id(one) not in parameters),
+        )
+        for block in blocks
+    ]
 
 
 def _is_norm(layer: Module) -> bool:
@@ -250,4 +215,4 @@ def _pairs(parameters: Iterable[Tensor]) -> int:
 
 def block_outputs(training: TrainingSize, blocks: Sequence[Module]) -> list[int]:
     """Return the bytes that each block returns in a forward pass; 0 where that is not known."""
-    return [training.outputs.get(block.name, 0) for block in _split_blocks(training.module, blocks)]
+    return [training.outputs.get(block.name, 0) for block in _split_blocks(training.module, tuple(blocks), ())]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from dstrat.interfaces.memory import MemoryLayout
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -21,13 +22,28 @@ if TYPE_CHECKING:
     from dstrat.interfaces.memory import TrainingSize
     from dstrat_fsdp.wrap_policy import WrapPolicy
 
-# Of modules that are estimated for many layouts, and do not change.
-_blocks: WeakKeyDictionary[Module, dict[WrapPolicy | None, list[Module]]] = WeakKeyDictionary()
-_units: WeakKeyDictionary[Module, dict[tuple[int, ...], list[Unit]]] = WeakKeyDictionary()
-_divided: WeakKeyDictionary[Module, dict[Any, list[tuple[Unit, Division, int]]]] = WeakKeyDictionary()
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 MATRICES_SPLIT = "configure_model splits each weight matrix over {} ranks"
 """Assumption of layouts with tensor parallelism, for its number of ranks."""
+
+
+def once_per_module(function: _Function) -> _Function:
+    """Return a function of a module that computes each result once, while the module exists.
+
+    It is for modules that are estimated for many layouts, and do not change.  Other arguments are hashable.  Neither
+    they nor results may refer to the module, which would then exist for ever.
+    """
+    results: WeakKeyDictionary[Module, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def remembering(module: Module, *rest: Any) -> Any:
+        of_module = results.setdefault(module, {})
+        if rest not in of_module:
+            of_module[rest] = function(module, *rest)
+        return of_module[rest]
+
+    return remembering  # type: ignore[return-value]  # of the same signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,46 +122,63 @@ class Divisions:
         return self.usual
 
 
-def estimated_blocks(training: TrainingSize, policy: WrapPolicy | None) -> list[Module]:
-    """Return the blocks of a training that is estimated, as :func:`~dstrat_fsdp.wrap_policy.blocks_of` does.
+@once_per_module
+def estimated_blocks(module: Module, policy: WrapPolicy | None) -> tuple[Module, ...]:
+    """Return the blocks of a module that is estimated, as :func:`~dstrat_fsdp.wrap_policy.blocks_of` does.
 
     Args:
-        training: Sizes of the training on one device.
+        module: The module.
         policy: The policy of the strategy.
     """
-    of_module = _blocks.setdefault(training.module, {})
-    if policy not in of_module:
-        of_module[policy] = blocks_of(training.module, policy)
-    return of_module[policy]
+    return tuple(blocks_of(module, policy))
 
 
-def sharded_layout(
-    training: TrainingSize,
-    blocks: Sequence[Module],
-    *,
-    divisions: Divisions,
-    policy: MixedPrecisionPolicy,
-    frees_blocks: bool,
-    offloads: bool,
-    num_stages: int = 1,
-    layers: Module | None = None,
-) -> MemoryLayout:
-    """Return the memory of a rank that keeps a shard of each parameter, and gathers blocks of them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedTraining:
+    """A training that is estimated, whose ranks keep a shard of each parameter, and gather blocks of them.
 
-    With several backward passes before an optimizer step, gradients stay whole until the last one reduces them.
-
-    Args:
+    Attributes:
         training: Sizes of the training on one device.
         blocks: The layers that are gathered and freed together, inner ones before those that contain them.
         divisions: The divisions of the parameters, the same for all of a block.
         policy: The dtypes in which parameters are gathered and gradients summed.
         frees_blocks: Whether blocks are freed between their forward and backward passes.
         offloads: Whether shards and the optimizer's state are on the host.
-        num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
-            blocks gathered, of their own layers only.
+        num_replicas: Number of groups of the ranks that shard parameters.
         layers: The layers of a rank that has not all of them; None for the module.
     """
-    units = divided_units(training.module if layers is None else layers, blocks, divisions)
+
+    training: TrainingSize
+    blocks: tuple[Module, ...]
+    divisions: Divisions
+    policy: MixedPrecisionPolicy
+    frees_blocks: bool
+    offloads: bool = False
+    num_replicas: int = 1
+    layers: Module | None = None
+
+    @property
+    def units(self) -> list[tuple[Unit, Division, int]]:
+        """Units of parameters, one of equal ones, each with its division and the number of them."""
+        module = self.training.module if self.layers is None else self.layers
+        return _divided_units(module, self.blocks, self.divisions)
+
+    def gathers(self, unit: Unit) -> int:
+        """Return how often a unit is gathered for a batch; parameters outside of blocks stay for a full step."""
+        return 2 if self.frees_blocks and not unit.is_root else 1
+
+
+def sharded_layout(sharded: ShardedTraining, *, num_stages: int = 1) -> MemoryLayout:
+    """Return the memory of a rank.
+
+    With several backward passes before an optimizer step, gradients stay whole until the last one reduces them.
+
+    Args:
+        sharded: The training.
+        num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
+            blocks gathered, of their own layers only.
+    """
+    training, layers, policy, units = sharded.training, sharded.layers, sharded.policy, sharded.units
     module_buffers = training.module_buffers if layers is None else sum(buffer.nbytes for buffer in layers.buffers())
     shards = gradients = summed = 0
     for unit, division, count in units:
@@ -155,7 +188,7 @@ def sharded_layout(
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
     accumulates = training.accumulate_grad_batches > 1
     step_buffers, reduction_buffer = _buffers(
-        units, policy, frees_blocks=frees_blocks, num_stages=num_stages, accumulates=accumulates
+        units, policy, frees_blocks=sharded.frees_blocks, num_stages=num_stages, accumulates=accumulates
     )
     accumulated = summed // num_stages if accumulates else 0
     layout = MemoryLayout(
@@ -167,7 +200,7 @@ def sharded_layout(
         step_buffers=step_buffers,
         reduction_buffer=reduction_buffer,
     )
-    if not offloads:
+    if not sharded.offloads:
         return layout
     return MemoryLayout(
         parameters=module_buffers,
@@ -180,39 +213,29 @@ def sharded_layout(
     )
 
 
-def divided_units(module: Module, blocks: Sequence[Module], divisions: Divisions) -> list[tuple[Unit, Division, int]]:
-    """Return the units of a module's parameters, one of equal ones, with its division and the number of them.
-
-    Args:
-        module: The module.
-        blocks: The layers that are gathered together, inner ones before those that contain them.
-        divisions: The divisions of the parameters, the same for all of a unit.
-    """
-    of_module, layout = _divided.setdefault(module, {}), (tuple(map(id, blocks)), divisions)
-    if layout not in of_module:
-        equal: dict[tuple[Any, ...], list[Unit]] = {}
-        for unit in _units_of(module, blocks):
-            key = (unit.shapes, unit.is_root, divisions.of(unit.parameters[0]))
-            equal.setdefault(key, []).append(unit)
-        units = [(several[0], division, len(several)) for (_, _, division), several in equal.items()]
-        of_module[layout] = units
-    return of_module[layout]
+@once_per_module
+def _divided_units(
+    module: Module, blocks: tuple[Module, ...], divisions: Divisions
+) -> list[tuple[Unit, Division, int]]:
+    equal: dict[tuple[Any, ...], list[Unit]] = {}
+    for unit in _units_of(module, blocks):
+        key = (unit.shapes, unit.is_root, divisions.of(unit.parameters[0]))
+        equal.setdefault(key, []).append(unit)
+    return [(several[0], division, len(several)) for (_, _, division), several in equal.items()]
 
 
-def _units_of(module: Module, blocks: Sequence[Module]) -> list[Unit]:
+@once_per_module
+def _units_of(module: Module, blocks: tuple[Module, ...]) -> list[Unit]:
     """Return the units of parameters of blocks, and the one outside of blocks; those that have none are left out."""
-    of_module, key = _units.setdefault(module, {}), tuple(map(id, blocks))
-    if key not in of_module:
-        seen: set[int] = set()
-        units = []
-        for block in (*blocks, module):
-            parameters = tuple(parameter for parameter in block.parameters() if id(parameter) not in seen)
-            seen.update(map(id, parameters))
-            shapes = tuple((one.shape, one.dtype, one.requires_grad) for one in parameters)
-            if parameters:
-                units.append(Unit(parameters, shapes, is_root=block is module))
-        of_module[key] = units
-    return of_module[key]
+    seen: set[int] = set()
+    units = []
+    for block in (*blocks, module):
+        parameters = tuple(parameter for parameter in block.parameters() if id(parameter) not in seen)
+        seen.update(map(id, parameters))
+        shapes = tuple((one.shape, one.dtype, one.requires_grad) for one in parameters)
+        if parameters:
+            units.append(Unit(parameters, shapes, is_root=block is module))
+    return units
 
 
 def _shard_bytes(parameters: Iterable[Tensor], division: Division) -> int:

@@ -15,10 +15,16 @@ from dstrat_fsdp.communication import (
     split_activation_share,
     split_collectives,
 )
-from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
+from dstrat_fsdp.memory import (
+    MATRICES_SPLIT,
+    Division,
+    Divisions,
+    ShardedTraining,
+    estimated_blocks,
+    sharded_layout,
+)
 from dstrat_fsdp.mesh import DATA_PARALLEL, TENSOR_PARALLEL, open_mesh, parallel_sizes
-from dstrat_fsdp.options import offload_policy, precision_policy, state_dict_type_name
-from dstrat_fsdp.sharded_module import Sharding
+from dstrat_fsdp.options import precision_policy, state_dict_type_name
 from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_splits_layers
 from dstrat_fsdp.wrap_policy import blocks_of
 
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.memory import MemoryLayout, TrainingSize
     from dstrat.interfaces.precision import Precision
     from dstrat.interfaces.strategy import StepName
+    from dstrat_fsdp.sharded_module import Sharding
 
 
 class ModelParallelStrategy(SharedBatchStrategy):
@@ -102,8 +109,10 @@ class ModelParallelStrategy(SharedBatchStrategy):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        data, tensor = self._requested_sizes
-        return parallel_sizes(data, tensor, world_size=self.world_size, per_machine=len(self.parallel_devices))
+        return self._sizes_of(self.world_size, len(self.parallel_devices))
+
+    def _sizes_of(self, world_size: int, per_machine: int) -> tuple[int, int]:
+        return parallel_sizes(*self._requested_sizes, world_size=world_size, per_machine=per_machine)
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,12 +126,10 @@ class ModelParallelStrategy(SharedBatchStrategy):
 
     def check_training(self, training: TrainingSize) -> None:
         super().check_training(training)
-        _, tensor = parallel_sizes(
-            *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
-        )
+        _, tensor = self._sizes_of(training.world_size, training.ranks_per_machine)
         if tensor == 1:
             return
-        check_splits_layers(training, "tensor_parallel_size", (DATA_PARALLEL, TENSOR_PARALLEL))
+        check_splits_layers(training, "tensor_parallel_size", (DATA_PARALLEL, TENSOR_PARALLEL), tensor)
         for heads in training.heads:
             if heads % tensor:
                 raise RequestError(
@@ -135,41 +142,34 @@ class ModelParallelStrategy(SharedBatchStrategy):
 
         Which layers are split is decided in ``configure_model``, in the ranks.
         """
-        data, tensor = parallel_sizes(
-            *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
-        )
-        blocks = estimated_blocks(training, None)
-        layout = sharded_layout(
-            training,
-            blocks,
-            divisions=Divisions(Division(shards=data, splits=tensor)),
-            policy=precision_policy(None, training.precision),
-            frees_blocks=True,
-            offloads=False,
-        )
+        sharded = self._estimated(training)
+        layout, tensor = sharded_layout(sharded), sharded.divisions.usual.splits
         if tensor == 1:
             return layout
-        share = split_activation_share(training, blocks, tensor)
+        share = split_activation_share(training, sharded.blocks, tensor)
         return dataclasses.replace(layout, activation_share=share, assumption=MATRICES_SPLIT.format(tensor))
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
-        data, tensor = parallel_sizes(
-            *self._requested_sizes, world_size=training.world_size, per_machine=training.ranks_per_machine
-        )
-        blocks = estimated_blocks(training, None)
-        divided: dict[str, Any] = {
-            "divisions": Divisions(Division(shards=data, splits=tensor)),
-            "frees_blocks": True,
-        }
-        policy = precision_policy(None, training.precision)
-        sharded = sharded_collectives(training, blocks, policy=policy, **divided)
+        sharded = self._estimated(training)
+        of_shards, tensor = sharded_collectives(sharded), sharded.divisions.usual.splits
         return CommunicationLayout(
-            collectives=(*sharded, *split_collectives(training, blocks, tensor)),
+            collectives=(*of_shards, *split_collectives(training, sharded.blocks, tensor)),
             ranks_per_batch=tensor,
             weight_share=1 / tensor,
-            copied=copied_bytes(sharded),
-            hooks=python_hooks(training, blocks, **divided),
+            activation_share=split_activation_share(training, sharded.blocks, tensor),
+            copied=copied_bytes(of_shards),
+            hooks=python_hooks(sharded),
             assumption="" if tensor == 1 else MATRICES_SPLIT.format(tensor),
+        )
+
+    def _estimated(self, training: TrainingSize) -> ShardedTraining:
+        data, tensor = self._sizes_of(training.world_size, training.ranks_per_machine)
+        return ShardedTraining(
+            training=training,
+            blocks=estimated_blocks(training.module, None),
+            divisions=Divisions(Division(shards=data, splits=tensor)),
+            policy=precision_policy(None, training.precision),
+            frees_blocks=True,
         )
 
     def _open_mesh(self) -> DeviceMesh:
@@ -178,14 +178,8 @@ class ModelParallelStrategy(SharedBatchStrategy):
     # Sharding
 
     def _sharding(self) -> Sharding:
-        return Sharding(
-            mesh=self.device_mesh[DATA_PARALLEL],
-            tensor_mesh=self._tensor_mesh if self.tensor_parallel_size > 1 else None,
-            reshard_after_forward=True,
-            precision_policy=precision_policy(None, self.precision_plugin),
-            offload_policy=offload_policy(None, self.root_device),
-            sums_gradients=not self.accelerator.averages_in_collectives,
-        )
+        tensor_mesh = self._tensor_mesh if self.tensor_parallel_size > 1 else None
+        return self._sharding_over(self.device_mesh[DATA_PARALLEL], reshard_after_forward=True, tensor_mesh=tensor_mesh)
 
     def _blocks(self) -> list[Module]:
         self._check_split(

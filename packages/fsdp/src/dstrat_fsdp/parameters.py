@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 def materialize(
     module: Module,
     device: torch.device,
-    existing_shard: Callable[[Module, str], Tensor | None],
+    shards: Mapping[tuple[Module, str], Tensor] = MappingProxyType({}),
     *,
+    computes_parameters: bool = True,
     full_module: Module | None = None,
     foreign: Collection[Module] = (),
 ) -> None:
@@ -40,7 +42,8 @@ def materialize(
     Args:
         module: A sharded module.
         device: Device of the shards.
-        existing_shard: Returns this rank's shard of a layer's parameter from an earlier run, or None.
+        shards: This rank's shards from an earlier run, by layer and name.
+        computes_parameters: Whether to compute the other parameters; False leaves their values to a checkpoint.
         full_module: The module that has further layers, which this rank does not compute; None if there are none.
         foreign: Those of them that were made on the meta device.  Their buffers are computed, and their parameters too,
             one by one, and dropped: so random numbers are those of one device.
@@ -54,7 +57,8 @@ def materialize(
         internals.allocate_meta_tensors(module, device)
     for layer in _inner_first(module if full_module is None else full_module):
         if layer in names:
-            _fill(layer, names[layer], owned[layer], existing_shard)
+            existing = {name: shards[layer, name] for name in owned[layer] if (layer, name) in shards}
+            _fill(layer, names[layer], owned[layer], existing, computes_parameters=computes_parameters)
         elif layer in foreign:
             _fill_buffers(layer, device)
 
@@ -66,7 +70,7 @@ def made_on_meta(modules: Iterable[Module]) -> set[Module]:
 
 def parameter_attributes(module: Module) -> dict[tuple[Module, str], dict[str, Any]]:
     """Return the attributes that a user has set on parameters, by their layers and names."""
-    return {(layer, name): _attributes(parameter) for layer, name, parameter in _direct_parameters(module)}
+    return {(layer, name): _attributes(parameter) for layer, name, parameter in _direct_parameters(module.modules())}
 
 
 def restore_attributes(attributes: Mapping[tuple[Module, str], Mapping[str, Any]]) -> None:
@@ -113,18 +117,17 @@ def _owned_names(names: Mapping[Module, list[str]]) -> dict[Module, set[str]]:
 
 @torch.no_grad()
 def _fill(
-    layer: Module, names: list[str], owned: set[str], existing_shard: Callable[[Module, str], Tensor | None]
+    layer: Module, names: list[str], owned: set[str], shards: Mapping[str, Tensor], *, computes_parameters: bool
 ) -> None:
-    shards = {name: existing_shard(layer, name) for name in owned}
-    missing = [name for name, shard in shards.items() if shard is None]
+    computed = (name for name in owned if computes_parameters or not isinstance(getattr(layer, name), nn.Parameter))
+    missing = [name for name in computed if name not in shards]
     read = parameter_reader(layer)
     if read is not None:
         _read_shards(layer, missing, read)
     elif missing:
         _reset_layer(layer, names, owned)
     for name, shard in shards.items():
-        if shard is not None:
-            local_tensor(getattr(layer, name)).copy_(shard)
+        local_tensor(getattr(layer, name)).copy_(shard)
 
 
 @torch.no_grad()
@@ -301,28 +304,39 @@ def discard_shards(module: Module) -> None:
     if parked is not None:
         for hook in parked.hooks:
             hook.remove()
-        _replace_sharded(module, _empty_on_meta)
+        _replace_sharded(module, empty_on_meta)
 
 
 def discard_parameters(module: Module) -> None:
     """Move the parameters of a module that are to be sharded, and are not yet, to the meta device."""
     # Scalars are not sharded.
-    _replace(module, lambda parameter: not isinstance(parameter, DTensor) and parameter.dim() > 0, _empty_on_meta)
+    replace_parameters(
+        module.modules(), empty_on_meta, lambda parameter: not isinstance(parameter, DTensor) and parameter.dim() > 0
+    )
 
 
-def _empty_on_meta(parameter: Tensor) -> Tensor:
+def empty_on_meta(parameter: Tensor) -> Tensor:
+    """Return a tensor on the meta device, with shape and dtype only."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _replace_sharded(module: Module, convert: Callable[[DTensor], Tensor]) -> None:
-    """Replace the sharded parameters of a module; layers that share one share its replacement."""
-    _replace(module, lambda parameter: isinstance(parameter, DTensor), convert)
+    replace_parameters(module.modules(), convert, lambda parameter: isinstance(parameter, DTensor))
 
 
-def _replace(module: Module, is_replaced: Callable[[Any], bool], convert: Callable[[Any], Tensor]) -> None:
+def replace_parameters(
+    layers: Iterable[Module], convert: Callable[[Any], Tensor], is_replaced: Callable[[Any], bool] | None = None
+) -> None:
+    """Replace the parameters that layers have themselves; those that share one share its replacement.
+
+    Args:
+        layers: The layers.
+        convert: Returns the tensor that replaces a parameter, whose attributes and ``requires_grad`` are kept.
+        is_replaced: Returns whether to replace a parameter; None replaces all.
+    """
     replaced: dict[int, nn.Parameter] = {}
-    for layer, name, parameter in list(_direct_parameters(module)):  # alive, so that no id is used again
-        if not is_replaced(parameter):
+    for layer, name, parameter in list(_direct_parameters(layers)):  # alive, so that no id is used again
+        if is_replaced is not None and not is_replaced(parameter):
             continue
         if id(parameter) not in replaced:
             replaced[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
@@ -331,12 +345,12 @@ def _replace(module: Module, is_replaced: Callable[[Any], bool], convert: Callab
 
 
 def _sharded_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
-    return (each for each in _direct_parameters(module) if isinstance(each[2], DTensor))
+    return (each for each in _direct_parameters(module.modules()) if isinstance(each[2], DTensor))
 
 
-def _direct_parameters(module: Module) -> Iterator[tuple[Module, str, Any]]:
-    """Yield the parameters of a module with the layers that have them, also those that several layers share."""
-    for layer in module.modules():
+def _direct_parameters(layers: Iterable[Module]) -> Iterator[tuple[Module, str, Any]]:
+    """Yield the parameters that layers have themselves with these, also those that several layers share."""
+    for layer in layers:
         parameters: list[tuple[str, Any]] = list(layer.named_parameters(recurse=False, remove_duplicate=False))
         for name, parameter in parameters:
             yield layer, name, parameter

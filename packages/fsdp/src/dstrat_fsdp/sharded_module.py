@@ -15,8 +15,8 @@ from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import (
     ChangesInForward,
+    OutputGuard,
     ParameterGuard,
-    ViewOutputGuard,
     check_dtypes,
     check_replicas,
     check_same_use,
@@ -70,32 +70,23 @@ class Sharding:
     meshes: Mapping[Module, DeviceMesh] = field(default_factory=dict)
     tensor_mesh: DeviceMesh | None = None
 
-    def apply_to(self, layer: Module) -> FSDPModule:
-        """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together."""
+    def apply_to(self, layer: Module, *, is_root: bool = False) -> FSDPModule:
+        """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together.
+
+        Those of the root are outside of blocks, and gathered for a full step.
+        """
         self._move_to_device(layer)
         unit = fully_shard(
             layer,
             mesh=self.meshes.get(layer, self.mesh),
-            reshard_after_forward=self.reshard_after_forward,
-            mp_policy=self._policy_of(layer),
+            reshard_after_forward=None if is_root else self.reshard_after_forward,
+            mp_policy=self._policy_of(layer, is_root=is_root),
             offload_policy=self.offload_policy,
             ignored_params=_scalars_of(layer),
         )
-        if not self.prefetches_backward:
+        if not (self.prefetches_backward or is_root):
             unit.set_modules_to_backward_prefetch([unit])  # gathered already, so nothing is prefetched
         return unit
-
-    def apply_to_root(self, root: Module) -> FSDPModule:
-        """Shard the parameters outside of blocks, which are gathered for a full step."""
-        policy = self._policy(cast_forward_inputs=False)
-        self._move_to_device(root)
-        return fully_shard(
-            root,
-            mesh=self.mesh,
-            mp_policy=policy,
-            offload_policy=self.offload_policy,
-            ignored_params=_scalars_of(root),
-        )
 
     def _move_to_device(self, layer: Module) -> None:
         """Move the parameters that are not sharded yet to the mesh's device, as fully_shard does on most devices."""
@@ -104,16 +95,13 @@ class Sharding:
             plain = (tensor for tensor in layer.parameters() if not isinstance(tensor, DTensor) and not tensor.is_meta)
             internals.move(plain, device)
 
-    def _policy_of(self, layer: Module) -> MixedPrecisionPolicy:
+    def _policy_of(self, layer: Module, *, is_root: bool) -> MixedPrecisionPolicy:
         if keeps_statistics(layer):  # torch computes in the dtype of their buffers, and accepts inputs of any dtype
             return dataclasses.replace(self.precision_policy, param_dtype=None, output_dtype=None)
-        casts = self.precision_policy.cast_forward_inputs and layer not in self.meshes
-        return self._policy(cast_forward_inputs=casts)
-
-    def _policy(self, *, cast_forward_inputs: bool) -> MixedPrecisionPolicy:
         # ShardedModule casts inputs and outputs of steps: in any kind of batch, and also without a sharded root.
         # A block that casts its outputs would pass another dtype to the next layers than these compute in.
-        return dataclasses.replace(self.precision_policy, cast_forward_inputs=cast_forward_inputs, output_dtype=None)
+        casts = self.precision_policy.cast_forward_inputs and not is_root and layer not in self.meshes
+        return dataclasses.replace(self.precision_policy, cast_forward_inputs=casts, output_dtype=None)
 
 
 class ShardedModule:
@@ -138,12 +126,12 @@ class ShardedModule:
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
         # Their hooks come before torch's, which then sees the copies.
-        self._view_guards = [ViewOutputGuard(block, names[id(block)]) for block in blocks]
+        self._output_guards = [OutputGuard(block, names[id(block)]) for block in blocks]
         units = [sharding.apply_to(block) for block in blocks]
         self._module = module
         self.root: Any = (_SelfShardedSteps if isinstance(module, FSDPModule) else StepModule)(module)
         if gathers_root:
-            sharding.apply_to_root(self.root)
+            sharding.apply_to(self.root, is_root=True)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         self._unit_names = [names.get(id(unit), "the module itself") for unit in self._units]
         self._computed: list[str] = []  # blocks of the last forward pass, in their order, in steps that compare them
@@ -157,7 +145,7 @@ class ShardedModule:
         self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
         self._gathers_root = gathers_root
-        self._synchronizes, self._accumulates = True, False
+        self._synchronizes, self._has_accumulated = True, False
         self._mesh, self._tensor_mesh, self._num_steps = sharding.mesh, sharding.tensor_mesh, 0
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
@@ -177,9 +165,9 @@ class ShardedModule:
             self.free()
             self._guard.check_not_replaced()
         self._guard.check_not_changed()
-        if not self._accumulates:
+        if not self._has_accumulated:
             self._scalars.check_reduced()
-        return self._run(step, *args, **kwargs)
+        return self.run(step, *args, **kwargs)
 
     def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.free()  # the guard takes the sharded parameters for those that the module must keep
@@ -187,27 +175,24 @@ class ShardedModule:
         # In this step only, as the sums take a pass over all parameters.
         changes = ChangesInForward(self._guard, self._units)
         try:
-            outputs = self._run(step, *args, **kwargs)
+            outputs = self.run(step, *args, **kwargs)
         finally:
             changes.end()
         self._guard.check_not_changed()  # for the first time, which only records versions
         return outputs
-
-    def train_further(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a further forward pass of the same training step, as for microbatches, while units may be gathered."""
-        return self._run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module without gradients, and free all units after it."""
         self.free()  # a training step without a backward pass has left values of before the optimizer's step
         self._free_after_forward(True)
         try:
-            return self._run(step, *args, **kwargs)
+            return self.run(step, *args, **kwargs)
         finally:
             self._free_after_forward(False)
             self.free()
 
-    def _run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass; further ones of a training step, as for microbatches, while units may be gathered."""
         self._buffers.cast()
         self._scalars.make_plain()
         if self._input_dtype is not None:
@@ -232,7 +217,7 @@ class ShardedModule:
         """Set whether backward passes reduce gradients, or accumulate them without communication."""
         if enabled == self._synchronizes:
             return
-        self._synchronizes, self._accumulates = enabled, self._accumulates or not enabled
+        self._synchronizes, self._has_accumulated = enabled, self._has_accumulated or not enabled
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
@@ -292,11 +277,11 @@ class ShardedModule:
         """Restore the gradients that :meth:`pending_gradients` returned on the same mesh; collective."""
         restore_gradients(self._units, self._module, saved)
         self._scalars.restore_gradients(saved.get("scalars", {}), self._names())
-        self._accumulates = True  # so that zero_grad clears them, too
+        self._has_accumulated = True  # so that zero_grad clears them, too
 
     def drop_accumulated(self, optimizer: Optimizer) -> None:
         """Clear the unsharded gradients of an optimizer's parameters."""
-        if self._accumulates:
+        if self._has_accumulated:
             parameters = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
             drop_accumulated(self._units, parameters)
             self._scalars.drop_gradients(parameters)
@@ -310,7 +295,7 @@ class ShardedModule:
         for unit in self._units:
             unit.__dict__.pop("__deepcopy__", None)
             internals.unwrap(unit)
-        for guard in self._view_guards:
+        for guard in self._output_guards:
             guard.remove()
         self._scalars.remove_hooks()
         self._units, self._gathered_in_training = [], []

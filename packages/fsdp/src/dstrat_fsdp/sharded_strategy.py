@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -23,7 +22,6 @@ from dstrat.interfaces.state_dict import named_weights
 from dstrat.parallel.collectives import broadcast_tensors, running_statistics
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
-from dstrat.parallel.shards import local_tensor
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import (
@@ -34,7 +32,7 @@ from dstrat_fsdp.checks import (
     explain_shards,
 )
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
-from dstrat_fsdp.options import precision_policy
+from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy
 from dstrat_fsdp.parameters import (
     check_reusable,
     discard_parameters,
@@ -46,7 +44,7 @@ from dstrat_fsdp.parameters import (
     restore_attributes,
     unpark_shards,
 )
-from dstrat_fsdp.sharded_module import ShardedModule
+from dstrat_fsdp.sharded_module import ShardedModule, Sharding
 from dstrat_fsdp.wrap_policy import outermost_layers
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -62,7 +60,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat_fsdp.options import StateDictType
-    from dstrat_fsdp.sharded_module import Sharding
+    from dstrat_fsdp.wrap_policy import WrapPolicy
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +84,10 @@ class ShardedStrategy(ParallelStrategy):
     _attributes: Mapping[tuple[Module, str], Mapping[str, Any]] = MappingProxyType({})  # of parameters, during a setup
     _has_no_values = False  # of parameters on the meta device, which a checkpoint has
     _state_dict_type: StateDictType
-    _mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None  # of the user
+    # Of the user
+    _cpu_offload: bool | CPUOffloadPolicy | CPUOffload | None = None
+    _mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None
+    _auto_wrap_policy: WrapPolicy | None = None
 
     # Hooks of subclasses
 
@@ -103,7 +104,7 @@ class ShardedStrategy(ParallelStrategy):
         """Return the layers of the module that become units, inner ones first."""
 
     def _divide_layers(self) -> tuple[Module, set[Module]]:
-        """Return the module with the layers that this rank computes, and others that were made on the meta device."""
+        """Free what other ranks compute; return a module with the rest, and what was freed on the meta device."""
         return self.module, set()
 
     @property
@@ -139,6 +140,9 @@ class ShardedStrategy(ParallelStrategy):
         return {**super().__getstate__(), "_mesh": None}  # its groups are those of this process
 
     def setup_environment(self) -> None:
+        if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
+            # Gradients are on the CPU then, and their norms are reduced there, by gloo.
+            self.process_group_backend = f"cpu:gloo,{self.root_device.type}:{self.accelerator.process_group_backend}"
         super().setup_environment()
         self._failed = False
         self._mesh = self._open_mesh()
@@ -154,6 +158,17 @@ class ShardedStrategy(ParallelStrategy):
         if self._module is not None:  # a loop of one's own may make it in this context
             check_reusable(self._module)
         return parameters_on_meta()
+
+    def _sharding_over(self, mesh: DeviceMesh, **options: Any) -> Sharding:
+        """Return how parameters are sharded over a mesh, with other options of :class:`Sharding`."""
+        return Sharding(
+            mesh=mesh,
+            precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
+            offload_policy=offload_policy(self._cpu_offload, self.root_device),
+            input_dtype=input_dtype(self._mixed_precision, self.precision_plugin),
+            sums_gradients=not self.accelerator.averages_in_collectives,
+            **options,
+        )
 
     def model_to_device(self) -> None:
         """Do nothing: each layer is moved when it is sharded."""
@@ -176,12 +191,14 @@ class ShardedStrategy(ParallelStrategy):
         computed, foreign = self._divide_layers()
         self._sharded = ShardedModule(computed, sharding, blocks, gathers_root=gathers_root)
         shards_on = torch.device("cpu") if isinstance(sharding.offload_policy, CPUOffloadPolicy) else self.root_device
-        existing = _any_shard if self._has_no_values else _no_shard
-        if parked is not None:
-            existing = functools.partial(_shard_of, parked)
-        # Those that a run has parked have their buffers.
-        new_foreign = foreign if parked is None else ()
-        materialize(self._sharded.root, shards_on, existing, full_module=module, foreign=new_foreign)
+        materialize(
+            self._sharded.root,
+            shards_on,
+            parked or {},
+            computes_parameters=not self._has_no_values,
+            full_module=module,
+            foreign=foreign if parked is None else (),  # those that a run has parked have their buffers
+        )
         internals.move(module.buffers(), self.root_device)  # those that were on the meta device
         self._has_no_values = False
         self.model = self._sharded.root
@@ -251,8 +268,9 @@ class ShardedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        self._end_sharding()
+        # First: to copy a shard waits for the collectives before it on the device, which may never end.
         super().on_exception(exception)
+        self._end_sharding()
 
     def teardown(self) -> None:
         self._end_sharding()
@@ -385,25 +403,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def takes_gradients(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state is of the same layout, in which this rank has the same shards."""
-        return self._is_of_layout(state)
-
-    def _is_of_layout(self, state: Mapping[str, Any]) -> bool:
         return all(state.get(name) == value for name, value in self._rank_layout.items())
-
-
-def _shard_of(shards: Mapping[tuple[Module, str], Tensor], layer: Module, name: str) -> Tensor | None:
-    """Return the shard of an earlier run."""
-    return shards.get((layer, name))
-
-
-def _no_shard(_layer: Module, _name: str) -> Tensor | None:
-    return None
-
-
-def _any_shard(layer: Module, name: str) -> Tensor | None:
-    """Return the shard itself as the one to copy from, as a checkpoint has its values; None for a buffer."""
-    tensor = getattr(layer, name)
-    return local_tensor(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 def _described(layout: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dstrat.data.random_state import RankRandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
-from dstrat.parallel.collectives import broadcast_tensors, name_of_operation
+from dstrat.parallel.collectives import broadcast_tensors, name_of_operation, uses_host_memory
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
 from dstrat_fsdp.checks import is_compared
@@ -112,8 +112,13 @@ class SharedBatchStrategy(ShardedStrategy):
         """Whether this rank is the first of its group, all of which compute with the same data."""
         return self.global_rank == self._data_group * self.tensor_parallel_size
 
+    @property
+    def _shares_batches(self) -> bool:
+        """Whether several ranks read the same batches."""
+        return self.data_parallel_size < self.world_size
+
     def share_random_state(self) -> None:
-        if self.data_parallel_size == self.world_size:
+        if not self._shares_batches:
             return
         of_ranks: list[Any] = [None] * self.world_size
         dist.all_gather_object(of_ranks, (self._reader, RankRandomState.capture(self)))
@@ -133,8 +138,8 @@ class SharedBatchStrategy(ShardedStrategy):
     def check_same_batch(self, name: StepName, batch: Any) -> None:
         """Compare the batch of a step on the ranks that share it, now and then; collective.
 
-        That is in steps 1, 2, 4, 8 ... and in each 128th: ranks that have loaded different samples once go on to.  The
-        answer is read before the next step, so that no rank waits for another one here.
+        Ranks that have loaded different samples once go on to.  The answer is read before the next step, so that no
+        rank waits for another one here.
 
         Args:
             name: The step; those of each name are counted.
@@ -143,14 +148,16 @@ class SharedBatchStrategy(ShardedStrategy):
         Raises:
             MisuseError: The ranks had different batches before.
         """
-        if self.data_parallel_size == self.world_size:
+        if not self._shares_batches:
             return
         self._raise_for_other_batches()
         self._num_steps[name] += 1
         number = self._num_steps[name]
         if not is_compared(number):
             return
-        digest = self.from_host(torch.tensor([_digest(batch)]))
+        digest = torch.tensor([_digest(batch)])
+        if not uses_host_memory():  # gloo sends from the memory of the host only
+            digest = self.from_host(digest)
         for group in self._batch_groups():
             first, *senders = dist.get_process_group_ranks(group)
             # Messages, as a collective that another rank never comes to would keep this one at the end of the group.
@@ -234,15 +241,20 @@ class SharedBatchStrategy(ShardedStrategy):
         return bool(super().reduce(vote, reduce_op="min" if all else "max"))
 
 
-def check_splits_layers(training: TrainingSize, option: str, dimensions: Sequence[str]) -> None:
+def check_splits_layers(
+    training: TrainingSize, option: str, dimensions: Sequence[str], size: int, *, divides_experts: bool = False
+) -> None:
     """Check that a module splits its layers, before anything runs.
 
-    A module may define ``check_tensor_parallel()``, which raises an error if its layers cannot be split.
+    A module may define ``check_tensor_parallel(size, divides_experts)``, which raises an error if its layers cannot be
+    split over so many ranks.
 
     Args:
         training: Sizes of the training.
         option: Name of the option that divides layers, for a message.
         dimensions: Names of the dimensions of the mesh, that of ``option`` last.
+        size: Number of ranks that share a layer.
+        divides_experts: Whether the strategy divides layers of experts otherwise.
 
     Raises:
         MisuseError: It has no ``configure_model``, or one that does not split layers over such a mesh.
@@ -259,7 +271,7 @@ def check_splits_layers(training: TrainingSize, option: str, dimensions: Sequenc
         )
     check = getattr(module, "check_tensor_parallel", None)
     if check is not None:
-        check()
+        check(size, divides_experts)
 
 
 def _digest(batch: Any) -> int:

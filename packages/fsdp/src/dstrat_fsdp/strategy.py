@@ -15,11 +15,9 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp.communication import bytes_from_host, copied_bytes, python_hooks, sharded_collectives
-from dstrat_fsdp.memory import Division, Divisions, estimated_blocks, sharded_layout
+from dstrat_fsdp.memory import Division, Divisions, ShardedTraining, estimated_blocks, sharded_layout
 from dstrat_fsdp.mesh import REPLICATE, SHARD, checked_mesh, open_mesh, sharding_mesh_shape
 from dstrat_fsdp.options import (
-    input_dtype,
-    offload_policy,
     offloads_to_host,
     precision_policy,
     prefetches_backward,
@@ -27,7 +25,6 @@ from dstrat_fsdp.options import (
     sharding_name,
     state_dict_type_name,
 )
-from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
 from dstrat_fsdp.wrap_policy import blocks_of
 
@@ -53,6 +50,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
     from dstrat.parallel.layers import LayerClasses, LayerPolicy
     from dstrat_fsdp.options import ShardingName
+    from dstrat_fsdp.sharded_module import Sharding
     from dstrat_fsdp.wrap_policy import WrapPolicy
 
 _logger = logging.getLogger(__name__)
@@ -99,6 +97,8 @@ class FSDPStrategy(ShardedStrategy):
         RequestError: An option has an impossible value.
         ConflictError: Two options exclude each other.
     """
+
+    is_elastic = True
 
     def __init__(
         self,
@@ -147,8 +147,6 @@ class FSDPStrategy(ShardedStrategy):
         self._requested_mesh = checked_mesh(device_mesh)
         self._reshard_after_forward = _reshards(reshard_after_forward, self._sharding_strategy)
 
-    is_elastic = True
-
     @override
     def check_elastic(self) -> None:
         super().check_elastic()
@@ -160,9 +158,6 @@ class FSDPStrategy(ShardedStrategy):
             )
 
     def setup_environment(self) -> None:
-        if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
-            # Gradients are on the CPU then, and their norms are reduced there, by gloo.
-            self.process_group_backend = f"cpu:gloo,{self.root_device.type}:{self.accelerator.process_group_backend}"
         super().setup_environment()
         if self.world_size == 1:
             _logger.info("there is one process, so that nothing is sharded")
@@ -172,33 +167,28 @@ class FSDPStrategy(ShardedStrategy):
         return ({}, {"activation_checkpointing": "full"})
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
-        shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
-        return sharded_layout(
-            training,
-            estimated_blocks(training, self._auto_wrap_policy),
-            divisions=Divisions(Division(shards=shape[-1])),
-            policy=precision_policy(self._mixed_precision, training.precision),
-            frees_blocks=self._reshard_after_forward is not False,
-            offloads=offloads_to_host(self._cpu_offload, training.device_type),
-        )
+        return sharded_layout(self._estimated(training))
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
-        shape = self._mesh_shape(training.world_size, training.ranks_per_machine)
-        divided: dict[str, Any] = {
-            "divisions": Divisions(Division(shards=shape[-1])),
-            "frees_blocks": self._reshard_after_forward is not False,
-        }
-        num_replicas = math.prod(shape[:-1])
-        blocks = estimated_blocks(training, self._auto_wrap_policy)
-        policy = precision_policy(self._mixed_precision, training.precision)
-        collectives = sharded_collectives(training, blocks, policy=policy, num_replicas=num_replicas, **divided)
+        sharded = self._estimated(training)
+        collectives = sharded_collectives(sharded)
         return CommunicationLayout(
             collectives=collectives,
             copied=copied_bytes(collectives),
-            copied_from_host=bytes_from_host(training, blocks, **divided)
-            if offloads_to_host(self._cpu_offload, training.device_type)
-            else 0,
-            hooks=python_hooks(training, blocks, num_replicas=num_replicas, **divided),
+            copied_from_host=bytes_from_host(sharded),
+            hooks=python_hooks(sharded),
+        )
+
+    def _estimated(self, training: TrainingSize) -> ShardedTraining:
+        *replicas, shards = self._mesh_shape(training.world_size, training.ranks_per_machine)
+        return ShardedTraining(
+            training=training,
+            blocks=estimated_blocks(training.module, self._auto_wrap_policy),
+            divisions=Divisions(Division(shards=shards)),
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward is not False,
+            offloads=offloads_to_host(self._cpu_offload, training.device_type),
+            num_replicas=math.prod(replicas),
         )
 
     def _mesh_shape(self, world_size: int, per_machine: int) -> tuple[int, ...]:
@@ -220,15 +210,11 @@ class FSDPStrategy(ShardedStrategy):
                 f"reshard_after_forward {smaller} does not divide the {mesh.shape[-1]} ranks that parameters are "
                 "sharded over: give a number that does, or True or False"
             )
-        return Sharding(
-            mesh=mesh,
+        return self._sharding_over(
+            mesh,
             reshard_after_forward=smaller,
-            precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
-            offload_policy=offload_policy(self._cpu_offload, self.root_device),
             prefetches_backward=self._prefetches_backward,
-            input_dtype=input_dtype(self._mixed_precision, self.precision_plugin),
             buffer_dtype=getattr(self._mixed_precision, "buffer_dtype", None),
-            sums_gradients=not self.accelerator.averages_in_collectives,
         )
 
     def _blocks(self) -> list[Module]:

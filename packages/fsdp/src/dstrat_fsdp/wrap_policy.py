@@ -35,8 +35,9 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         option = f"{type(module).__name__}.auto_wrap_policy"
         policy = checked_policy(option, getattr(module, "auto_wrap_policy", None), or_size=True)
     if policy is None:
-        uses = _parameter_uses(module)
-        return [block for block in repeated_layers(module, _is_sharded) if not _shares_parameters(block, uses)]
+        uses = parameter_uses(module)
+        layers = repeated_layers(module, lambda layer: isinstance(layer, FSDPModule))
+        return [block for block in layers if not names_of_shared(block, uses)]
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
     matches_elsewhere = root is not None and any(layer is not root for layer in _matching_policy(root, policy))
     if not (blocks or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
@@ -47,8 +48,7 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
             f"auto_wrap_policy {policy!r} matches no layer of {type(module).__name__}, which has "
             f"{num_parameters(module)} parameters in layers of the classes {classes or '(none)'}"
         )
-    for block in blocks:
-        _refuse_shared_parameters(block, module)
+    _refuse_shared_parameters(blocks, module)
     return blocks
 
 
@@ -65,8 +65,7 @@ def outermost_layers(module: Module) -> list[Module]:
             "could gather it: move it into one"
         )
     layers = list(dict.fromkeys(layer for child in module.children() for layer in _callable_layers(child)))
-    for layer in layers:
-        _refuse_shared_parameters(layer, module)
+    _refuse_shared_parameters(layers, module)
     return layers
 
 
@@ -79,17 +78,12 @@ def _callable_layers(module: Module) -> Iterator[Module]:
             yield from _callable_layers(child)
 
 
-def layers_of_classes(module: Module, classes: Iterable[type]) -> list[Module]:
-    """Return the layers of a module that are of one of the classes, inner ones first."""
-    accepted = tuple(classes)
-    return [layer for layer in _candidate_layers(module) if isinstance(layer, accepted)]
-
-
 def _matching_policy(module: Module, policy: WrapPolicy) -> list[Module]:
     if isinstance(policy, int):
         return _by_size(module, lambda _, numel: numel >= policy)
     if not callable(policy):
-        return layers_of_classes(module, policy)
+        classes = tuple(policy)
+        return [layer for layer in _candidate_layers(module) if isinstance(layer, classes)]
     function: Any = policy
     # torch's functions, and those that are written for its earlier FSDP, take these arguments by name.
     names = inspect.signature(function).parameters
@@ -116,51 +110,38 @@ def _by_size(module: Module, is_block: Callable[[Module, int], bool]) -> list[Mo
     return blocks
 
 
-def _is_sharded(layer: Module) -> bool:
-    return isinstance(layer, FSDPModule)
+def _refuse_shared_parameters(blocks: Iterable[Module], module: Module) -> None:
+    uses = parameter_uses(module)
+    for block in blocks:
+        if shared := names_of_shared(block, uses):
+            raise RequestError(
+                f"a {type(block).__name__} that is sharded by itself shares its parameter {shared[0]!r} with a layer "
+                "outside of it: shard a layer that contains both, or exclude it from auto_wrap_policy"
+            )
 
 
-def _refuse_shared_parameters(block: Module, module: Module) -> None:
-    shared = _shared_parameters(block, module)
-    if shared:
-        raise RequestError(
-            f"a {type(block).__name__} that is sharded by itself shares its parameter {shared[0]!r} with a layer "
-            "outside of it: shard a layer that contains both, or exclude it from auto_wrap_policy"
-        )
+def parameter_uses(module: Module) -> Counter[int]:
+    """Return how many layers have each parameter, by its identity."""
+    return Counter(id(one) for layer in module.modules() for one in layer.parameters(recurse=False))
 
 
-def _shared_parameters(block: Module, module: Module) -> list[str]:
-    """Return the names, within the block, of parameters that a layer outside of it shares."""
-    inside = {id(layer) for layer in block.modules()}
-    outside = {
-        id(parameter)
-        for layer in module.modules()
-        if id(layer) not in inside
-        for parameter in layer.parameters(recurse=False)
-    }
-    # Scalars are sharded with no block, so that any layers may share them.
-    return [name for name, parameter in block.named_parameters() if id(parameter) in outside and parameter.dim()]
-
-
-def _parameter_uses(module: Module) -> Counter[int]:
-    """Return how many layers have each parameter, but for scalars, by its identity."""
-    return Counter(id(one) for layer in module.modules() for one in layer.parameters(recurse=False) if one.dim())
-
-
-def _shares_parameters(block: Module, uses: Counter[int]) -> bool:
-    """Return whether a layer outside of a block has a parameter of it.
+def names_of_shared(block: Module, uses: Counter[int]) -> list[str]:
+    """Return the names of a block's parameters that a layer outside of it has too.
 
     Args:
         block: The block.
-        uses: Numbers of layers with each parameter.
+        uses: The :func:`parameter_uses` of the module.
     """
-    return any(count < uses[parameter] for parameter, count in _parameter_uses(block).items())
+    inside = parameter_uses(block)
+    # Scalars are sharded with no block, so that any layers may share them.
+    return [name for name, one in block.named_parameters() if one.dim() and inside[id(one)] < uses[id(one)]]
 
 
 def layers_with_statistics(module: Module) -> list[Module]:
     """Return the layers of a module with running statistics that are not sharded yet."""
+    uses = parameter_uses(module)
     layers = [layer for layer in module.modules() if layer is not module and keeps_statistics(layer)]
-    return [layer for layer in layers if not isinstance(layer, FSDPModule) and not _shared_parameters(layer, module)]
+    return [layer for layer in layers if not isinstance(layer, FSDPModule) and not names_of_shared(layer, uses)]
 
 
 def keeps_statistics(layer: Module) -> bool:

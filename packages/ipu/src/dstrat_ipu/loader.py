@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from dstrat.data.combined_loader import CombinedLoader, map_leaves
+from dstrat.data.combined_loader import CombinedLoader, map_sources
 from dstrat.data.division import with_attributes
 from dstrat.errors import ConflictError, RequestError
 from dstrat_ipu import runtime
@@ -31,9 +31,7 @@ def join_batches(loader: Any, options: Any, purpose: str) -> Any:
         ConflictError: poptorch's loader has other options than the model.
     """
     if isinstance(loader, CombinedLoader):
-        return CombinedLoader(
-            map_leaves(loader.iterables, lambda one: join_batches(one, options, purpose)), loader.mode
-        )
+        return map_sources(loader, lambda one: join_batches(one, options, purpose))
     if isinstance(loader, runtime.poptorch().DataLoader):
         _check_options(loader.options, options, purpose)
         return loader  # its items have all batches of a call already

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-METHODS = ("ulysses", "ring")
+METHODS = {"ulysses": "heads exchanged for sequences", "ring": "keys and values from rank to rank"}
 
 _torch_attention, _torch_multi_head = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
 _HEADS, _SEQUENCE = -3, -2  # dimensions of queries, keys and values: (..., heads, sequence, head size)
@@ -178,7 +178,7 @@ def ring_attention(
     grouped = query.unflatten(_HEADS, (key.shape[_HEADS], -1))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     pair = key.unsqueeze(_HEADS), value.unsqueeze(_HEADS)
-    output: Tensor = _Ring.apply(grouped, *pair, group, is_causal, scale)  # type: ignore[no-untyped-call]  # likewise
+    output: Tensor = _Ring.apply(grouped, *pair, group, is_causal, scale)  # type: ignore[no-untyped-call]  # torch leaves it so
     return output.flatten(_HEADS - 1, _HEADS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ class Axes:
     ep: int = 1
 
     @classmethod
+    @functools.cache
     def of(
         cls, world_size: int, *, pp: int, dp_replicate: int, dp_shard: int | str, cp: int, tp: int, ep: int = 1
     ) -> Axes:
@@ -98,9 +100,7 @@ class Axes:
     def options(self) -> dict[str, Any]:
         """The constructor's options for these sizes; ``dp_shard`` is what the others leave."""
         sizes = zip((*self.names, EXPERT), (*self.shape, self.ep), strict=True)
-        return {name: size for name, size in sizes if size > 1 and name != SHARD} | (
-            {"microbatches": _MICROBATCHES * self.pp} if self.pp > 1 else {}
-        )
+        return {name: size for name, size in sizes if size > 1 and name != SHARD}
 
     def schedules(self, num_layers: int) -> list[dict[str, Any]]:
         """Return the options for these sizes with each schedule of a pipeline that is worth comparing.

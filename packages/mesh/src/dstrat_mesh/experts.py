@@ -16,6 +16,8 @@ from dstrat.errors import DstratError, MisuseError, RequestError
 from dstrat.parallel.collectives import gather_tensors
 from dstrat_fsdp import internals
 from dstrat_fsdp.mesh import open_mesh
+from dstrat_fsdp.parameters import replace_parameters
+from dstrat_fsdp.wrap_policy import names_of_shared, parameter_uses
 from dstrat_mesh.axes import EXPERT, REPLICATE, SHARD
 from dstrat_mesh.exchange import exchange_rows
 from dstrat_mesh.stages import generator_states
@@ -65,9 +67,9 @@ class ExpertParallelism:
         self._mesh = open_mesh(strategy.root_device.type, tuple(sizes.values()), tuple(sizes), strategy.timeout)
         self._replicates = axes.dp_replicate > 1
         self._replaced = {layer: vars(layer).get("forward") for layer in self.layers}
-        group, batches = self._mesh.get_group(EXPERT), axes.ep // axes.tp
+        group = self._mesh.get_group(EXPERT)
         for layer, count in counts.items():
-            experts = RoutedExperts(layer, names[layer], count, group, tensor_group, strategy, batches=batches)
+            experts = RoutedExperts(layer, names[layer], count, group, tensor_group, strategy)
             layer.forward = experts.compute
 
     @property
@@ -78,14 +80,13 @@ class ExpertParallelism:
     @torch.no_grad()
     def divide(self, module: Module) -> None:
         """Keep this rank's share of the experts in the layers of a module, which all ranks have with equal values."""
-        mesh = self._mesh[EXPERT]
-        inside = set(module.modules())
-        for layer in self.layers:
-            for owner in layer.modules() if layer in inside else ():
-                for name, parameter in list(owner.named_parameters(recurse=False)):
-                    share = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-                    divided = DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
-                    setattr(owner, name, nn.Parameter(divided, parameter.requires_grad))
+        mesh, inside = self._mesh[EXPERT], set(module.modules())
+
+        def share_of(parameter: Tensor) -> Tensor:
+            share = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            return DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
+
+        replace_parameters((owner for layer in self.layers if layer in inside for owner in layer.modules()), share_of)
 
     def end(self) -> None:
         """Restore the ``forward`` of the layers, and drop the groups."""
@@ -119,7 +120,7 @@ def common_number_of_experts(module: Module) -> int:
         return 1
 
 
-def with_experts(layers: Sequence[Module], module: Module, blocks: Sequence[Module]) -> list[Module]:
+def with_experts(layers: Sequence[Module], module: Module, blocks: Sequence[Module]) -> tuple[Module, ...]:
     """Return the blocks of a module with its layers of experts, which are blocks of their own.
 
     Args:
@@ -128,10 +129,10 @@ def with_experts(layers: Sequence[Module], module: Module, blocks: Sequence[Modu
         blocks: Its blocks, of which those within experts are left out.
     """
     if not layers:
-        return [*blocks]
+        return tuple(blocks)
     within = {inner for layer in layers for inner in layer.modules()}
     present = set(module.modules())
-    return [*(layer for layer in layers if layer in present), *(block for block in blocks if block not in within)]
+    return (*(layer for layer in layers if layer in present), *(block for block in blocks if block not in within))
 
 
 def _layers_of(module: Module) -> list[Module]:
@@ -157,14 +158,12 @@ def _layers_of(module: Module) -> list[Module]:
 
 def _number_of_experts(module: Module, layer: Module, prefix: str, ranks: int) -> int:
     """Return the number of experts in a layer: the first dimension of each of its parameters."""
-    inside = set(layer.modules())
-    outside = {p for other in module.modules() if other not in inside for p in other.parameters(recurse=False)}
     shapes = {f"{prefix}.{name}": tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     counts = {shape[:1] for shape in shapes.values()}
     said = vars(layer).get(_COUNT)
     if said is not None:
         counts.add((said,))
-    if len(counts) != 1 or counts == {()} or any(p in outside for p in layer.parameters()):
+    if len(counts) != 1 or counts == {()} or names_of_shared(layer, parameter_uses(module)):
         shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no parameters"
         if said is not None:
             shown = f"{_COUNT}={said} and {shown}"
@@ -195,7 +194,6 @@ class RoutedExperts:
         group: The ranks, in the order of their experts.
         tensor_group: The ranks that have the same tokens; None if there are none.
         strategy: Of the run.
-        batches: Number of ranks of the group whose tokens are of different batches, or other parts of one.
     """
 
     def __init__(
@@ -206,11 +204,11 @@ class RoutedExperts:
         group: ProcessGroup,
         tensor_group: ProcessGroup | None,
         strategy: ParallelStrategy,
-        *,
-        batches: int,
     ) -> None:
         self._layer, self._name, self._forward, self._strategy = layer, name, layer.forward, strategy
-        self._count, self._group, self._tensor_group, self._batches = count, group, tensor_group, batches
+        self._count, self._group, self._tensor_group = count, group, tensor_group
+        # Ranks of the group whose tokens are of different batches, or other parts of one.
+        self._batches = group.size() if tensor_group is None else group.size() // tensor_group.size()
 
     def compute(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token; collective.
@@ -334,12 +332,12 @@ class _Joined(torch.autograd.Function):
 
 
 def _share(rows: Tensor, group: ProcessGroup) -> Tensor:
-    share: Tensor = _Share.apply(rows, group)  # type: ignore[no-untyped-call]  # likewise
+    share: Tensor = _Share.apply(rows, group)  # type: ignore[no-untyped-call]  # torch leaves it so
     return share
 
 
 def _joined(rows: Tensor, length: int, group: ProcessGroup) -> Tensor:
-    joined: Tensor = _Joined.apply(rows, length, group)  # type: ignore[no-untyped-call]  # likewise
+    joined: Tensor = _Joined.apply(rows, length, group)  # type: ignore[no-untyped-call]  # torch leaves it so
     return joined
 
 

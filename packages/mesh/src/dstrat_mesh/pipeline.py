@@ -6,26 +6,31 @@ import functools
 import inspect
 import itertools
 import logging
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import utils
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dstrat.errors import ConflictError, DstratError, MisuseError
-from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
+from dstrat.interfaces.pipeline import Pipeline, batch_size, check_loss_of_stages, split_batch
+from dstrat.parallel.collectives import gather_tensors
 from dstrat.parallel.internals import new_connections
+from dstrat.parallel.job import current_job
 from dstrat.parallel.optimizer_checks import find_coupling
+from dstrat.parallel.process_group import noting_failed_steps
 from dstrat.parallel.shards import local_tensor, with_local
 from dstrat.training.metrics.metric_objects import is_metric
 from dstrat.training.module.compiling import plain_name, wrapped_module
-from dstrat_fsdp.parameters import made_on_meta
+from dstrat_fsdp.memory import once_per_module
+from dstrat_fsdp.parameters import empty_on_meta, made_on_meta, replace_parameters
 from dstrat_mesh.axes import PIPELINE
 from dstrat_mesh.runner import Links, StageRunner
-from dstrat_mesh.stages import Stages, free_parameters
+from dstrat_mesh.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +68,7 @@ def check_module(module: Module) -> None:
     """Check that a module can have stages.
 
     Raises:
-        MisuseError: It defines no pipeline, or has statistics of batches.
+        MisuseError: It defines no pipeline, has another loss without it, or has statistics of batches.
     """
     name = type(module).__name__
     if not hasattr(module, "configure_pipeline"):
@@ -71,6 +76,7 @@ def check_module(module: Module) -> None:
             f"{name} has no configure_pipeline, which a pipeline (pp) needs: define it to return "
             "dstrat.Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))"
         )
+    check_loss_of_stages(module, "training_step")
     for layer in module.modules():
         if layer is module:
             continue
@@ -85,6 +91,10 @@ def check_module(module: Module) -> None:
             f"{name} has a {type(layer).__name__}, which {reason}, and a pipeline divides it into microbatches, so "
             "that results would be others: use a layer norm or group norm, or leave pp out"
         )
+
+
+check_estimated_module = once_per_module(check_module)
+"""Check a module that is estimated for many layouts, and does not change, once."""
 
 
 def check_backward(module: Module, module_backward: Callable[..., None] | None) -> None:
@@ -161,6 +171,31 @@ def check_not_compiled(module: Module, pipeline: Pipeline, schedule: Schedule) -
             )
 
 
+def check_called(module: Module, pipeline: Pipeline) -> None:
+    """Check that no module has hooks that training steps would not call, as these call the layers alone.
+
+    Raises:
+        MisuseError: One has.
+    """
+    if pipeline.compute is not None:  # which may call the model
+        return
+    chain = set(pipeline.chain)
+    called = {inner for layer in chain for inner in layer.modules()}
+    within = set(pipeline.model.modules()) - called
+    for name, container in module.named_modules():
+        hooks = (
+            container._forward_hooks,  # noqa: SLF001 - torch's, and below
+            container._forward_pre_hooks,  # noqa: SLF001
+            container._backward_hooks,  # noqa: SLF001
+            container._backward_pre_hooks,  # noqa: SLF001
+        )
+        if container in within and any(hooks) and not chain.isdisjoint(container.modules()):
+            raise MisuseError(
+                f"{name or type(module).__name__} has hooks on its forward or backward pass, and stages call its "
+                "layers one after the other, without it: register them on the layers, or leave pp out"
+            )
+
+
 def number_of_layers(module: Any) -> int:
     """Return the number of layers of a module's pipeline; 0 if it has none whose order is known."""
     try:
@@ -169,11 +204,7 @@ def number_of_layers(module: Any) -> int:
         return 0
 
 
-# Of modules that are estimated for many layouts, and do not change.
-_stages: WeakKeyDictionary[Module, dict[tuple[int, int], Stages]] = WeakKeyDictionary()
-_layers: WeakKeyDictionary[Module, dict[tuple[int, int], list[nn.ModuleList]]] = WeakKeyDictionary()
-
-
+@once_per_module
 def estimated_stages(module: Module, ranks: int, stages_per_rank: int) -> Stages:
     """Return the stages of a module that is estimated, as :meth:`Stages.of` does.
 
@@ -182,20 +213,14 @@ def estimated_stages(module: Module, ranks: int, stages_per_rank: int) -> Stages
         ranks: Number of ranks along the pipeline.
         stages_per_rank: Number of stages of each.
     """
-    of_module, key = _stages.setdefault(module, {}), (ranks, stages_per_rank)
-    if key not in of_module:
-        of_module[key] = Stages.of(module, pipeline_of(module), ranks, stages_per_rank)
-    return of_module[key]
+    return Stages.of(module, pipeline_of(module), ranks, stages_per_rank)
 
 
+@once_per_module
 def estimated_layers(module: Module, ranks: int, stages_per_rank: int) -> list[nn.ModuleList]:
-    """Return the layers of each rank of a module that is estimated; the arguments are as before."""
-    of_module, key = _layers.setdefault(module, {}), (ranks, stages_per_rank)
-    if key not in of_module:
-        stages = estimated_stages(module, ranks, stages_per_rank)
-        positions = range(ranks)
-        of_module[key] = [nn.ModuleList(itertools.chain(*stages.layers_at(position))) for position in positions]
-    return of_module[key]
+    """Return the layers of each rank of a module that is estimated, by the arguments of :func:`estimated_stages`."""
+    stages = estimated_stages(module, ranks, stages_per_rank)
+    return [nn.ModuleList(itertools.chain(*stages.layers_at(position))) for position in range(ranks)]
 
 
 class PipelineRun:
@@ -209,6 +234,7 @@ class PipelineRun:
         device: The device of this rank.
         timeout: How long a stage waits for another one.
         loss_dtype: The dtype in which losses of microbatches are added.
+        passes_communicate: Whether ranks with other batches take part in each pass, so that all need as many.
 
     Attributes:
         layers: A module with the layers of this rank's stages only, under their names in the user's module.
@@ -223,37 +249,45 @@ class PipelineRun:
         device: torch.device,
         timeout: timedelta,
         loss_dtype: torch.dtype,
+        *,
+        passes_communicate: bool,
     ) -> None:
         self._module, self._schedule, self._loss_dtype = module, schedule, loss_dtype
+        self._passes_communicate = passes_communicate
         self._pipeline = pipeline_of(module)
         check_not_compiled(module, self._pipeline, schedule)
+        check_called(module, self._pipeline)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
         num_new = 3 if schedule.stages_per_rank > 1 else 1
         with new_connections():
-            opened = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
+            further = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
             # Those of shared parameters have no other ranks: the first messages in a group of NCCL need all of them.
             self._groups_of_shared: dict[tuple[int, ...], Any] = {}
             for positions in sorted({shared.positions for shared in self._stages.shared}):
                 ranks = [[of_pipeline[position] for position in positions] for of_pipeline in groups]
                 group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
                 self._groups_of_shared[positions] = group
-        self.links = Links(
+        self._links = Links(
             position=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
-            groups=[mesh.get_group(PIPELINE), *opened],
+            groups=[mesh.get_group(PIPELINE), *further],
             device=device,
         )
-        self._layers_of_stages = self._stages.layers_at(self.links.position)
-        self.layers = self._stages.skeleton(self.links.position)
+        self._layers_of_stages = self._stages.layers_at(self._links.position)
+        self.layers = self._stages.skeleton(self._links.position)
         self._runner: StageRunner | None = None
         self._evaluator: StageRunner | None = None
+        present = {inner for of_stage in self._stages.layers for layer in of_stage for inner in layer.modules()}
+        self._outside = {name: inner for name, inner in module.named_modules() if inner not in present}
+        self._has_trained = False
+        self._guards = ExitStack()  # from start on
 
     def free_other_ranks(self) -> set[Module]:
         """Free the parameters of other ranks; return their modules that were made on the meta device."""
-        foreign = self._stages.other_layers(self.links.position)
+        foreign = self._stages.other_layers(self._links.position)
         on_meta = made_on_meta(foreign)
-        free_parameters(foreign)
+        replace_parameters(foreign, empty_on_meta)
         return on_meta
 
     def start(self, train: Callable[..., Any], evaluate: Callable[..., Any], *, log: bool) -> None:
@@ -267,12 +301,14 @@ class PipelineRun:
         if log:
             for index, names in enumerate(self._stages.names):
                 _logger.info("stage %d of the pipeline: %s", index, ", ".join(names))
+        self._links.connect()  # not before the checks of a module whose last step failed, with messages on their way
         chain = self._pipeline.compute or _call_in_order
         layers, loss_of = self._layers_of_stages, self._pipeline.loss
-        last = len(layers) - 1 if self.links.is_last else None
+        last = len(layers) - 1 if self._links.is_last else None
 
-        present = {inner for of_stage in self._stages.layers for layer in of_stage for inner in layer.modules()}
-        outside = {name: inner for name, inner in self._module.named_modules() if inner not in present}
+        outside = self._outside
+        self._guards.enter_context(self._refusing_calls())
+        self._guards.enter_context(_refusing_to_clip(len(self._links.ranks)))
 
         def compute(chunk: int, value: Any, batch: Any) -> Any:
             return chain(layers[chunk], value, batch)
@@ -281,14 +317,46 @@ class PipelineRun:
             output = compute(chunk, value, batch)
             if chunk != last:
                 return output
-            before = _state_of(outside)
+            before = _state_of(outside), _attributes_of(outside)
             loss = loss_of(output, batch)
-            _check_unchanged(before, _state_of(outside))
+            name = _changed_name(before[0], _state_of(outside))
+            name = name or _changed_attribute(before[1], _attributes_of(outside))
+            if name is not None:
+                raise MisuseError(
+                    f"the loss of the pipeline has changed {name!r}, which only the ranks of the last stage would "
+                    "have, once for each microbatch, and checkpoints and logs take that of rank 0: update metrics in "
+                    "validation_step, keep a buffer in the forward of a layer of the pipeline, and count batches in a "
+                    "hook"
+                )
             return loss
 
-        common = self.links, self._schedule, self._loss_dtype
+        common = self._links, self._schedule, self._loss_dtype
         self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
         self._evaluator = StageRunner(*common, lambda *args: evaluate(compute, *args))
+
+    @contextmanager
+    def _refusing_calls(self) -> Iterator[None]:
+        """In this context a call of the model, or of a layer that other ranks have, is an error that says so."""
+        layers = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
+        refused = {
+            layer: f"{name}, a layer of other ranks,"
+            for layer, name in layers
+            if any(parameter.is_meta for parameter in layer.parameters())
+        }
+        if self._pipeline.compute is None:  # which may call the model
+            refused.setdefault(self._pipeline.model, f"{type(self._pipeline.model).__name__}, divided into stages,")
+        with ExitStack() as stack:
+            for module, subject in refused.items():
+                refuse = functools.wraps(module.forward)(functools.partial(self._refuse, subject))
+                stack.enter_context(_replaced_forward(module, refuse))
+            yield
+
+    def _refuse(self, subject: str, *_args: Any, **_kwargs: Any) -> Any:
+        raise MisuseError(
+            f"{subject} was called where a rank computes alone, as in a hook: call "
+            f"{type(self._pipeline.model).__name__}, the model of configure_pipeline, in a validation_step, test_step "
+            "or predict_step, where all stages compute"
+        )
 
     # Steps
 
@@ -315,8 +383,11 @@ class PipelineRun:
             MisuseError: They log any.
         """
         assert self._runner is not None  # noqa: S101 - from start on
-        pipeline, device = self._pipeline, self.links.device
-        microbatches = split_batch(batch, self._schedule.microbatches)
+        pipeline, device = self._pipeline, self._links.device
+        schedule = self._schedule
+        if not self._passes_communicate:
+            schedule = schedule.of_batch(batch_size(batch))
+        microbatches = split_batch(batch, schedule.microbatches)
         factor = None
         if pipeline.weight is None:
             sizes = [batch_size(microbatch) for microbatch in microbatches]
@@ -328,11 +399,14 @@ class PipelineRun:
             )
             total = weights.sum()
             factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
-        inputs = [pipeline.inputs(microbatch) for microbatch in microbatches]
-        if not self.links.is_last:
+        inputs = self._inputs_of(microbatches)
+        is_watched = not self._has_trained and len(microbatches) > 1
+        state = _state_of(dict(self.layers.named_modules())) if is_watched else {}
+        if not self._links.is_last:
             scale(torch.zeros((), device=device))  # the last rank's scale adapts with its losses, and this one alike
-        with capture_logs() as logged:
+        with capture_logs() as logged, self._sending_messages():
             loss = self._runner.train(
+                schedule,
                 inputs,
                 microbatches,
                 factors,
@@ -341,6 +415,14 @@ class PipelineRun:
                 after_weights,
                 tuple(parameter.requires_grad for parameter in self._module.parameters()),
             )
+        if state and (name := _changed_name(state, _state_of(dict(self.layers.named_modules())))) is not None:
+            _logger.warning(
+                "%s is changed in each forward pass, so that with %d microbatches it changes as often in each batch, "
+                "and once on one device",
+                name,
+                len(microbatches),
+            )
+        self._has_trained = self._has_trained or is_watched
         if logged:
             names = ", ".join(sorted({f"log({call.name!r})" for call in logged}))
             raise MisuseError(
@@ -352,33 +434,61 @@ class PipelineRun:
             pipeline.on_loss(loss)
         return loss if factor is None else {"loss": loss, "weight": total}
 
+    def _inputs_of(self, microbatches: Sequence[Any]) -> list[Any]:
+        """Return the input of the model for each microbatch.
+
+        Raises:
+            MisuseError: It has changed the module, too, for each of them.
+        """
+        first = self._pipeline.inputs(microbatches[0])
+        before = _attributes_of(self._outside)
+        inputs = [first, *map(self._pipeline.inputs, microbatches[1:])]
+        name = _changed_attribute(before, _attributes_of(self._outside)) if len(inputs) > 1 else None
+        if name is not None:
+            raise MisuseError(
+                f"inputs of the pipeline has changed {name!r}, and is called for all microbatches before the first "
+                "loss, which would read the value of the last one: make it a part of the batch, in "
+                "on_after_batch_transfer"
+            )
+        return inputs
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """In this context the pipeline's model computes with all stages."""
         model, evaluator = self._pipeline.model, self._evaluator
         assert evaluator is not None  # noqa: S101 - from start on
-        earlier = model.__dict__.get("forward")  # of another library, whose loop calls the model
-
-        def restore() -> None:
-            del model.forward
-            if earlier is not None:
-                model.forward = earlier
+        earlier = vars(model).get("forward")  # of another library, whose loop calls the model, or one that refuses
 
         @functools.wraps(model.forward)  # by whose signature libraries decide what they pass, such as a mask
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             batch = self._called_with(args, kwargs)
             value = args[0] if args else self._pipeline.inputs(batch)
-            restore()  # a stage may call the model's own
-            try:
+            with _replaced_forward(model, earlier), self._sending_messages():  # a stage may call the model's own
                 return evaluator.evaluate(value, batch)
-            finally:
-                model.forward = forward
 
-        model.forward = forward
-        try:
+        with _replaced_forward(model, forward):
             yield
-        finally:
-            restore()
+
+    def check_messages(self) -> None:
+        """Check that no step has failed while stages sent messages to each other.
+
+        Raises:
+            MisuseError: One has.
+        """
+        job = current_job()
+        if job is not None and job.has_lost_messages:
+            raise MisuseError(
+                "a step has failed between its stages, and the program has caught the error: other ranks would take "
+                "what this one sends next for the rest of that step. Let the error end the run, and resume it from a "
+                "checkpoint"
+            )
+
+    @contextmanager
+    def _sending_messages(self) -> Iterator[None]:
+        """In this context stages send messages to each other, of which an error leaves some on their way."""
+        self.check_messages()
+        with noting_failed_steps(sends_messages=True):
+            yield
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model is called with in an evaluation, as ``compute`` gets it.
@@ -404,38 +514,43 @@ class PipelineRun:
             return kwargs
         return args[0] if len(args) == 1 else args
 
+    def take_shared_gradients(self) -> list[Tensor | None]:
+        """Remove the gradients of parameters of several ranks, which are sums of earlier batches, and return them."""
+        parameters = [shared.parameter for shared in self._stages.shared]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return gradients
+
     @torch.no_grad()
-    def sum_shared_gradients(self) -> None:
-        """Sum the gradients of parameters of several ranks, so that each of them steps alike; collective."""
-        position, ranks = self.links.position, self.links.ranks
-        for shared in self._stages.shared:
+    def sum_shared_gradients(self, earlier: Sequence[Tensor | None]) -> None:
+        """Sum the gradients of parameters of several ranks, so that each of them steps alike; collective.
+
+        Args:
+            earlier: Gradients of these parameters to add, which are such sums already.
+        """
+        for shared, of_earlier in zip(self._stages.shared, earlier, strict=True):
             parameter = shared.parameter
-            if position not in shared.positions or not parameter.requires_grad:
+            if self._links.position not in shared.positions or not parameter.requires_grad:
                 continue
             gradient = parameter.grad
             local = torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
             # The last element is the number of ranks with a gradient.  Only those without one read it, to step as one
             # device does: a message on the host would make the ranks wait for each other in every step.
             count = local.new_full((1,), 0 if gradient is None else 1)
-            summands = {position: torch.cat([local.flatten(), count]).to(self.links.device)}
-            exchange, group = [], self._groups_of_shared[shared.positions]
-            for other in shared.positions:
-                if other != position:
-                    summands[other] = torch.empty_like(summands[position])
-                    exchange.append(dist.P2POp(dist.isend, summands[position], ranks[other], group=group))
-                    exchange.append(dist.P2POp(dist.irecv, summands[other], ranks[other], group=group))
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
+            summand = torch.cat([local.flatten(), count]).to(self._links.device)
             # In the order of the ranks: the sum is the same on each, bit for bit.
-            total = torch.stack([summands[other] for other in shared.positions]).sum(dim=0)
+            total = gather_tensors(summand, group=self._groups_of_shared[shared.positions]).sum(dim=0)
             if gradient is not None or total[-1] > 0:
                 local.copy_(total[:-1].view_as(local))
                 parameter.grad = with_local(parameter, local) if gradient is None else gradient
+            if of_earlier is not None:
+                parameter.grad = of_earlier if parameter.grad is None else parameter.grad.add_(of_earlier)
 
     @property
     def counted_elsewhere(self) -> set[int]:
         """The ids of the parameters of this rank that an earlier one has too."""
-        return {id(shared.parameter) for shared in self._stages.shared if self.links.position in shared.positions[1:]}
+        return {id(shared.parameter) for shared in self._stages.shared if self._links.position in shared.positions[1:]}
 
     def end(self, *, failed: bool) -> None:
         """Release the layers, and wait until other ranks have received the last loss.
@@ -443,6 +558,7 @@ class PipelineRun:
         Args:
             failed: Whether the run has failed, so that other ranks may receive nothing more.
         """
+        self._guards.close()
         if self._runner is not None and not failed:
             self._runner.finish()
         self._runner = self._evaluator = None
@@ -455,7 +571,7 @@ class PipelineRun:
 
         A layer may have made a buffer anew in a step, of another shape.
         """
-        links = self.links
+        links = self._links
         for stage, layers in enumerate(self._stages.layers):
             position = stage % len(links.ranks)
             modules = [inner for layer in layers for inner in layer.modules()]
@@ -491,20 +607,79 @@ def _state_of(modules: Mapping[str, Module]) -> dict[str, tuple[Any, int]]:
     return state
 
 
-def _check_unchanged(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> None:
-    """Check that a loss has not changed state outside of the layers.
-
-    Raises:
-        MisuseError: It has.
-    """
+def _changed_name(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> str | None:
+    """Return the first name with another object or version in a state, None if there is none."""
     for name, (value, version) in before.items():
         now, latest = after.get(name, (None, 0))
         if now is not value or latest != version:
+            return name
+    return None
+
+
+def _attributes_of(modules: Mapping[str, Module]) -> dict[str, tuple[Any, int]]:
+    """Return the tensors and numbers that modules have as plain attributes, with the versions of tensors, by name."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (value, value._version if isinstance(value, torch.Tensor) else 0)  # noqa: SLF001 - as above
+        for prefix, module in modules.items()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) or type(value) in (int, float)
+    }
+
+
+def _changed_attribute(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> str | None:
+    """Return the first name of an attribute with another value, None if there is none.
+
+    A tensor of another shape is no such value: it may be kept for inputs of a size, such as a mask.
+    """
+    for name, (value, version) in before.items():
+        now, latest = after.get(name, (value, version))
+        if isinstance(value, torch.Tensor):
+            is_same = now is value and latest == version
+            if not is_same and isinstance(now, torch.Tensor) and now.shape == value.shape:
+                return name
+        elif type(now) is type(value) and now != value:
+            return name
+    return None
+
+
+@contextmanager
+def _replaced_forward(module: Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """In this context a module has another ``forward``, or for None that of its class."""
+    earlier = vars(module).get("forward")
+
+    def assign(function: Callable[..., Any] | None) -> None:
+        vars(module).pop("forward", None)
+        if function is not None:
+            module.forward = function
+
+    assign(forward)
+    try:
+        yield
+    finally:
+        assign(earlier)
+
+
+@contextmanager
+def _refusing_to_clip(ranks: int) -> Iterator[None]:
+    """In this context torch's function that clips by a norm refuses gradients of stages, of which it sees some."""
+    clip = utils.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def refuse(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
             raise MisuseError(
-                f"the loss of the pipeline has changed {name!r}, which only the ranks of the last stage would have, "
-                "and checkpoints and logs take that of rank 0: update metrics in validation_step, and keep a buffer in "
-                "the forward of a layer of the pipeline"
+                "torch.nn.utils.clip_grad_norm_ takes the norm of the gradients of one rank, and the stages of the "
+                f"pipeline are on {ranks}: pass gradient_clip_val to the Trainer or to loop.setup, or call "
+                "strategy.clip_gradients(optimizer, value)"
             )
+        return clip(parameters, *args, **kwargs)
+
+    utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = refuse
+    try:
+        yield
+    finally:
+        utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = clip
 
 
 def _names_of_positional(model: Module, count: int) -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
-from dstrat_mesh.schedule import Pass, PassKind
+from dstrat_mesh.schedule import Pass, PassKind, numbers_of_passes
 from dstrat_mesh.split_backward import backward_to_input
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 _MOST_DIMENSIONS = 8
 _HEADER_SIZE = 4 + _MOST_DIMENSIONS
 _IS_HEADER = 0x5AFE_0DD5_7A6E_0001  # unlike what any activation has in its first eight bytes
-# Of the rank before this one, of which it waits for no more when all forward passes are done.
+# Gradients that were sent to the previous rank may be unconfirmed for as many of its passes.
 _PASSES_BEHIND = 2
 
 
@@ -65,6 +65,24 @@ class Links:
         """Return the group of messages from a stage to the next or the previous one."""
         goes_around = min(origin, target) % len(self.ranks) == len(self.ranks) - 1
         return self.groups[2 * goes_around + (target < origin)]
+
+    def connect(self) -> None:
+        """Send a message along each way that messages of steps take; collective over the ranks.
+
+        NCCL connects two ranks in a group by their first message.  Both wait there, and its allocations may wait for
+        messages on their way, which in a step may wait for one of the two.
+        """
+        last = len(self.ranks) - 1
+        ways = [(0, position, position + 1) for position in range(last)]
+        ways += [(1, position + 1, position) for position in range(last)]
+        if len(self.groups) > 2:
+            ways += [(2, last, 0), (3, 0, last)]
+        message = torch.zeros(1, device=self.device)
+        for group, origin, target in ways:  # in the same order on each rank
+            if self.position == origin:
+                dist.send(message, self.ranks[target], group=self.groups[group])
+            elif self.position == target:
+                dist.recv(message, self.ranks[origin], group=self.groups[group])
 
     def from_position(self, tensor: Tensor, position: int) -> Tensor:
         """Return a tensor, overwritten by that of the rank at a position, -1 for the last; collective over them."""
@@ -144,11 +162,6 @@ class StageRunner:
         self, links: Links, schedule: Schedule, loss_dtype: torch.dtype, forward: Callable[[int, Any, Any], Any]
     ) -> None:
         self._links, self._schedule, self._loss_dtype, self._forward = links, schedule, loss_dtype, forward
-        neighbours = {(links.position + distance) % len(links.ranks) for distance in (-1, 1)}
-        self._numbers: dict[int, dict[Pass, int]] = {}
-        for position in neighbours:
-            with_messages = (step for step in schedule.passes(position) if step.kind is not PassKind.WEIGHTS)
-            self._numbers[position] = {step: number for number, step in enumerate(with_messages)}
         # By the stage, and what all ranks know of a microbatch: so they agree on when headers are sent.
         self._received: dict[Any, _Outline] = {}
         self._sent: dict[Any, _Outline] = {}
@@ -157,6 +170,7 @@ class StageRunner:
 
     def train(
         self,
+        schedule: Schedule,
         inputs: Sequence[Any],
         microbatches: Sequence[Any],
         factors: Sequence[float | Tensor],
@@ -168,6 +182,7 @@ class StageRunner:
         """Run forward and backward passes of all microbatches; return the loss of the batch on every rank.
 
         Args:
+            schedule: The schedule, with the same stages as that of other batches.
             inputs: Input of the first stage for each microbatch.
             microbatches: The microbatches.
             factors: Factor of each microbatch's loss in that of the batch.
@@ -177,6 +192,7 @@ class StageRunner:
             after_weights: Called after each pass that computes gradients of weights only.
             trainable: Which parameters of all stages are trained, by which tensors between stages have gradients.
         """
+        self._schedule = schedule
         links, keys = self._links, [(_shapes(microbatch), trainable) for microbatch in microbatches]
         total = torch.zeros((), dtype=self._loss_dtype, device=links.device)
         pending: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
@@ -207,14 +223,14 @@ class StageRunner:
             received = inputs[index]
             if stage:
                 received = self._receive(stage, keys[index])
-                self._free_sends(links.rank_of(stage - 1), self._number(stage - 1, index))
+                self._free_sends(links.rank_of(stage - 1), self._pass_number(stage - 1, index))
             output = self._forward(step.chunk, _changeable(received) if stage else received, microbatches[index])
             if self._is_last(stage):
                 loss = _weighted_loss(output, factors[index])
                 total += loss.detach()
                 output = scale(loss)
             else:
-                self._send(stage, output, keys[index], self._number(stage + 1, index))
+                self._send(stage, output, keys[index], self._pass_number(stage + 1, index))
             if output.requires_grad:
                 trained.add(stage)
             pending[stage, index] = received if stage else None, output
@@ -248,7 +264,7 @@ class StageRunner:
         # rank receives from the first one only when it has done all passes of its own later stages: that may take until
         # this one goes on.
         if stage % len(self._links.ranks):
-            number = self._number(stage - 1, microbatch, PassKind.BACKWARD)
+            number = self._pass_number(stage - 1, microbatch, PassKind.BACKWARD)
             self._free_sends(self._links.rank_of(stage - 1), number - _PASSES_BEHIND)
 
     def _free_sends(self, rank: int, number: int) -> None:
@@ -261,10 +277,10 @@ class StageRunner:
                 remaining.append(send)
         self._sends = remaining
 
-    def _number(self, stage: int, microbatch: int, kind: PassKind = PassKind.FORWARD) -> int:
+    def _pass_number(self, stage: int, microbatch: int, kind: PassKind = PassKind.FORWARD) -> int:
         """Return the number of a pass with messages in the order of its rank, a neighbour."""
         chunk, position = divmod(stage, len(self._links.ranks))
-        return self._numbers[position][Pass(chunk, microbatch, kind)]
+        return numbers_of_passes(self._schedule, position)[Pass(chunk, microbatch, kind)]
 
     def evaluate(self, value: Any, batch: Any) -> Tensor:
         """Return the output of all stages for an input, on every rank; collective over the ranks.
@@ -273,7 +289,7 @@ class StageRunner:
             value: Input of the first stage.
             batch: The batch, whose shapes and numbers determine the shape of the output.
         """
-        links, key = self._links, (_shapes(batch), _numbers(batch))
+        links, key = self._links, (_shapes(batch), _integers_in(batch))
         output: Any = None
         for chunk in range(self._schedule.stages_per_rank):
             stage = self._stage(chunk)
@@ -350,7 +366,7 @@ class StageRunner:
                 compute_weights = backward_to_input(output, gradient, awaited).compute
         if awaited is not None:
             sent = torch.zeros_like(awaited) if awaited.grad is None else awaited.grad
-            self._isend(sent, stage, stage - 1, self._number(stage - 1, microbatch, PassKind.BACKWARD))
+            self._isend(sent, stage, stage - 1, self._pass_number(stage - 1, microbatch, PassKind.BACKWARD))
         return compute_weights
 
     def _receive_gradient(self, stage: int, microbatch: int, output: Tensor) -> Tensor | None:
@@ -359,11 +375,11 @@ class StageRunner:
         if self._is_last(stage):
             return None
         if not output.requires_grad:  # nothing answers to it
-            self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch))
+            self._free_sends(links.rank_of(stage + 1), self._pass_number(stage + 1, microbatch))
             return None
         gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
         dist.recv(gradient, links.rank_of(stage + 1), group=links.group(stage + 1, stage))
-        self._free_sends(links.rank_of(stage + 1), self._number(stage + 1, microbatch, PassKind.BACKWARD))
+        self._free_sends(links.rank_of(stage + 1), self._pass_number(stage + 1, microbatch, PassKind.BACKWARD))
         return gradient
 
 
@@ -388,7 +404,7 @@ def _weighted_loss(loss: Any, factor: float | Tensor) -> Tensor:
     return loss * factor
 
 
-def _numbers(batch: Any) -> tuple[tuple[str, int], ...]:
+def _integers_in(batch: Any) -> tuple[tuple[str, int], ...]:
     """Return the integers in a batch, such as the number of tokens whose output is wanted."""
     if isinstance(batch, tuple):  # several positional arguments
         batch = {str(index): value for index, value in enumerate(batch)}

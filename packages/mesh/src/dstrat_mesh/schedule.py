@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
@@ -93,6 +93,16 @@ class Schedule:
     def __str__(self) -> str:
         stages = f", {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
         return f"{self.name}{stages}, {self.microbatches} microbatches"
+
+    def of_batch(self, size: int) -> Schedule:
+        """Return the schedule of a batch with a number of samples, with fewer microbatches if these are not enough."""
+        if size >= self.microbatches:
+            return self
+        if self.name not in _IN_GROUPS or self.stages_per_rank == 1:
+            return replace(self, microbatches=max(size, 1))
+        if size < self.ranks:
+            return replace(self, name="LoopedBFS", microbatches=max(size, 1))
+        return replace(self, microbatches=size - size % self.ranks)
 
     @property
     def num_stages(self) -> int:
@@ -245,6 +255,13 @@ def _held_microbatches(schedule: Schedule, rank: int) -> frozenset[tuple[int, ..
         elif one.kind is PassKind.FORWARD:
             held[one.chunk] += 1
     return frozenset(counts)
+
+
+@cache
+def numbers_of_passes(schedule: Schedule, rank: int) -> dict[Pass, int]:
+    """Return the passes of a rank that have messages, with their numbers in its order."""
+    with_messages = (step for step in schedule.passes(rank) if step.kind is not PassKind.WEIGHTS)
+    return {step: number for number, step in enumerate(with_messages)}
 
 
 def _check_name(name: str) -> None:

@@ -28,8 +28,7 @@ _CUT, _JOIN, _JOIN_IN_TRAINING = "cut_sequences", "join_sequences", "join_traini
 def check_sequences(module: Module, shapes: Iterable[tuple[int, ...]], size: int, method: str) -> None:
     """Check that the sequences of a batch can be divided, before anything runs.
 
-    Those of a module with ``cut_sequences`` are not known.  It may define ``check_divided_sequences()``, which raises
-    an error if they cannot.
+    A module may define ``check_divided_sequences()``, which raises an error if they cannot.
 
     Args:
         module: The module.
@@ -45,6 +44,11 @@ def check_sequences(module: Module, shapes: Iterable[tuple[int, ...]], size: int
         check()
     if not hasattr(module, _CUT):
         _check_length(_one_length(module, [shape for shape in shapes if len(shape) > _SEQUENCE]), size, method)
+        return
+    # Which tensors a module cuts by itself is not known, unless all with samples and tokens have the same length.
+    lengths = {shape[_SEQUENCE] for shape in shapes if len(shape) == _SEQUENCE + 1}
+    if len(lengths) == 1:
+        _check_length(lengths.pop(), size, method)
 
 
 def _one_length(module: Module, shapes: Sequence[tuple[int, ...]]) -> int:

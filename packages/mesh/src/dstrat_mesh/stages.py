@@ -28,13 +28,11 @@ class SharedParameter:
     """A parameter of stages on several ranks, such as the weight of an embedding and an output layer.
 
     Attributes:
-        names: Its names in the module.
         owners: The layers that have it, by their names in the module; they have no other parameters.
         attribute: Its name in these layers.
         positions: The positions of the ranks whose stages have it, in order.
     """
 
-    names: frozenset[str]
     owners: dict[str, Module]
     attribute: str
     positions: tuple[int, ...]
@@ -159,24 +157,12 @@ def _shared_parameters(module: Module, layers: Sequence[Sequence[Module]], ranks
                     )
             shared.append(
                 SharedParameter(
-                    names=frozenset(names),
                     owners={owner: module.get_submodule(owner) for owner in owners},
                     attribute=attributes.pop(),
                     positions=tuple(positions),
                 )
             )
     return shared
-
-
-def free_parameters(modules: set[Module]) -> None:
-    """Move the parameters of modules to the meta device, where they keep names and shapes only."""
-    freed: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared, under one name
-    for module in modules:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in freed:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                freed[parameter] = nn.Parameter(empty, parameter.requires_grad)
-            setattr(module, name, freed[parameter])
 
 
 def _bounds(sizes: Sequence[int], count: int) -> list[int]:

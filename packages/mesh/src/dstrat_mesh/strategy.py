@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from contextlib import contextmanager, nullcontext
@@ -13,30 +12,20 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
-from dstrat.interfaces.communication import CommunicationLayout
-from dstrat.interfaces.memory import Stage
 from dstrat.interfaces.strategy import CompiledSteps
 from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.layers import checked_policy
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat_fsdp import internals
-from dstrat_fsdp.communication import (
-    bytes_from_host,
-    copied_bytes,
-    python_hooks,
-    sharded_collectives,
-    split_activation_share,
-)
 from dstrat_fsdp.gradients import clip_by_norm
-from dstrat_fsdp.memory import MATRICES_SPLIT, Division, Divisions, estimated_blocks, sharded_layout
+from dstrat_fsdp.memory import estimated_blocks
 from dstrat_fsdp.mesh import open_mesh
-from dstrat_fsdp.options import input_dtype, offload_policy, offloads_to_host, precision_policy, state_dict_type_name
+from dstrat_fsdp.options import offloads_to_host, precision_policy, state_dict_type_name
 from dstrat_fsdp.parameters import check_stages, is_parked
-from dstrat_fsdp.sharded_module import Sharding
 from dstrat_fsdp.shared_batch import SharedBatchStrategy, check_splits_layers
 from dstrat_fsdp.wrap_policy import blocks_of
-from dstrat_mesh.attention import checked_method
+from dstrat_mesh.attention import METHODS, checked_method
 from dstrat_mesh.axes import (
     CONTEXT,
     PIPELINE,
@@ -48,15 +37,14 @@ from dstrat_mesh.axes import (
     layouts,
     similar_schedules,
 )
-from dstrat_mesh.communication import activation_collectives, stage_collectives
+from dstrat_mesh.estimate import MeshEstimate
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
 from dstrat_mesh.pipeline import (
     PipelineRun,
     check_backward,
-    check_module,
+    check_estimated_module,
     check_pipeline,
     check_steps_stages,
-    estimated_layers,
     estimated_stages,
     number_of_layers,
 )
@@ -78,13 +66,13 @@ if TYPE_CHECKING:
     from dstrat.interfaces.accelerator import Accelerator
     from dstrat.interfaces.checkpoint_io import CheckpointIO
     from dstrat.interfaces.cluster import ClusterEnvironment
-    from dstrat.interfaces.memory import MemoryLayout, TrainingSize
+    from dstrat.interfaces.communication import CommunicationLayout
+    from dstrat.interfaces.memory import MemoryLayout, Stage, TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import StepName, TrainerLike
     from dstrat.parallel.layers import LayerClasses, LayerPolicy
+    from dstrat_fsdp.sharded_module import Sharding
     from dstrat_fsdp.wrap_policy import WrapPolicy
-
-_ATTENTION = {"ulysses": "heads exchanged for sequences", "ring": "keys and values from rank to rank"}
 
 
 class MeshStrategy(SharedBatchStrategy):
@@ -221,7 +209,7 @@ class MeshStrategy(SharedBatchStrategy):
         self._random_numbers: LayerRandomNumbers | None = None
         self._sequences: Sequences | None = None
         self._experts: ExpertParallelism | None = None
-        self._accumulates = self._begins_step = False
+        self._defers_reduction = self._begins_step = False
         if not isinstance(reshard_after_forward, bool | None):
             raise RequestError(f"reshard_after_forward={reshard_after_forward!r} is not True, False or None")
         self._cpu_offload = cpu_offload
@@ -253,10 +241,21 @@ class MeshStrategy(SharedBatchStrategy):
     # The mesh
 
     @override
+    def setup_environment(self) -> None:
+        backend = self.process_group_backend or self.accelerator.process_group_backend
+        if backend == "gloo" and self.root_device.type != "cpu" and (self._pp > 1 or self._context_parallel == "ring"):
+            option = f"pp={self._pp}" if self._pp > 1 else "context_parallel='ring'"
+            raise ConflictError(
+                f"{option} sends tensors from rank to rank, which gloo does from the memory of the host only, and they "
+                f"are on {self.root_device}: leave process_group_backend='gloo' out"
+            )
+        super().setup_environment()
+
+    @override
     def describe_layout(self, world_size: int, ranks_per_machine: int) -> Sequence[tuple[str, str, str]]:
         rows = self._axes_of(world_size).rows(ranks_per_machine)
         if self._cp > 1:
-            rows.append(("  attention", self._context_parallel, _ATTENTION[self._context_parallel]))
+            rows.append(("  attention", self._context_parallel, METHODS[self._context_parallel]))
         if self._pp > 1:
             rows.append(
                 ("  schedule", str(self._schedule), f"idle {self._schedule.bubble:.0%} of the time: the bubble")
@@ -299,12 +298,6 @@ class MeshStrategy(SharedBatchStrategy):
     def _num_data_groups(self) -> int:
         return self.data_parallel_size * self._cp
 
-    def setup_environment(self) -> None:
-        if self._cpu_offload and self.process_group_backend is None and self.root_device.type != "cpu":
-            # Gradients are on the CPU then, and their norms are reduced there, by gloo.
-            self.process_group_backend = f"cpu:gloo,{self.root_device.type}:{self.accelerator.process_group_backend}"
-        super().setup_environment()
-
     def _open_mesh(self) -> DeviceMesh:
         mesh = self.axes.mesh
         return open_mesh(self.root_device.type, tuple(mesh.values()), tuple(mesh), self.timeout)
@@ -330,18 +323,14 @@ class MeshStrategy(SharedBatchStrategy):
         # torch replicates over the first dimension of a mesh with two.
         names = (SHARD,) if self.axes.dp_replicate == 1 else (REPLICATE, SHARD)
         experts = self._experts
-        return Sharding(
-            mesh=self.device_mesh[names],
+        return self._sharding_over(
+            self.device_mesh[names],
             tensor_mesh=self._tensor_mesh if self.tensor_parallel_size > 1 else None,
             meshes={} if experts is None else dict.fromkeys(experts.layers, experts.sharding_mesh),
             reshard_after_forward=self._reshard_after_forward,
-            precision_policy=precision_policy(self._mixed_precision, self.precision_plugin),
-            offload_policy=offload_policy(self._cpu_offload, self.root_device),
-            input_dtype=input_dtype(self._mixed_precision, self.precision_plugin),
-            sums_gradients=not self.accelerator.averages_in_collectives,
         )
 
-    def _blocks(self) -> list[Module]:
+    def _blocks(self) -> Sequence[Module]:
         self._check_split(
             f'tp={self._tp}: call parallelize_module(..., self.device_mesh["tp"], ...) in configure_model, or leave '
             "tp out"
@@ -356,6 +345,7 @@ class MeshStrategy(SharedBatchStrategy):
                 self.root_device,
                 self.timeout,
                 loss_dtype=torch.float64 if self.precision_plugin.compute_dtype is torch.float64 else torch.float32,
+                passes_communicate=self.axes.dp_shard > 1 and (self._reshard_after_forward or self._ep > 1),
             )
             layers = self._pipeline.layers
             self._check_earlier_run(layers)
@@ -397,7 +387,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     @property
     def _is_reusable(self) -> bool:
-        return super()._is_reusable and self._ep == 1  # experts likewise
+        return super()._is_reusable and self._ep == 1  # experts hold the mesh of their run
 
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:
@@ -423,7 +413,7 @@ class MeshStrategy(SharedBatchStrategy):
             super().check_training(training)
         module, name = training.module, type(training.module).__name__
         if self._pp > 1:
-            check_module(module)
+            check_estimated_module(module)
             estimated_stages(module, self._pp, self._schedule.stages_per_rank)
             count, size = self._schedule.microbatches, training.batch_size
             if size < count:
@@ -432,7 +422,8 @@ class MeshStrategy(SharedBatchStrategy):
                     "samples or more, or fewer microbatches"
                 )
         if self._tp > 1:
-            check_splits_layers(training, "tp", (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR))
+            axes_of_mesh = PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR
+            check_splits_layers(training, "tp", axes_of_mesh, self._tp, divides_experts=self._ep > 1)
         if self._cp > 1 and not training.heads:
             raise MisuseError(
                 f"{name} does not call torch's attention, whose sequences cp divides, or asks it for its weights"
@@ -452,128 +443,32 @@ class MeshStrategy(SharedBatchStrategy):
                 raise RequestError(f"{product} does not divide the {count} heads of {name}: choose smaller sizes{ring}")
 
     def stages(self, training: TrainingSize) -> Sequence[Stage]:
-        if self._pp == 1:
-            return ()
-        axes = self._axes_of(training.world_size)
-        blocks, experts = estimated_blocks(training, self._auto_wrap_policy), self._experts_in(training)
-        share = split_activation_share(training, blocks, axes.tp, unsplit=experts) / axes.cp
-        pipeline = training.module, self._pp, self._schedule.stages_per_rank
-        names = estimated_stages(*pipeline).names
-        saved = [sum(training.saved.get(name, 0) for name in stage) for stage in names]
-        ranks_of_stage = training.world_size // self._pp  # the outermost axis
-        stages = []
-        for position, layers in enumerate(estimated_layers(*pipeline)):
-            saved_by_rank = saved[position :: self._pp]
-            held = self._schedule.batch_share(position, saved_by_rank) * sum(saved_by_rank) / max(sum(saved), 1)
-            stages.append(
-                Stage(
-                    layers=tuple(name for stage in names[position :: self._pp] for name in stage),
-                    ranks=range(position * ranks_of_stage, (position + 1) * ranks_of_stage),
-                    memory=dataclasses.replace(
-                        self._sharded_layout(training, layers),
-                        activation_share=share * held,
-                        assumption=_assumption(axes, has_equal_stages=False),
-                    ),
-                )
-            )
-        return stages
+        return self._estimate(training).stages() if self._pp > 1 else ()
 
     def memory_layout(self, training: TrainingSize) -> MemoryLayout | None:
         """Return the memory of a rank if each matrix is split over ``tp``, and ``pp`` divides layers evenly.
 
         With ``ep``, all experts get as many tokens.
         """
-        axes = self._axes_of(training.world_size)
-        experts = self._experts_in(training)
-        blocks = estimated_blocks(training, self._auto_wrap_policy)
-        layout = self._sharded_layout(training, None)
-        return dataclasses.replace(
-            layout,
-            parameters=layout.parameters // axes.pp,
-            gradients=layout.gradients // axes.pp,
-            optimizer_state=layout.optimizer_state // axes.pp,
-            optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
-            host=layout.host // axes.pp,
-            activation_share=split_activation_share(training, blocks, axes.tp, unsplit=experts)
-            * self._schedule.activation_share
-            / axes.cp,
-            assumption=_assumption(axes),
-        )
-
-    def _sharded_layout(self, training: TrainingSize, layers: Module | None) -> MemoryLayout:
-        """Return the memory of a rank that has some layers; without them that of one that has all.
-
-        Of what it holds in passes only, that is then the mean of the stages.
-        """
-        axes, module = self._axes_of(training.world_size), training.module if layers is None else layers
-        experts, present = self._experts_in(training), set(module.modules())
-        blocks = [block for block in estimated_blocks(training, self._auto_wrap_policy) if block in present]
-        return sharded_layout(
-            self._with_microbatches(training),
-            with_experts(experts, module, blocks),
-            divisions=_divisions(experts, axes),
-            num_stages=axes.pp if layers is None else 1,
-            layers=layers,
-            policy=precision_policy(self._mixed_precision, training.precision),
-            frees_blocks=self._reshard_after_forward,
-            offloads=offloads_to_host(self._cpu_offload, training.device_type),
-        )
+        return self._estimate(training).memory_layout()
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         """Return what a rank sends along each axis, if all experts get as many tokens."""
-        axes = self._axes_of(training.world_size)
-        experts = self._experts_in(training)
-        blocks = estimated_blocks(training, self._auto_wrap_policy)
-        divided: dict[str, Any] = {
-            "divisions": _divisions(experts, axes),
-            "frees_blocks": self._reshard_after_forward,
-        }
-        in_microbatches, units = self._with_microbatches(training), with_experts(experts, training.module, blocks)
-        policy = precision_policy(self._mixed_precision, training.precision)
-        gathers_once = self._pp > 1 and not self._reshard_after_forward
-        gathering = training if gathers_once else in_microbatches
-        sharded = sharded_collectives(gathering, units, policy=policy, num_replicas=axes.dp_replicate, **divided)
-        from_host = (
-            bytes_from_host(gathering, units, **divided)
-            if offloads_to_host(self._cpu_offload, training.device_type)
-            else 0
-        )
-        of_activations = activation_collectives(
-            training, blocks, axes, self._context_parallel, experts, recomputes=self._recomputes
-        )
-        return CommunicationLayout(
-            collectives=stage_collectives(
-                training,
-                blocks,
-                axes,
-                self._schedule,
-                of_parameters=sharded,
-                of_activations=of_activations,
-            ),
-            ranks_per_batch=axes.tp * axes.cp * axes.pp,
-            operation_share=self._schedule.microbatches / axes.pp,
-            passes=self._schedule.microbatches,
-            weight_share=_weight_share(training.module, experts, axes),
-            copied=copied_bytes(sharded) // axes.pp,
-            copied_from_host=from_host // axes.pp,
-            hooks=python_hooks(
-                gathering,
-                units,
-                num_replicas=axes.dp_replicate,
-                microbatches=self._schedule.microbatches if gathers_once else 1,
-                **divided,
-            )
-            // axes.pp,
-            idle=self._schedule.bubble,
-            assumption=_assumption(axes),
-        )
+        return self._estimate(training).communication_layout()
 
-    def _experts_in(self, training: TrainingSize) -> list[Module]:
-        return list(experts_of(training.module, self._ep)) if self._ep > 1 else []
-
-    def _with_microbatches(self, training: TrainingSize) -> TrainingSize:
-        """Return the training with a batch for each microbatch, as layers are gathered, and gradients accumulated."""
-        return training.for_steps_of(training.accumulate_grad_batches * self._schedule.microbatches)
+    def _estimate(self, training: TrainingSize) -> MeshEstimate:
+        return MeshEstimate(
+            training=training,
+            axes=self._axes_of(training.world_size),
+            schedule=self._schedule,
+            blocks=estimated_blocks(training.module, self._auto_wrap_policy),
+            experts=tuple(experts_of(training.module, self._ep)) if self._ep > 1 else (),
+            policy=precision_policy(self._mixed_precision, training.precision),
+            frees_blocks=self._reshard_after_forward,
+            offloads=offloads_to_host(self._cpu_offload, training.device_type),
+            attention=self._context_parallel,
+            recomputes=self._recomputes,
+        )
 
     # Pipeline
 
@@ -601,7 +496,7 @@ class MeshStrategy(SharedBatchStrategy):
         super().load_rank_state(state)
         saved = state.get("layer_random")
         # In another layout, other ranks draw the same numbers.
-        if saved is not None and self._is_of_layout(state):
+        if saved is not None and self.takes_gradients(state):
             self._random_numbers = LayerRandomNumbers(self, saved)
 
     def wrap_model(self, trainer: TrainerLike) -> None:
@@ -623,6 +518,7 @@ class MeshStrategy(SharedBatchStrategy):
         """Run the module's ``training_step``, or the forward and backward passes of a pipeline."""
         if self._pipeline is None:
             return super().training_step(*args, **kwargs)
+        self._pipeline.check_messages()  # before a comparison of batches, which are messages too
         sharded = self._sharded_module
         self._begins_step = True
         values = args[:1] if self.step_methods is None else _batch_of_function(*args, **kwargs)
@@ -634,10 +530,11 @@ class MeshStrategy(SharedBatchStrategy):
         def before_backward(is_last: bool, is_awaited: bool) -> None:
             # On CPU a collective ends before the backward pass goes on: it would delay the ranks before this one.  They
             # have passes to do after this rank's last one, and its collectives have that time.
-            sharded.set_gradient_sync(is_last and not is_awaited and not self._accumulates)
+            sharded.set_gradient_sync(is_last and not is_awaited and not self._defers_reduction)
             if not self._reshard_after_forward:
                 sharded.set_free_after_backward(is_last)
 
+        earlier = [] if self._defers_reduction else self._pipeline.take_shared_gradients()
         with self._attending("training_step"):
             outputs = self._pipeline.train(
                 batch,
@@ -647,14 +544,14 @@ class MeshStrategy(SharedBatchStrategy):
                 self._weigh,
                 self._capture_logs,
             )
-        sharded.set_gradient_sync(not self._accumulates)
-        if not self._accumulates:
+        sharded.set_gradient_sync(not self._defers_reduction)
+        if not self._defers_reduction:
             sharded.set_free_after_backward(True)
             sharded.reduce_gradients()
         sharded.end_backward()
         sharded.free()  # also the layers of a frozen stage, which no backward pass has freed
-        if not self._accumulates:
-            self._pipeline.sum_shared_gradients()
+        if not self._defers_reduction:
+            self._pipeline.sum_shared_gradients(earlier)
         return outputs
 
     def _capture_logs(self) -> AbstractContextManager[Sequence[Any]]:
@@ -668,7 +565,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     def _train_stage(self, compute: Callable[..., Any], *args: Any) -> Any:
         sharded = self._sharded_module
-        run = sharded.train if self._begins_step else sharded.train_further
+        run = sharded.train if self._begins_step else sharded.run
         self._begins_step = False
         with self.precision_plugin.forward_context(), self._drawing_in_layers():
             return run(compute, *args)
@@ -696,12 +593,12 @@ class MeshStrategy(SharedBatchStrategy):
     @contextmanager
     def no_backward_sync(self) -> Iterator[None]:
         """Accumulate unsharded gradients without communication, until a backward pass outside of the context."""
-        self._accumulates = True
+        self._defers_reduction = True
         try:
             with super().no_backward_sync():
                 yield
         finally:
-            self._accumulates = False
+            self._defers_reduction = False
 
     def _attending(self, name: StepName) -> AbstractContextManager[None]:
         if self._sequences is None:
@@ -710,6 +607,8 @@ class MeshStrategy(SharedBatchStrategy):
 
     def run_step(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         sequences = self._sequences
+        if self._pipeline is not None:
+            self._pipeline.check_messages()
         if args or kwargs:
             self.check_same_batch(name, (args, kwargs))
         if sequences is None or not args:  # without a batch, as where each rank generates the same text
@@ -768,6 +667,7 @@ class MeshStrategy(SharedBatchStrategy):
 
     def _end_sharding(self) -> None:
         if self._pipeline is not None:
+            self._restore_activations()  # the outer one of two replaced forwards first
             self._pipeline.end(failed=self._failed)
             self._pipeline = None
         self._sequences = None
@@ -782,28 +682,6 @@ class MeshStrategy(SharedBatchStrategy):
     def _share_buffers(self) -> None:
         if self._pipeline is not None:
             self._pipeline.share_buffers()
-
-
-def _divisions(experts: Iterable[Module], axes: Axes) -> Divisions:
-    return Divisions(
-        usual=Division(shards=axes.mesh[SHARD], splits=axes.tp),
-        of_experts=Division(shards=axes.mesh_of_experts[SHARD], experts=axes.ep),
-        experts=frozenset(id(parameter) for layer in experts for parameter in layer.parameters()),
-    )
-
-
-def _weight_share(module: Module, experts: Iterable[Module], axes: Axes) -> float:
-    """Return the share of a module's weights with which a rank computes."""
-    total = max(1, sum(parameter.numel() for parameter in module.parameters()))
-    of_experts = sum(parameter.numel() for layer in experts for parameter in layer.parameters())
-    return ((total - of_experts) / axes.tp + of_experts / axes.ep) / (axes.pp * total)
-
-
-def _assumption(axes: Axes, *, has_equal_stages: bool = True) -> str:
-    clauses = [MATRICES_SPLIT.format(axes.tp)] if axes.tp > 1 else []
-    clauses += [f"{axes.pp} stages have equal layers"] if axes.pp > 1 and has_equal_stages else []
-    clauses += ["all experts get as many tokens"] if axes.ep > 1 else []
-    return "; ".join(clauses)
 
 
 def _batch_of_function(_function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

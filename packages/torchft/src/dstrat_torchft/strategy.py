@@ -161,6 +161,7 @@ class TorchFTStrategy(ParallelStrategy):
             collectives=tuple(collectives),
             copied=(4 + 2 * divisions) * gradients,  # joined, and written back
             allocated=gradients,
+            assumption="" if self.options.lighthouse else f"a lighthouse runs, whose URL is in {LIGHTHOUSE}",
         )
 
     @property

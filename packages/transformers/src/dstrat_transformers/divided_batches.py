@@ -8,7 +8,6 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
-from dstrat_transformers.generation import stages_as_model
 from dstrat_transformers.models import base_model, count_labels
 from dstrat_transformers.module import HFModule
 from dstrat_transformers.pipeline import causal_loss, check_labels
@@ -184,8 +183,7 @@ class DividedBatches:
         """Return what the model's ``generate`` does, of which each rank computes all tokens, or its layers of them."""
         if self.has_stages:
             kwargs["use_cache"] = False  # no rank has that of the layers of others
-        with stages_as_model(self._module.model):
-            return self._strategy.run_step("validation_step", functools.partial(generate, *args, **kwargs))
+        return self._strategy.run_step("validation_step", functools.partial(generate, *args, **kwargs))
 
     def _named(self, args: tuple[Any, ...]) -> dict[str, Any]:
         names = inspect.signature(self._model.forward).parameters

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dstrat import Callback
+from dstrat_transformers.pipeline import return_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
-    from torch.nn import Module
 
     from dstrat import Trainer, TrainModule
 
@@ -81,23 +80,6 @@ class GenerationCallback(Callback):
         devices = [] if device.type == "cpu" else [device]
         with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=device.type):
             torch.manual_seed(self.seed)
-            with stages_as_model(model):
+            with return_outputs(model):
                 tokens: Tensor = model.generate(**inputs, **options)
         return tokens
-
-
-@contextmanager
-def stages_as_model(model: Module) -> Iterator[None]:
-    """In this context a model whose stages return logits returns the output that ``generate`` expects."""
-    hook = model.register_forward_hook(_as_output)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _as_output(_model: Any, _inputs: Any, output: Any) -> Any:
-    """Return the logits of a pipeline as an output of a model."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    return CausalLMOutputWithPast(logits=output) if isinstance(output, torch.Tensor) else output

@@ -65,6 +65,22 @@ def supports_sdpa(model: Any) -> bool:
     return bool(model._supports_sdpa)  # noqa: SLF001 - there is no public name
 
 
+def joins_tokens_elsewhere(model: Any) -> str | None:
+    """Return what looks at several tokens in a PreTrainedModel beside its attention; None if nothing does.
+
+    Convolutions and recurrences along the sequence do, and rotary embeddings that depend on its length.
+    """
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    if without_attention := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
+        return f"layers of the type {without_attention[0]!r}"
+    for layer in model.modules():
+        types = getattr(layer, "rope_type", None)
+        for name in types.values() if isinstance(types, dict) else [types]:
+            if isinstance(name, str) and ("dynamic" in name or name == "longrope"):
+                return f"rotary embeddings of the type {name!r}, which depend on the length of a sequence"
+    return None
+
+
 def has_auxiliary_loss(model: Any) -> bool:
     """Return whether the ``forward`` of a PreTrainedModel adds another loss to that of the labels: of its experts."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from typing_extensions import override
 from dstrat import TrainModule
 from dstrat.errors import MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.pipeline import check_loss_of_stages
 from dstrat_transformers.initialization import initialize, make_model
 from dstrat_transformers.models import (
     IGNORED_LABEL,
@@ -25,11 +26,11 @@ from dstrat_transformers.models import (
     is_peft,
 )
 from dstrat_transformers.optimization import make_optimizer, make_scheduler, scheduler_config
-from dstrat_transformers.pipeline import causal_loss, check_not_divided, make_pipeline
+from dstrat_transformers.pipeline import causal_loss, check_not_divided, make_pipeline, return_outputs
 from dstrat_transformers.pretrained import is_from_pretrained, load_pretrained
 from dstrat_transformers.reduction import keep_made_layers, keep_model_layers
 from dstrat_transformers.saving import DEFAULT_SHARD_SIZE, save_pretrained
-from dstrat_transformers.sequences import FullMasks, check_divided_sequences, cut_sequences
+from dstrat_transformers.sequences import FullMasks, check_divided_sequences, cut_sequences, join_batch
 from dstrat_transformers.tensor_parallel import check_tensor_parallel, parallelize
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from dstrat import Pipeline
     from dstrat.interfaces.strategy import Strategy
@@ -120,12 +122,14 @@ class HFModule(TrainModule):
         self._strategy: Strategy | None = None
         self._fixed_arguments: dict[str, Any] = {}
         self._masks: FullMasks | None = None
-        self._has_labels = False
+        self._outputs: RemovableHandle | None = None
+        self._has_labels: bool | None = None  # of this evaluation; None if no step of this class has run
         if self.model is not None:
             self._take_model()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_strategy": None, "_masks": None}  # which belong to a run in this process
+        of_run = {"_strategy": None, "_masks": None, "_outputs": None}  # in this process
+        return {**super().__getstate__(), **of_run}
 
     # The model
 
@@ -145,6 +149,8 @@ class HFModule(TrainModule):
             make = load_pretrained if is_from_pretrained(self._factory) else make_model
             self.model = make(self._factory)
             self._take_model()
+        if strategy.compiled_steps() is not None and self._outputs is None:
+            self._outputs = return_outputs(self.model)
         mesh = _tensor_parallel_mesh(strategy)
         if mesh is None or mesh.size() == 1:
             return
@@ -159,6 +165,9 @@ class HFModule(TrainModule):
         if self._masks is not None:
             self._masks.undo()
             self._masks = None
+        if self._outputs is not None:
+            self._outputs.remove()
+            self._outputs = None
 
     def _take_model(self) -> None:
         self.model.train()
@@ -177,8 +186,10 @@ class HFModule(TrainModule):
         """Return the layers of a causal language model for a strategy with stages, such as ``"mesh(pp=2)"``.
 
         Raises:
-            MisuseError: Its layers are not known.
+            MisuseError: Its layers are not known, or a subclass has another loss.
         """
+        for method in ("loss_and_weight", "loss"):
+            check_loss_of_stages(self, method)
 
         def log_loss(loss: Tensor) -> None:
             if self._trainer is not None:  # in a loop of one's own there is none
@@ -229,13 +240,17 @@ class HFModule(TrainModule):
             initialize(self.model, 0)
         return reduced
 
-    def check_tensor_parallel(self) -> None:
+    def check_tensor_parallel(self, size: int, divides_experts: bool) -> None:
         """Check that the model's layers can be split, before anything runs.
 
+        Args:
+            size: Number of ranks that share a layer.
+            divides_experts: Whether the strategy divides layers of experts by ``ep``.
+
         Raises:
-            RequestError: The model has no plan, or a style that torch does not have.
+            RequestError: The model has no plan, a style that torch does not have, or a layer that ranks do not divide.
         """
-        check_tensor_parallel(self.model, self.tensor_parallel_plan)
+        check_tensor_parallel(self.model, size, self.tensor_parallel_plan, leaves_experts=divides_experts)
 
     def check_divided_sequences(self) -> None:
         """Check that a strategy can divide the sequences of the model, before anything runs.
@@ -367,13 +382,7 @@ class HFModule(TrainModule):
     def _call(self, batch: Mapping[str, Any]) -> Any:
         with self._arguments_of(batch) as arguments:
             output = self.model(**{**self._fixed_arguments, **arguments})
-        of_stages = isinstance(output, Tensor)  # the logits of a pipeline, which go from the last stage to the others
-        if of_stages:
-            from transformers.modeling_outputs import CausalLMOutputWithPast
-
-            output = CausalLMOutputWithPast(logits=output)
-        # Neither stages nor parts of sequences give the model its labels.
-        if (of_stages or self._masks is not None) and batch.get("labels") is not None:
+        if self._masks is not None and batch.get("labels") is not None:  # which the model does not get
             output["loss"] = causal_loss(base_model(self.model), output.logits, batch)
         return output
 
@@ -405,18 +414,21 @@ class HFModule(TrainModule):
         labels = count_labels(self.model, batch)
         weight = None if labels is None else float(labels)
         has_labels = weight != 0
-        self._has_labels = self._has_labels or has_labels
+        self._has_labels = bool(self._has_labels) or has_labels
         values = {"loss": output.loss if has_labels else 0.0}
+        if self.metrics and self._masks is not None:  # on all ranks of a sequence, also those without labels
+            join = cast("Any", self._strategy).join_sequences
+            output, batch = self.join_sequences(output, join), join_batch(batch, join)
         for name, metric in self.metrics.items():
             values[name] = metric(output, batch) if has_labels else 0.0  # with the weight 0
         for name, value in values.items():
             self.log(f"{prefix}_{name}", value, batch_size=weight, prog_bar=name == "loss")
 
     def on_validation_epoch_start(self) -> None:
-        self._has_labels = False
+        self._has_labels = None
 
     def on_test_epoch_start(self) -> None:
-        self._has_labels = False
+        self._has_labels = None
 
     def on_validation_epoch_end(self) -> None:
         self._check_labels("val")
@@ -427,8 +439,9 @@ class HFModule(TrainModule):
     def _check_labels(self, prefix: str) -> None:
         """Log a warning where no process has had a label, as the mean of nothing is nan; collective."""
         strategy = self.trainer.strategy
-        has_labels = torch.tensor(float(self._has_labels), device=strategy.root_device)
-        if float(strategy.reduce(has_labels, reduce_op="sum")) == 0 and strategy.is_global_zero:
+        flags = [float(self._has_labels is not None), float(bool(self._has_labels))]
+        num_ranks, num_with_labels = strategy.reduce(torch.tensor(flags, device=strategy.root_device), reduce_op="sum")
+        if num_ranks > 0 and num_with_labels == 0 and strategy.is_global_zero:
             _logger.warning(
                 "%s_loss is nan: every label of this evaluation is %d; check the collator, and whether the prompt "
                 "alone fills the sequences",

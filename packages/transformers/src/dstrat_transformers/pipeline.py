@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from dstrat import Pipeline
 from dstrat.errors import MisuseError
@@ -21,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
     from torch.nn import Module
+    from torch.utils.hooks import RemovableHandle
 
 _INPUTS = ("input_ids", "inputs_embeds", "labels")
 _OF_HEAD = "logits_to_keep"  # an argument that only the output layer reads
+_HIDDEN_DIMENSIONS = 3  # samples, tokens and features
 
 
 def make_pipeline(
@@ -46,21 +50,28 @@ def make_pipeline(
     language_model: Any = model
     layers = _layers(language_model)
     body, head = language_model.base_model, layers[-1]
+    names = inspect.signature(language_model.forward).parameters  # now, as an evaluation replaces it
     is_checked = False
 
-    def compute(stage: Sequence[Module], value: Any, batch: Mapping[str, Any]) -> Any:
+    def compute(stage: Sequence[Module], value: Any, batch: Any) -> Any:
         nonlocal is_checked
+        if not isinstance(batch, Mapping):  # positional arguments of an evaluation
+            batch = dict(zip(names, batch if isinstance(batch, tuple) else (batch,), strict=False))
         # The model itself computes masks and positions, and calls its layers: those of other stages return their input.
         foreign = (layer for layer in layers[1:-1] if layer not in stage)
         begins = layers[0] in stage
-        received: AbstractContextManager[None]
-        if not begins:
-            received = _receiving(layers[1], value)
-        else:  # other stages have their first input from this one
-            received = nullcontext() if is_checked else _refusing_tuples(layers[1], type(language_model).__name__)
-            is_checked = True
-        with arguments_of(batch) as model_arguments, _passing_through(foreign), received:
+        received = nullcontext() if begins else _receiving(layers[1], value)
+        checked: AbstractContextManager[None] = nullcontext()
+        if not is_checked:
+            first = next((layer for layer in layers[1:-1] if layer in stage), layers[-2])
+            checked, is_checked = _refusing_tuples(first, type(language_model).__name__), True
+        with arguments_of(batch) as model_arguments, _passing_through(foreign), received, checked:
             arguments = {name: argument for name, argument in model_arguments.items() if name not in _INPUTS}
+            if arguments.get("past_key_values") is not None:
+                raise MisuseError(
+                    f"{type(language_model).__name__} was called with a cache, and no rank of a pipeline has that of "
+                    "all layers: call model.generate(..., use_cache=False)"
+                )
             arguments |= {"use_cache": False, "input_ids" if begins else "inputs_embeds": value}
             if head in stage:
                 return language_model(**arguments).logits
@@ -80,6 +91,27 @@ def make_pipeline(
         weight=lambda batch: count_labels(model, batch),
         on_loss=on_loss,
     )
+
+
+def return_outputs(model: Module) -> RemovableHandle:
+    """Let a model whose stages return logits return the output of its ``forward``, with the loss of given labels.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The handle that ends it, also as a context.
+    """
+    return model.register_forward_hook(_as_output, with_kwargs=True)
+
+
+def _as_output(model: Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    loss: Any = None if kwargs.get("labels") is None else causal_loss(model, output, kwargs)
+    return CausalLMOutputWithPast(loss=loss, logits=output)
 
 
 def causal_loss(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -195,34 +227,42 @@ def _receiving(block: Any, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing_tuples(block: Any, name: str) -> Iterator[None]:
-    """In this context a block whose output is no tensor is an error: blocks of other stages return their input."""
+def _refusing_tuples(layer: Module, name: str) -> Iterator[None]:
+    """In this context blocks that return tuples are an error at a layer: blocks of other stages return their input."""
 
-    def check(_module: Module, _arguments: Any, output: Any) -> None:
-        if isinstance(output, tuple):
+    def check(is_tuple: bool) -> None:
+        if is_tuple:
             raise MisuseError(
                 f"blocks of {name} return tuples, and a pipeline is known for blocks that return a tensor: leave pp "
                 "out, or define configure_pipeline in a subclass of HFModule"
             )
 
-    hook = block.register_forward_hook(check)
+    # Of the tensor of another stage's block, the model takes the first sample for the first value of a tuple.
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: check(inputs[0].dim() < _HIDDEN_DIMENSIONS), prepend=True),
+        layer.register_forward_hook(lambda _module, _inputs, output: check(isinstance(output, tuple))),
+    ]
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
 def _passing_through(layers: Iterable[Module]) -> Iterator[None]:
     """In this context layers return their first argument."""
-    changed = list(layers)
-    for layer in changed:
+    # A strategy may have replaced it, for another stage of this rank, to compute activations again.
+    replaced = [(layer, vars(layer).get("forward")) for layer in layers]
+    for layer, _ in replaced:
         layer.forward = _first_argument
     try:
         yield
     finally:
-        for layer in changed:
+        for layer, forward in replaced:
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 def _first_argument(value: Any, *_args: Any, **_kwargs: Any) -> Any:

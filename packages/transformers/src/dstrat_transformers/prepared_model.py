@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
-from dstrat.parallel.process_group import wait_for_all_ranks
+from dstrat.parallel.layers import restored_modes
+from dstrat.parallel.process_group import noting_failed_steps, wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
 from dstrat_transformers.models import (
     base_model,
@@ -117,6 +118,7 @@ class PreparedModel:
         strategy: The strategy.
         optimizers: The program's optimizers.
         names: The names of the parameters in their groups.
+        has_full_weights: Whether this process has whole weights in place of its shards, within :meth:`full_weights`.
         is_released: Whether it has ended.
     """
 
@@ -133,7 +135,7 @@ class PreparedModel:
         self.model, self.strategy, self.optimizers = model, strategy, list(names)
         self.names, self.convert_output, self._is_running = names, convert_output, False
         self._counting: tuple[Any, Any] | None = None  # the model whose num_parameters is replaced, and the earlier one
-        self._has_stepped = self._has_full_weights = self._has_unfinished_step = self.is_released = False
+        self._has_stepped = self.has_full_weights = self._has_unfinished_step = self.is_released = False
         self.module: Any = model
         if learns_prompts(model) and not strategy.replicates_state:
             raise ConflictError(
@@ -143,10 +145,8 @@ class PreparedModel:
         if earlier is not None:
             self.module = earlier.module  # a strategy may have parked its shards
         elif is_pretrained_model(model) or is_peft(model):
-            modes = [(layer, layer.training) for layer in model.modules()]
-            self.module = CalledModule(model)
-            for layer, mode in modes:  # which are the program's
-                layer.training = mode
+            with restored_modes(model):  # which are the program's
+                self.module = CalledModule(model)
         if isinstance(self.module, CalledModule):
             self.module.joins_logits = True  # until the new loop says that it reads none
         # transformers' Trainer enters evaluation_context itself.
@@ -239,6 +239,7 @@ class PreparedModel:
         def generate_in_a_step(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
                 return generate(*args, **kwargs)
+            self._check_has_shards("generate")
             self._is_running = True
             try:
                 if self.divided is not None:
@@ -271,7 +272,7 @@ class PreparedModel:
 
         def save_full_weights(*args: Any, **kwargs: Any) -> Any:
             # A program that passes the gathered state itself may call it in one process only.
-            if self._has_full_weights or kwargs.get("state_dict") is not None:
+            if self.has_full_weights or kwargs.get("state_dict") is not None:
                 return save(*args, **kwargs)
             with self.full_weights() as has_them:
                 return save(*args, **kwargs) if has_them else None
@@ -289,10 +290,18 @@ class PreparedModel:
     @property
     def has_shards(self) -> bool:
         """Whether this process has shards of the model's parameters, unless whole ones are in their place now."""
-        if self.strategy.replicates_state or self._has_full_weights:
+        if self.strategy.replicates_state or self.has_full_weights:
             return False
         parameters = list(self.model.parameters())
         return any(isinstance(one, DTensor) or one.is_meta or not one.numel() for one in parameters)
+
+    def _check_has_shards(self, name: str) -> None:
+        """Check that this process does not save whole weights now, and would wait for the shards of others for ever."""
+        if self.has_full_weights:
+            raise MisuseError(
+                f"{name} of {type(self.model).__name__} was called by the first process alone, while it saves the "
+                "model, and each process has shards of the weights: call it in all processes, before they save"
+            )
 
     @property
     def is_trained(self) -> bool:
@@ -301,10 +310,12 @@ class PreparedModel:
 
     # Steps
 
+    @noting_failed_steps()
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's ``forward`` as a step."""
         if self._is_running:  # called by itself, or by the strategy
             return self._forward(*args, **kwargs)
+        self._check_has_shards("forward")
         is_training = self.is_trained and torch.is_grad_enabled()
         run_step = self.strategy.training_step if is_training else self.strategy.validation_step
         self._is_running = True
@@ -320,6 +331,7 @@ class PreparedModel:
             self.strategy.accelerator.end_graph("evaluation_step")
         return self.convert_output(output)
 
+    @noting_failed_steps()
     def train(self, *args: Any) -> Tensor:
         """Run a training step of batches that the strategy divides, with its backward passes, and return its loss."""
         assert self.divided is not None  # noqa: S101 - or the caller computes the loss
@@ -332,6 +344,7 @@ class PreparedModel:
             self._is_running = False
             self.strategy.accelerator.end_graph("backward")
 
+    @noting_failed_steps()
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss."""
         self.strategy.backward(loss, **kwargs)
@@ -342,6 +355,7 @@ class PreparedModel:
         for optimizer in self.strategy.optimizers:
             self.strategy.unscale_gradients(optimizer)
 
+    @noting_failed_steps()
     def clip_by_norm(self, limit: float) -> Tensor | None:
         """Clip all gradients to a norm, and return their norm before; collective.
 
@@ -377,6 +391,7 @@ class PreparedModel:
             if parameter.grad is not None and name not in known and id(parameter) not in trained
         ]
 
+    @noting_failed_steps()
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step one of the program's optimizers; the closure computes the loss again, for those that need it.
 
@@ -473,11 +488,11 @@ class PreparedModel:
         state = self.state_dict()
         has_them = self.strategy.is_global_zero
         shards = _replace_parameters(self.model, state) if has_them else []
-        self._has_full_weights = has_them
+        self.has_full_weights = has_them
         try:
             yield has_them
         finally:
-            self._has_full_weights = False
+            self.has_full_weights = False
             for layer, name, shard in shards:
                 setattr(layer, name, shard)
             self.strategy.barrier("save")  # also after an error of the first process, which the program may catch

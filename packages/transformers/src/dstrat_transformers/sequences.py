@@ -13,17 +13,22 @@ from torch.nn import functional
 from dstrat.errors import MisuseError
 from dstrat_transformers.models import (
     IGNORED_LABEL,
+    accepts_argument,
     attention_implementation,
     base_model,
     has_auxiliary_loss,
+    joins_tokens_elsewhere,
     supports_sdpa,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextvars import Token
 
     from torch import Tensor
     from torch.nn import Module
+
+_attention_of_torch = functional.scaled_dot_product_attention  # which a strategy replaces in its steps
 
 _FULL = "dstrat_full_sequences"
 """Name of the attention implementation, which transformers looks up in its interfaces."""
@@ -50,7 +55,8 @@ def check_divided_sequences(model: Module) -> None:
     """Check that the sequences of a model can be divided.
 
     Raises:
-        MisuseError: It is no causal language model, has a loss of experts, or another implementation of attention.
+        MisuseError: It is no causal language model, has a loss of experts, another implementation of attention, or
+            something else that looks at several tokens.
     """
     name, base = type(model).__name__, base_model(model)
     implementation = attention_implementation(base)
@@ -67,6 +73,12 @@ def check_divided_sequences(model: Module) -> None:
             f"{name} has attn_implementation={implementation!r}, and cp divides the sequences of 'sdpa' only: "
             f"{advice}leave cp out"
         )
+    if not accepts_argument(model, "position_ids"):
+        raise MisuseError(
+            f"{name} takes no position_ids, so that each part of a sequence would begin at position 0: leave cp out"
+        )
+    if (reason := joins_tokens_elsewhere(base)) is not None:
+        raise MisuseError(f"{name} has {reason}, of which cp gives each rank a part: leave cp out")
 
 
 class FullMasks:
@@ -75,11 +87,13 @@ class FullMasks:
     A model makes masks for its inputs; these are made for the sequences of the attention mask, which is not cut.
     Attention itself is torch's ``scaled_dot_product_attention``, which the strategy replaces.
 
+    Steps of a subclass may call the model with their batch, too: hooks of the model take the documents out of it.
+
     Args:
         model: The model.
 
     Raises:
-        MisuseError: It is no causal language model, has a loss of experts, or another implementation of attention.
+        MisuseError: Its sequences cannot be divided.
     """
 
     def __init__(self, model: Module) -> None:
@@ -91,10 +105,37 @@ class FullMasks:
         AttentionInterface.register(_FULL, sdpa_attention_forward)
         AttentionMaskInterface.register(_FULL, _make_mask)
         self._model.set_attn_implementation(_FULL)
+        self._tokens: list[Token[_CutBatch | None] | None] = []  # of the calls that have begun
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._begin_call, with_kwargs=True, prepend=True),
+            self._model.register_forward_hook(self._end_call, always_call=True),
+        ]
 
     def undo(self) -> None:
         """Restore the model's own implementation."""
         self._model.set_attn_implementation("sdpa")
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin_call(
+        self, model: Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if _DOCUMENTS in options:
+            options = dict(options)
+            self._tokens.append(_cut_batch.set(_CutBatch(options.pop(_DOCUMENTS))))
+            return arguments, options
+        self._tokens.append(None)  # also before an error, after which torch calls _end_call
+        if _cut_batch.get() is None and functional.scaled_dot_product_attention is not _attention_of_torch:
+            raise MisuseError(
+                f"{type(model).__name__} was called with a part of a batch whose sequences cp divides, so that "
+                "positions and masks would be those of other tokens: call it with all of the batch, self.model(**batch)"
+            )
+        return arguments, options
+
+    def _end_call(self, *_: Any) -> None:
+        token = self._tokens.pop()
+        if token is not None:
+            _cut_batch.reset(token)
 
     @contextmanager
     def of(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -138,8 +179,8 @@ def cut_sequences(batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> 
     tokens = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]
     length = tokens.shape[1]
     positions = full.get("position_ids")
-    if positions is not None and full.get("attention_mask") is None:
-        full[_DOCUMENTS] = find_packed_sequence_indices(positions)
+    is_packed = positions is not None and full.get("attention_mask") is None
+    full[_DOCUMENTS] = find_packed_sequence_indices(positions) if is_packed else None
     if positions is None:
         full["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
     if full.get("attention_mask") is None:
@@ -147,3 +188,13 @@ def cut_sequences(batch: Mapping[str, Any], cut: Callable[[Tensor], Tensor]) -> 
     if full.get("labels") is not None:
         full["shift_labels"] = functional.pad(full["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
     return {name: cut(value) if name in _CUT and value is not None else value for name, value in full.items()}
+
+
+def join_batch(batch: Mapping[str, Any], join: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return the whole sequences of a batch of which a rank has its part.
+
+    Args:
+        batch: The result of :func:`cut_sequences`.
+        join: Function of a tensor that returns that of whole sequences.
+    """
+    return {name: join(value) if name in _CUT and value is not None else value for name, value in batch.items()}

@@ -176,13 +176,5 @@ def _open_communication(selected: ParallelStrategy) -> None:
         for name, value in variables.items():  # set already by torchrun and by dstrat, not by a scheduler
             os.environ.setdefault(name, str(value))
     watch = ExitStack()
-    watch.enter_context(
-        watched_for_hangs(
-            selected.hang_timeout,
-            longest=selected.timeout,
-            rank=selected.global_rank,
-            local_rank=selected.local_rank,
-            size=selected.world_size,
-        )
-    )
+    watch.enter_context(watched_for_hangs(selected))
     atexit.register(watch.close)

@@ -104,13 +104,21 @@ def parallelize(
         _tie(owners)
 
 
-def check_tensor_parallel(model: Module, plan: Mapping[str, str | ParallelStyle] | None = None) -> None:
-    """Check that the layers of a model can be split by its plan, before anything runs.
+def check_tensor_parallel(
+    model: Module,
+    size: int,
+    plan: Mapping[str, str | ParallelStyle] | None = None,
+    *,
+    leaves_experts: bool = False,
+) -> None:
+    """Check that :func:`parallelize` can split the layers of a model over so many ranks, before anything runs.
 
     Raises:
-        RequestError: The model has no plan, or a style has no counterpart in torch.
+        RequestError: As of that function.
     """
-    _styles_of_layers(model, plan, expert_layers(model))
+    for name, style in _styles_of_layers(model, plan, expert_layers(model) if leaves_experts else ()).items():
+        if isinstance(style, str) and style != _NO_OPERATION:
+            _is_divisible(model, name, style, size)
 
 
 def _styles_of_layers(

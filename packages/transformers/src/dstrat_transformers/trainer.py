@@ -22,7 +22,7 @@ from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
 from dstrat.errors import CheckpointError, ConflictError, MissingRequirementError
 from dstrat.own_loop import checkpoint
-from dstrat.parallel.process_group import wait_for_all_ranks
+from dstrat.parallel.process_group import noting_failed_steps, wait_for_all_ranks
 from dstrat.plugins.known import pip_command
 from dstrat_transformers.accelerate import DstratAccelerator, StrategyOptimizer
 from dstrat_transformers.divided_batches import sequence_ranks
@@ -94,7 +94,8 @@ class StrategyTrainer:
     @property
     def _is_sharded(self) -> bool:
         """Whether each process has shards of the model now."""
-        return PreparedModel.of(self.model) is not None and not self.strategy.replicates_state
+        prepared = PreparedModel.of(self.model)
+        return prepared is not None and not (self.strategy.replicates_state or prepared.has_full_weights)
 
     @property
     def _trains_apart(self) -> bool:
@@ -235,7 +236,8 @@ class StrategyTrainer:
                 "liger_kernel_config={'fused_linear_cross_entropy': False}, or leave pp and cp out"
             )
         try:
-            return super()._inner_training_loop(batch_size, **options)  # type: ignore[misc]
+            with noting_failed_steps():  # those of data and callbacks, too
+                return super()._inner_training_loop(batch_size, **options)  # type: ignore[misc]
         except Exception as error:
             if self.args.auto_find_batch_size and should_reduce_batch_size(error):
                 self._reset_after_failed_step(error)
@@ -374,7 +376,7 @@ class StrategyTrainer:
             )
         if PreparedModel.of(self.model) is None:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        with self.strategy.evaluation_context():
+        with noting_failed_steps(), self.strategy.evaluation_context():
             output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         self._num_steps_evaluated = math.ceil(output.num_samples / (self.args.eval_batch_size * self._num_readers))
         return output
@@ -465,9 +467,9 @@ class StrategyTrainer:
             answer = has_shards and is_current
         return bool(self.strategy.broadcast(answer))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Module | None = None) -> None:
-        if not self._is_sharded:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *of_model: Module) -> None:
+        if not self._is_sharded:  # a class with a method of its own may take the checkpoint alone
+            super()._load_from_checkpoint(resume_from_checkpoint, *of_model)  # type: ignore[misc]  # as many as its own
         elif not self._has_shards_of_weights(Path(resume_from_checkpoint)):  # otherwise loaded with the optimizer
             raise CheckpointError(
                 f"checkpoint {resume_from_checkpoint!r} has no folder {SHARDS!r} of its weights, and the model is "

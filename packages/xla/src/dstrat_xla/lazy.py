@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import BatchSampler
 from typing_extensions import override
 
-from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.combined_loader import source_leaves
 from dstrat.data.samplers import RankBatchSampler, RepeatedBatches
 from dstrat.interfaces.batch import apply_to_tensors, move_to_device, tensors_in
 from dstrat.interfaces.strategy import Strategy
@@ -105,7 +105,7 @@ class LazySteps(Strategy):
         return iter(Prefetcher(items, move, self.root_device))
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        for loader in dataloader.flattened if isinstance(dataloader, CombinedLoader) else [dataloader]:
+        for loader in source_leaves(dataloader):
             if (sizes := _uneven_sizes(loader)) is not None and self.is_global_zero:
                 _log.warning(
                     "the last batch of a loader has %d samples and the others %d, and XLA compiles a graph for each "

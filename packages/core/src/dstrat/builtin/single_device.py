@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -66,8 +65,7 @@ class SingleDeviceStrategy(Strategy):
 
     @classmethod
     def layout_options(cls, module: Module, world_size: int, ranks_per_machine: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG003 - the same for all
-        recomputes = "activation_checkpointing" in inspect.signature(cls).parameters  # not of all subclasses
-        return ({}, {"activation_checkpointing": "full"}) if recomputes else ({},)
+        return ({}, {"activation_checkpointing": "full"})
 
     def communication_layout(self, training: TrainingSize) -> CommunicationLayout | None:
         # A subclass that drives several devices has its own communication between them.

@@ -16,7 +16,8 @@ from dstrat.checkpoint.portable.format import checksum
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import check_names, is_extra_state
+from dstrat.interfaces.state_dict import check_names, is_extra_state, named_weights
+from dstrat.interfaces.strategy import gather_if_different, gather_objects
 from dstrat.parallel.shards import local_tensor
 
 if TYPE_CHECKING:
@@ -54,16 +55,16 @@ def writable_path(strategy: Strategy, path: str | Path) -> Iterator[str | Path]:
         CheckpointError: The path is that of a checkpoint in a store or of another program, and the block has written
             this one beside it.
     """
-    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO) and strategy.checkpoint_io.written_path == str(path):
-        strategy.checkpoint_io.wait()  # for what is at the path
+    checkpoint_io = strategy.checkpoint_io
+    if isinstance(checkpoint_io, AsyncCheckpointIO) and checkpoint_io.written_path == str(path):
+        checkpoint_io.wait()  # for what is at the path
     # Never an error before the block: the training may have ended, and its state be lost if the save was refused.
     occupied = None
     if strategy.is_global_zero:
         with contextlib.suppress(OSError):  # raised by the save, on all ranks
-            occupied = find_occupied(path, strategy.checkpoint_io)
+            occupied = find_occupied(path, checkpoint_io)
     occupied = strategy.broadcast(occupied)
-    io = portable_io(strategy.checkpoint_io)
-    if occupied is None or io is None:
+    if occupied is None or (io := portable_io(checkpoint_io)) is None:
         yield path
         return
     if occupied.is_movable:
@@ -85,8 +86,15 @@ def writable_path(strategy: Strategy, path: str | Path) -> Iterator[str | Path]:
 
 def gather_on_host(strategy: Strategy, value: Any) -> list[Any]:
     """Return a value of each rank, with its tensors on the CPU; collective."""
-    on_host = apply_to_tensors(value, strategy.to_host)  # those of all ranks may be larger than the device
-    return [strategy.broadcast(on_host, src=rank) for rank in range(strategy.world_size)]
+    # Those of all ranks may be larger than the device.
+    return gather_objects(strategy, apply_to_tensors(value, strategy.to_host))
+
+
+def rank_entries(strategy: Strategy, rank_state: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry with the states of all ranks, or of this rank only if every rank saves; collective."""
+    if strategy.checkpoint_io.is_collective:
+        return {"per_rank": rank_state}
+    return {"ranks": gather_on_host(strategy, rank_state)}
 
 
 def module_entries(strategy: Strategy) -> dict[str, Any]:
@@ -130,7 +138,7 @@ def optimization_entries(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-# Whose state a rank goes on with
+# Sizes of jobs, and states of ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +181,7 @@ def _num_readers(strategy: Strategy) -> int:
     return strategy.training_sampler_kwargs.get("num_replicas", 1)
 
 
-def reader_of(strategy: Strategy) -> int:
+def reader_index(strategy: Strategy) -> int:
     """Return the index of the shard of the training data that this rank reads."""
     return strategy.training_sampler_kwargs.get("rank", 0)
 
@@ -194,10 +202,10 @@ def state_to_follow(
         states: Those of all saved ranks; empty if the checkpoint io reads each by itself.
         same: That of the same rank.
     """
-    reader, saved_reader = reader_of(strategy), same.get("reader")  # absent in older checkpoints
-    if not strategy.reduce_boolean_decision(saved_reader not in (None, reader), all=False):
+    reader, saved_reader = reader_index(strategy), same.get("reader")  # absent in older checkpoints
+    readers = gather_if_different(strategy, saved_reader, differs=saved_reader not in (None, reader))
+    if readers is None:
         return same
-    readers = [strategy.broadcast(saved_reader, src=source) for source in range(strategy.world_size)]
     rank = readers.index(reader) if reader in readers else strategy.global_rank
     if states:
         return states[rank]
@@ -310,8 +318,7 @@ def load_module(
     with _naming_checkpoint(path):
         _check_all_names(strategy, state, filled[key], strict=strict)
     strategy.load_sharded_module_state(filled[key])
-    tensors_of_module = {name for name, _ in strategy.module.named_parameters(remove_duplicate=False)}
-    tensors_of_module |= {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
+    tensors_of_module = named_weights(strategy.module)
     extra = {name: value for name, value in filled[key].items() if name not in tensors_of_module}
     if extra:  # extra states, and what a layer's state_dict computes: load_into could not fill the originals
         strategy.module.load_state_dict(extra, strict=False)
@@ -319,7 +326,7 @@ def load_module(
 
 
 @torch.no_grad()
-def load_weights(
+def load_weights_into(
     strategy: Strategy,
     io: CheckpointIO,
     path: str | Path,
@@ -349,12 +356,10 @@ def load_weights(
 
 def _check_all_names(strategy: Strategy, targets: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
     """Compare the names in a checkpoint with those of all ranks; collective."""
-    # A vote first: the names fit mostly, and exchanging those of a large model from each rank takes time.
-    if not strategy.reduce_boolean_decision(targets.keys() != saved.keys(), all=False):
+    names_of_ranks = gather_if_different(strategy, set(targets), differs=targets.keys() != saved.keys())
+    if names_of_ranks is None:
         return
-    names: set[str] = set()
-    for rank in range(strategy.world_size):  # ranks of a pipeline have different layers
-        names |= strategy.broadcast(set(targets), src=rank)
+    names = set[str]().union(*names_of_ranks)  # ranks of a pipeline have different layers
     missing, unexpected = sorted(names - saved.keys()), sorted(saved.keys() - names)
     check_names(strategy.module, missing, unexpected, strict=strict, logs=strategy.is_global_zero)
 

@@ -117,7 +117,7 @@ def read_content(file: Path, path: CheckpointPath, *, failure: str = "cannot be 
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(file):
             raise _damaged(file, path) from error
-        raise CheckpointError(f"checkpoint {str(path)!r} {failure}: {_refusal(str(error))}") from error
+        raise CheckpointError(f"checkpoint {str(path)!r} {failure}: {_refusal(str(error), file)}") from error
     except MemoryError:
         raise
     except UnicodeEncodeError as error:
@@ -169,14 +169,26 @@ def refused_name(message: str) -> str:
     return (match.group(1) or match.group(2)) if match else ""
 
 
-def _refusal(message: str) -> str:
+def _refusal(message: str, file: Path) -> str:
     name = refused_name(message)
     if not name:
         return "it holds something else than tensors and plain values"
+    # torch's message has the first name alone; whoever trusts that one would meet the next only at the next save.
+    refused = {*_names_torch_does_not_trust(file), name}
+    names = ", ".join(sorted(refused, key=lambda one: (one != name, one)))  # that of torch's message first
     return (
-        f"it holds {name}, and only tensors and plain values are loaded without running code, whatever weights_only "
-        f"says; to trust that class, call torch.serialization.add_safe_globals([{name}]) first"
+        f"it holds {names}, and only tensors and plain values are loaded without running code, whatever weights_only "
+        f"says; to trust {'these classes' if len(refused) > 1 else 'that class'}, call "
+        f"torch.serialization.add_safe_globals([{names}]) first"
     )
+
+
+def _names_torch_does_not_trust(file: Path) -> list[str]:
+    """Return the names of classes and functions in a file, without importing or running their code."""
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # noqa: BLE001 - damaged bytes raise almost any class; reading the file reports the damage
+        return []
 
 
 def _reason(error: BaseException) -> str:
@@ -248,11 +260,7 @@ def stand_ins(file: Path) -> list[Any]:
 
     torch trusts its own classes; only the names that it does not trust are in the list.
     """
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # noqa: BLE001 - damaged bytes raise almost any class; reading the file reports the damage
-        return []
-    return [(_stand_in(name), name) for name in names]
+    return [(_stand_in(name), name) for name in _names_torch_does_not_trust(file)]
 
 
 def without_stand_ins(value: Any, path: str = "") -> tuple[Any, dict[str, str]]:

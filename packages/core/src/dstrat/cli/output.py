@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _MOST_OF_A_LINE = 0.7  # largest fraction of a terminal's width for a first column without line breaks in names
+_MOST_FOR_NUMBERS = 0.9  # of its width, for columns that are not wrapped
 
 json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -52,7 +53,7 @@ def _print_in_terminal(rows: Sequence[Sequence[str]], headers: Sequence[str], un
     widths = [max(map(len, column)) for column in zip(*([headers] if headers else []), *rows, strict=True)]
     is_unbroken = [name in unbroken for name in headers] or [False] * len(widths)
     fixed = sum(width + 2 for width, is_fixed in zip(widths, is_unbroken, strict=True) if is_fixed)
-    if fixed > _MOST_OF_A_LINE * console.width:  # rich would cut these columns
+    if fixed > _MOST_FOR_NUMBERS * console.width:  # rich would cut these columns
         is_unbroken, fixed = [False] * len(widths), 0
     is_unbroken[0] = widths[0] < _MOST_OF_A_LINE * (console.width - fixed)
     for position, name in enumerate(headers or [""] * len(widths)):

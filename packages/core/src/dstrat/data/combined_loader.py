@@ -175,6 +175,18 @@ def leaves(loaders: Any) -> Iterator[Any]:
         yield loader
 
 
+def source_leaves(loader: Any) -> list[Any]:
+    """Return the loaders that a CombinedLoader or a structure reads; a list of the loader itself if it is neither."""
+    return list(leaves(loader.iterables if isinstance(loader, CombinedLoader) else loader))
+
+
+def map_sources(loader: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a loader, CombinedLoader or structure with the function applied to each loader that it reads."""
+    if isinstance(loader, CombinedLoader):
+        return CombinedLoader(map_leaves(loader.iterables, function), loader.mode)
+    return map_leaves(loader, function)
+
+
 def named_leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the loaders of a structure, each with its path, such as ``name['a'][1]``."""
     if not is_structure(loaders):

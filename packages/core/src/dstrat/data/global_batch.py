@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Generator
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from dstrat.data.combined_loader import CombinedLoader, leaves
+from dstrat.data.combined_loader import source_leaves
 from dstrat.data.division import groups_samples, sampler_of
 from dstrat.data.samplers import RankSampler
 
@@ -57,8 +57,7 @@ def divide_global_batch(
 
 def batch_sizes_of(loader: Any) -> list[int] | None:
     """Return the number of samples in a batch of each of the user's loaders; None unless they can be divided anew."""
-    loaders = loader.flattened if isinstance(loader, CombinedLoader) else list(leaves(loader))
-    sizes = [_batch_size_of(leaf) if _can_repeat_order(leaf) else None for leaf in loaders]
+    sizes = [_batch_size_of(leaf) if _can_repeat_order(leaf) else None for leaf in source_leaves(loader)]
     return None if None in sizes else [size for size in sizes if size is not None]
 
 
@@ -71,7 +70,7 @@ def epoch_lengths(loader: Any, *, ranks: int, share: Fraction | int = 1) -> list
         share: Size of their batches, in batches of the loader.
     """
     lengths = []
-    for leaf in loader.flattened if isinstance(loader, CombinedLoader) else leaves(loader):
+    for leaf in source_leaves(loader):
         batches, samples = leaf.batch_sampler, math.ceil(len(sampler_of(leaf)) / ranks)
         size = int(batches.batch_size * share)
         lengths.append(samples // size if batches.drop_last else math.ceil(samples / size))
@@ -80,8 +79,7 @@ def epoch_lengths(loader: Any, *, ranks: int, share: Fraction | int = 1) -> list
 
 def drops_samples(loader: Any) -> bool:
     """Return whether one of the user's loaders leaves out the last samples of an epoch that are no full batch."""
-    loaders = loader.flattened if isinstance(loader, CombinedLoader) else leaves(loader)
-    return any(leaf.batch_sampler.drop_last for leaf in loaders)
+    return any(leaf.batch_sampler.drop_last for leaf in source_leaves(loader))
 
 
 def _batch_size_of(loader: Any) -> int | None:
@@ -111,7 +109,7 @@ def samples_per_batch(loader: Any, *, is_alone: bool) -> list[int] | None:
         loader: The loader of this process; None before it is made.
         is_alone: Whether the job has one process, whose loaders need no division.
     """
-    loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    loaders = source_leaves(loader)
     sizes = [_batch_size_of(leaf) for leaf in loaders]
     is_divided = is_alone or all(
         isinstance(leaf, DataLoader) and isinstance(sampler_of(leaf), RankSampler) for leaf in loaders

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from dstrat.data.combined_loader import CombinedLoader, describe, is_structure, leaves, map_leaves, named_leaves
+from dstrat.data.combined_loader import (
+    CombinedLoader,
+    describe,
+    is_structure,
+    leaves,
+    map_sources,
+    named_leaves,
+    source_leaves,
+)
 from dstrat.data.division import (
     check_division,
     divide_evaluation,
@@ -26,7 +34,7 @@ from dstrat.data.sharded_dataset import ShardedIterableDataset
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from dstrat.interfaces.strategy import Strategy
 
@@ -63,7 +71,7 @@ def prepare_training_loader(loader: Any, strategy: Strategy, *, distribute: bool
         leaf = divide_training(leaf, strategy) if is_divided else _for_all_workers(leaf)
         return _with_worker_seeds(leaf, strategy.training_sampler_kwargs)
 
-    loader = _map_loaders(loader, divided)
+    loader = map_sources(loader, divided)
     # Again: with few samples and drop_last, a shard may be empty though the data is not.
     _check_not_empty(loader, f"the part of the training data of rank {strategy.global_rank}")
     # Where a process had an extra batch, its collectives would wait for the others without end.
@@ -92,7 +100,7 @@ def prepare_evaluation_loader(
     """
     _check_not_empty(loader, "a loader for evaluation")
     agrees = distribute and _shares_data(strategy)
-    loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    loaders = source_leaves(loader)
     for leaf in loaders:
         check_division(leaf, "evaluation", strategy, strategy.distributed_sampler_kwargs)
     # All or none: batches that are read together must be those of one position.
@@ -103,10 +111,10 @@ def prepare_evaluation_loader(
         repeat_to = length_of(loader) if repeats else None
         # Batches that are read together stay together.
         cuts = not keeps_batches and not isinstance(loader, CombinedLoader)
-        loader = _map_loaders(loader, lambda leaf: divide_evaluation(leaf, strategy, cuts=cuts, repeat_to=repeat_to))
+        loader = map_sources(loader, lambda leaf: divide_evaluation(leaf, strategy, cuts=cuts, repeat_to=repeat_to))
     else:
-        loader = _map_loaders(loader, _for_all_workers)
-    loader = _map_loaders(loader, lambda leaf: _with_worker_seeds(leaf, strategy.distributed_sampler_kwargs))
+        loader = map_sources(loader, _for_all_workers)
+    loader = map_sources(loader, lambda leaf: _with_worker_seeds(leaf, strategy.distributed_sampler_kwargs))
     if records_indices:
         loader = record_batches(loader)
     return strategy.process_evaluation_dataloader(loader), agrees and strategy.distributed_sampler_kwargs[
@@ -133,12 +141,6 @@ def _with_worker_seeds(loader: Any, share: Mapping[str, int]) -> Any:
     if rank == 0 or not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return loader
     return with_attributes(loader, worker_init_fn=WorkerSeeds(rank, loader.worker_init_fn))
-
-
-def _map_loaders(loader: Any, function: Callable[[Any], Any]) -> Any:
-    if not isinstance(loader, CombinedLoader):
-        return function(loader)
-    return CombinedLoader(map_leaves(loader.iterables, function), loader.mode)
 
 
 def _check_same(loader: Any, purpose: str, strategy: Strategy) -> None:
@@ -194,10 +196,9 @@ def length_is_certain(loader: Any) -> bool:
 
 def loads_in_workers(loader: Any) -> bool:
     """Return whether worker processes load the batches, so that prefetching does not change random numbers here."""
-    if isinstance(loader, ResumedLoader):
+    if isinstance(loader, ResumedLoader | StatefulLoader | ShortestLoader):
         return loads_in_workers(loader.loader)
-    loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-    return all(isinstance(leaf, DataLoader) and leaf.num_workers > 0 for leaf in loaders)
+    return all(isinstance(leaf, DataLoader) and leaf.num_workers > 0 for leaf in source_leaves(loader))
 
 
 def length_of(loader: Any) -> int | None:
@@ -237,9 +238,7 @@ def sequential(loaders: Any) -> Any:
     A shuffled loader is read in the order of the dataset.  A custom sampler is drawn once, and its order is reused.
     A loader without a sampler stays unchanged.
     """
-    if isinstance(loaders, CombinedLoader):
-        return CombinedLoader(map_leaves(loaders.iterables, _make_sequential), loaders.mode)
-    return map_leaves(loaders, _make_sequential)
+    return map_sources(loaders, _make_sequential)
 
 
 def _make_sequential(loader: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -11,33 +12,56 @@ from dstrat.interfaces.batch import pin_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from dstrat.interfaces.strategy import Strategy
 
-def prefetch(
-    batches: Iterable[tuple[Any, bool]], move: Callable[[Any], Any], device: torch.device
-) -> Iterator[tuple[Any, bool]]:
-    """Yield batches on the device, and start the copy of the next one before each is yielded.
+T = TypeVar("T")
+
+
+def move_batches(
+    items: Iterable[T], move: Callable[[T], T], strategy: Strategy, *, in_threads: bool, pins: bool, ahead: bool
+) -> Iterator[T]:
+    """Return the items after ``move``.
+
+    Args:
+        items: Batches on the host, with data of the caller.
+        move: Returns an item with its batch on the device.
+        strategy: Has the device.
+        in_threads: Whether the strategy prefetches the items in threads.
+        pins: Whether each item is copied from pinned memory, so that the host does not wait for the device.
+        ahead: Whether the next item is copied during a step; otherwise each is moved when it is needed.
+    """
+    if in_threads:
+        return strategy.prefetch(items, move)
+    if ahead:
+        return prefetch(items, move, strategy.root_device)
+    # No generator, which would cost time per batch.
+    return map(move, map(pin_memory, items) if pins else items)
+
+
+def prefetch(items: Iterable[T], move: Callable[[T], T], device: torch.device) -> Iterator[T]:
+    """Yield items on the device, and start the copy of the next one before each is yielded.
 
     A copy runs on a separate stream, from pinned memory.  It waits for the step that was queued last, and overlaps
     with the step of the batch that is yielded.
 
     Args:
-        batches: On the host, each with whether it is the last.
-        move: Brings a batch to the device, on the current stream.
+        items: Batches on the host, with data of the caller.
+        move: Returns an item with its batch on the device, on the current stream.
         device: A device of torch's current accelerator, which has streams.
     """
-    copies = torch.Stream(device)
+    copies = _copy_stream(device)
 
-    def start(host_batch: Any) -> tuple[Any, torch.Event]:
-        pinned = pin_memory(host_batch)  # from other memory, the copy would block the host until the step has ended
+    def start(item: T) -> tuple[T, torch.Event]:
+        pinned = pin_memory(item)  # from other memory, the copy would block the host until the step has ended
         # So that the memory of an old batch is reused only when no step reads it, without record_stream.
         copies.wait_stream(torch.accelerator.current_stream(device))
         with copies:
             return move(pinned), copies.record_event()
 
-    ready: tuple[Any, torch.Event, bool] | None = None
-    for host_batch, is_last in batches:
+    ready: tuple[T, torch.Event] | None = None
+    for item in items:
         # Queued before the batch is yielded, and so before its step: the copy does not wait for that one.
-        following = (*start(host_batch), is_last)
+        following = start(item)
         if ready is not None:
             yield _awaited(ready, device)
         ready = following
@@ -45,8 +69,15 @@ def prefetch(
         yield _awaited(ready, device)
 
 
-def _awaited(copied: tuple[Any, torch.Event, bool], device: torch.device) -> tuple[Any, bool]:
-    """Make the current stream wait for a copy; return its batch."""
-    batch, event, is_last = copied
+@cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of this process on which batches are copied to a device."""
+    # One: torch keeps freed memory for the stream that allocated it, and one of each epoch would leave its batches.
+    return torch.Stream(device)
+
+
+def _awaited(copied: tuple[T, torch.Event], device: torch.device) -> T:
+    """Make the current stream wait for a copy; return its item."""
+    item, event = copied
     torch.accelerator.current_stream(device).wait_event(event)
-    return batch, is_last
+    return item

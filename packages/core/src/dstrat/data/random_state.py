@@ -109,6 +109,14 @@ class WorkerSeeds:
             self._worker_init_fn(worker_id)
 
 
+def drop_workers(loader: Any) -> bool:
+    """Let the next reading of a loader start new workers in place of persistent ones; return whether there are any."""
+    if getattr(loader, "_iterator", None) is None:
+        return False
+    loader._iterator = None  # noqa: SLF001 - DataLoader's (torch 2.9 to 2.13); there is no public way
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomState:
     """The state of the global generators of a process.

@@ -18,7 +18,7 @@ from dstrat.data.combined_loader import MAX_RESTARTS, CombinedLoader
 from dstrat.data.division import sampler_of, with_attributes
 from dstrat.data.equal_length import MOST_BATCHES_AHEAD, ShortestLoader
 from dstrat.data.random_state import RandomState
-from dstrat.data.samplers import ShuffledOrder
+from dstrat.data.samplers import ShuffledOrder, generators_of
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -278,7 +278,9 @@ def _generators_of(loader: Any) -> list[Generator]:
     """Return the distinct generators of the source loaders and of their samplers."""
     loaders = [source for source in _source_loaders(loader) if isinstance(source, DataLoader)]
     generators = [
-        generator for one in loaders for generator in (one.generator, getattr(sampler_of(one), "generator", None))
+        generator
+        for one in loaders
+        for generator in (one.generator, *generators_of(sampler_of(one)), *generators_of(one.batch_sampler))
     ]
     return list({id(generator): generator for generator in generators if generator is not None}.values())
 
@@ -346,10 +348,12 @@ class StatefulLoader:
         return iter(agreeing)
 
     def position_after(self, batches_done: int) -> Any:
-        """Return the position after a number of batches of the epoch; None where it is no longer recorded."""
-        if batches_done == self._num_read:
-            return self.latest_position
-        return next((position for number, position in self._positions if number == batches_done), None)
+        """Return the position after a number of batches of the epoch; None where it is no longer recorded.
+
+        After all of them, it is the one before the end, from which a loader of torchdata begins another epoch.
+        """
+        position = next((position for number, position in self._positions if number == batches_done), None)
+        return self.latest_position if position is None and batches_done == self._num_read else position
 
     @property
     def latest_position(self) -> Any:

@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.random_state import drop_workers
 from dstrat.data.sharded_dataset import ShardedIterableDataset
+from dstrat.parallel.internals import change_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sized
@@ -176,11 +178,12 @@ class AgreedSampler(Sampler[Any]):
         sampler: The sampler, or batch sampler, whose order it is.
 
     Attributes:
+        order: As it was given.
         epoch: The epoch whose order comes next.
     """
 
     def __init__(self, order: Order, sampler: Sized) -> None:
-        self._order, self._sampler = order, sampler
+        self.order, self._sampler = order, sampler
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -195,7 +198,7 @@ class AgreedSampler(Sampler[Any]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._order(self.epoch, 0))
+        return iter(self.order(self.epoch, 0))
 
 
 _SEEDS_BETWEEN_READINGS = 1_000_003  # more than there are epochs, and torch takes seeds modulo 2**32
@@ -237,47 +240,50 @@ class BroadcastOrder:
     """The order of a user's own sampler or batch sampler, as rank 0 drew it."""
 
     def __init__(self, sampler: Iterable[Any], broadcast: Callable[[list[Any]], list[Any]]) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._broadcast = broadcast
 
     def __call__(self, epoch: int, _times_read: int) -> Iterable[Any]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
         # Each rank draws, and all use rank 0's: so the sampler's own state and the random numbers go on alike.
-        return self._broadcast(list(self._sampler))
+        return self._broadcast(list(self.sampler))
+
+
+def generators_of(sampler: Any) -> list[torch.Generator]:
+    """Return the generators of torch that a sampler or batch sampler has, and those of samplers in it."""
+    order = getattr(sampler, "order", None)
+    inner = [getattr(sampler, "sampler", None), order.sampler if isinstance(order, BroadcastOrder) else None]
+    generator = getattr(sampler, "generator", None)
+    generators = [generator] if isinstance(generator, torch.Generator) else []
+    return generators + [generator for one in inner if one is not None for generator in generators_of(one)]
 
 
 # Epochs of samplers and datasets
 
 
-def set_sampler_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of each sampler of a loader that has ``set_epoch``, and not of its dataset."""
+def set_epoch(loader: Any, epoch: int, *, datasets: bool = True) -> None:
+    """Set the epoch of each sampler, loader and dataset that has ``set_epoch``.
+
+    Args:
+        loader: A loader, or a CombinedLoader.
+        epoch: The epoch.
+        datasets: Whether loaders and datasets are set too, not the samplers alone.
+    """
     if isinstance(loader, CombinedLoader):
         for leaf in loader.flattened:
-            set_sampler_epoch(leaf, epoch)
+            set_epoch(leaf, epoch, datasets=datasets)
         return
     batches = getattr(loader, "batch_sampler", None)
     targets: list[Any] = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    for target in {id(target): target for target in targets}.values():
-        if hasattr(target, "set_epoch"):
-            target.set_epoch(epoch)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of each sampler and dataset of a loader that has ``set_epoch``."""
-    if isinstance(loader, CombinedLoader):
-        for leaf in loader.flattened:
-            set_epoch(leaf, epoch)
-        return
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None)
-    targets: list[Any] = [loader, sampler, batches, getattr(batches, "sampler", None), getattr(loader, "dataset", None)]
-    dataset = targets[-1]
+    dataset = getattr(loader, "dataset", None) if datasets else None
+    if datasets:
+        targets = [loader, *targets, dataset]
     while isinstance(dataset, ShardedIterableDataset):
         dataset = dataset.dataset
     attributes = dict(getattr(dataset, "__dict__", {}))
     shared = [one for one in attributes.values() if isinstance(one, torch.Tensor) and one.is_shared()]
-    versions = [_version(one) for one in shared]
+    versions = list(map(change_count, shared))
     for target in {id(target): target for target in targets}.values():  # each once: both may be one object
         if hasattr(target, "set_epoch"):
             target.set_epoch(epoch)
@@ -286,19 +292,13 @@ def set_epoch(loader: Any, epoch: int) -> None:
     # A stream of Hugging Face has its epoch in a tensor of shared memory, which workers see change; what is assigned
     # to an attribute they do not see.
     is_assigned = any(attributes.get(name) is not value for name, value in getattr(dataset, "__dict__", {}).items())
-    if is_assigned or [_version(one) for one in shared] == versions:
+    if is_assigned or list(map(change_count, shared)) == versions:
         _restart_workers(loader)
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """Return torch's count of a tensor's changes, which has no public name; None for one that does not count."""
-    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - see above
 
 
 def _restart_workers(loader: Any) -> None:
     """Let the next reading start new workers in place of persistent ones, whose dataset has the old epoch."""
-    if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
-        loader._iterator = None  # noqa: SLF001 - DataLoader's (torch 2.9 to 2.13); there is no public way
+    if getattr(loader, "persistent_workers", False) and drop_workers(loader):
         _log.info(
             "persistent workers are restarted, as %s.set_epoch does not reach them", type(loader.dataset).__name__
         )

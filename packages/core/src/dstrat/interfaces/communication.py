@@ -72,6 +72,8 @@ class CommunicationLayout:
             it does so for several microbatches.
         passes: Number of parts of a batch that a rank computes one after the other, each with all of its weights.
         weight_share: Share of the weights with which a rank computes.
+        activation_share: Share of the bytes of a batch's activations that a rank reads and writes; None for an equal
+            part of each of ``ranks_per_batch``.
         copied: Bytes that a rank reads and writes to pack, scale and unpack tensors of collectives.
         copied_from_host: Bytes that a rank copies between host and device for collectives, besides two copies of what
             it has on the host, such as shards for further gathers and gradients of further batches.
@@ -86,6 +88,7 @@ class CommunicationLayout:
     operation_share: float = 1.0
     passes: int = 1
     weight_share: float = 1.0
+    activation_share: float | None = None
     copied: int = 0
     copied_from_host: int = 0
     allocated: int = 0

@@ -36,7 +36,8 @@ class Pipeline:
         loss: Function of the model's output and a microbatch that returns the mean loss of the microbatch.
         layers: The layers in order: each is called with the result of the one before, a tensor; None for those of a
             model that is an ``nn.Sequential``.
-        inputs: Function of a batch that returns the input of the model, a tensor.
+        inputs: Function of a batch that returns the input of the model, a tensor.  It is called for all microbatches
+            before the first loss, to which it passes nothing on.
         weight: Function of a microbatch that returns the number that its loss is the mean of, such as the number of
             labels without padding; None for its number of samples.  With it, batches of other processes and accumulated
             batches count by their numbers too.  The loss of a microbatch without labels may be nan, as that of torch's
@@ -65,11 +66,31 @@ class Pipeline:
         """
         if self.layers is not None:
             return list(self.layers)
-        if isinstance(self.model, Sequential):
+        if isinstance(self.model, Sequential) and type(self.model).forward is Sequential.forward:
             return list(self.model)
         raise MisuseError(
             f"Pipeline(model={type(self.model).__name__}) does not say in which order its layers are called: pass "
-            "layers=[self.first, *self.blocks, self.last], or a model that is an nn.Sequential"
+            "layers=[self.first, *self.blocks, self.last], or a model that is an nn.Sequential with the forward of that"
+        )
+
+
+def check_loss_of_stages(module: Module, method: str) -> None:
+    """Check that no method computes another loss of a module than the pipeline that it inherits.
+
+    Args:
+        module: The module, with a ``configure_pipeline``.
+        method: The name of a method that stages do not call, such as ``training_step``.
+
+    Raises:
+        MisuseError: A subclass of the class that defines the pipeline overrides it.
+    """
+    cls = type(module)
+    definer = next((base for base in cls.__mro__ if "configure_pipeline" in vars(base)), cls)
+    inherited = getattr(definer, method, None)
+    if inherited is not None and inherited is not getattr(cls, method):
+        raise MisuseError(
+            f"{cls.__name__} overrides {method} of {definer.__name__}, which stages do not call, and inherits its "
+            "configure_pipeline: define configure_pipeline too, with the same loss, or leave pp out"
         )
 
 

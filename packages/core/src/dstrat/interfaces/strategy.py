@@ -89,11 +89,6 @@ class Components:
             )
         object.__setattr__(self, "parallel_devices", devices)
 
-    def without_names(self) -> Components:
-        """Return the components that are objects, without those that the user passed as an alias or a class."""
-        names = [field.name for field in fields(self) if isinstance(getattr(self, field.name), str | type)]
-        return replace(self, **dict.fromkeys(names)) if names else self
-
 
 Parts = Components  # its first name
 
@@ -293,9 +288,10 @@ class Strategy(ABC):
 
     def add_components(self, **components: Any) -> None:
         """Add components that were passed to the constructor, which calls this; None for one that was not passed."""
-        self.constructor_components = replace(self.constructor_components, **components)
-        # Until set_components, which has objects for the names.
-        self.components = self.constructor_components.without_names()
+        self.constructor_components = self.components = replace(self.constructor_components, **components)
+        names = [one.name for one in fields(Components) if isinstance(getattr(self.components, one.name), str | type)]
+        if names:  # set_components has objects for these
+            self.components = replace(self.components, **dict.fromkeys(names))
 
     def set_components(self, components: Components) -> None:
         """Set the components that were not passed to the constructor, before any process starts; the others stay.
@@ -731,6 +727,17 @@ class Strategy(ABC):
         """
         return map(move, items)
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether :meth:`prefetch` reads in threads, rather than being the default."""
+        return type(self).prefetch is not Strategy.prefetch
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether the next batch can be copied during a step: by streams, and by dstrat's :meth:`batch_to_device`."""
+        # Another transfer may rely on the stream or on the order of calls.
+        return self.accelerator.has_streams and type(self).batch_to_device is Strategy.batch_to_device
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return the batch on a device, by default :attr:`root_device`, with floats in the precision's dtype."""
         accelerator = self.components.accelerator  # None in a strategy that is used by itself, on the CPU
@@ -1140,8 +1147,9 @@ class Strategy(ABC):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint once for the job, and wait until it is written; collective."""
-        if self.checkpoint_io.is_collective or self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path)
+        io = self.checkpoint_io
+        if io.is_collective or self.is_global_zero:
+            io.save_checkpoint(checkpoint, path)
         self.barrier("save_checkpoint")  # else another process could read the file, or end the job, too early
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -1160,6 +1168,19 @@ class Strategy(ABC):
                 "or let a Trainer complete the strategy first"
             )
         return value
+
+
+def gather_objects(strategy: Strategy, value: T) -> list[T]:
+    """Return a value of each rank, on all of them; collective."""
+    return [strategy.broadcast(value, src=rank) for rank in range(strategy.world_size)]
+
+
+def gather_if_different(strategy: Strategy, value: T, *, differs: bool) -> list[T] | None:
+    """Return a value of each rank if it differs on any of them, otherwise None; collective.
+
+    A vote comes first: ranks have the same names mostly, and exchanging those of a large model from each takes time.
+    """
+    return gather_objects(strategy, value) if strategy.reduce_boolean_decision(differs, all=False) else None
 
 
 def log_out_of_memory(strategy: Strategy, exception: BaseException) -> None:

@@ -24,8 +24,8 @@ from dstrat.launch.nccl_status import CollectivesNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from datetime import timedelta
 
+    from dstrat.interfaces.strategy import Strategy
     from dstrat.launch.peer_watch import PeerWatch
 
 _IDLE_SHARE = 0.05  # of one processor; the threads of 24 Gloo groups that wait take 0.03
@@ -226,22 +226,17 @@ class IdleTimer:
 
 
 @contextlib.contextmanager
-def watched_for_hangs(
-    limit: timedelta | None, *, longest: timedelta | None, rank: int, local_rank: int, size: int
-) -> Iterator[Callable[[], None] | None]:
+def watched_for_hangs(strategy: Strategy) -> Iterator[Callable[[], None] | None]:
     """Watch for hangs of the job within a ``with`` block, and end it then.
 
     The supervisor watches the ranks that it has started; other ranks watch each other.  The block gets a function that
     notes progress of the run; None where nothing is watched.
 
     Args:
-        limit: How long a rank may be idle without progress; None for any time.
-        longest: Timeout of a collective.
-        rank: The global rank of this process.
-        local_rank: Its rank on its machine.
-        size: Number of ranks.
+        strategy: Has the limits and the ranks of the job.
     """
-    if limit is None or size == 1:
+    limit = strategy.hang_timeout
+    if limit is None or strategy.world_size == 1:
         yield None
         return
     import torch.distributed  # only runs of several processes need it, and the supervisor imports this module
@@ -253,14 +248,14 @@ def watched_for_hangs(
     if started is not None:
         forget_failure(started.folder)  # the program has caught that error
     # A rank that sees no peers waits for as long as they may be in a collective, and never less than the limit.
-    limits = (limit.total_seconds(), max(limit, longest or limit).total_seconds())
+    limits = (limit.total_seconds(), max(limit, strategy.timeout or limit).total_seconds())
     watch: _ProgressFile | PeerWatch
     if started is not None:
         watch = _ProgressFile(progress_file(started.folder, os.getpid()), *limits)
     else:
         from dstrat.launch.peer_watch import PeerWatch  # which needs this module
 
-        watch = PeerWatch(*limits, rank=rank, local_rank=local_rank, size=size)
+        watch = PeerWatch(*limits, rank=strategy.global_rank, local_rank=strategy.local_rank, size=strategy.world_size)
     notes = None
     if started is not None and torch.distributed.is_nccl_available():
         notes = CollectivesNotes(started.folder, os.getpid())

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import select
 import signal
 import sys
 import threading
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import process, spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +24,11 @@ from dstrat.launch.job import JOB_VARIABLE, PID_VARIABLE, describe_unpicklable, 
 from dstrat.launch.progress import launched_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from functools import partial
+    from collections.abc import Callable, Iterable
+
+    from dstrat.interfaces.strategy import Strategy
+
+_log = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGQUIT
 """Signal on which a rank writes the stacks of its threads to its stack file, and continues."""
@@ -100,6 +105,39 @@ def note_failure(error: BaseException) -> None:
     """Record an error of this rank for the supervisor before the cleanup, in which the rank may hang."""
     if _this_rank is not None and kind_of(error) == "error":
         write_failure(_this_rank.folder, error, cleans_up=True)
+
+
+def clean_up_after(error: BaseException, strategy: Strategy, steps: Iterable[Callable[[], None]]) -> None:
+    """Record the error of a run in this rank, complete its write, and run further steps of its cleanup.
+
+    Args:
+        error: What the caller raises; errors of the cleanup itself are logged.
+        strategy: Of the run, with its communication, which a further step closes.
+        steps: The further steps, each of which runs also if one before it fails.
+    """
+    from dstrat.checkpoint.async_io import finish_write
+    from dstrat.interfaces.strategy import log_out_of_memory
+    from dstrat.launch.ended_peers import name_ended_ranks
+
+    first = (
+        partial(note_failure, error),
+        partial(log_out_of_memory, strategy, error),  # before anything is freed
+        partial(name_ended_ranks, error),  # needs the process group, as does
+        partial(finish_write, strategy, error, logs=kind_of(error) == "error"),
+    )
+    for other in run_all([*first, *steps]):
+        _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
+
+
+def run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
+    """Run all steps, also after one that fails, and return the errors."""
+    errors = []
+    for step in steps:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001, PERF203 - the caller logs or raises it
+            errors.append(error)
+    return errors
 
 
 def note_launch() -> None:

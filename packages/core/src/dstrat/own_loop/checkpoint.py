@@ -11,15 +11,15 @@ from dstrat.checkpoint.portable.format import SAVED_WITH
 from dstrat.checkpoint.strategy_state import (
     check_same_number,
     describe_move,
-    gather_on_host,
     is_of_same_strategy,
     job_sizes,
     load_rank_buffers,
     module_entries,
     optimization_entries,
     rank_buffers,
+    rank_entries,
     read_checkpoint,
-    reader_of,
+    reader_index,
     restore_optimization,
     state_to_follow,
     writable_path,
@@ -67,11 +67,8 @@ def save(
             "loaders": [loader.state_dict() for loader in loaders],
             "evaluation": [loader.seeds for loader in evaluation_loaders],
         },
+        **rank_entries(strategy, rank_state),
     }
-    if strategy.checkpoint_io.is_collective:
-        checkpoint["per_rank"] = rank_state
-    else:
-        checkpoint["ranks"] = gather_on_host(strategy, rank_state)
     with writable_path(strategy, path) as target:
         strategy.save_checkpoint(checkpoint, target)
 
@@ -116,7 +113,7 @@ def _rank_state(strategy: Strategy, loaders: Sequence[TrainingLoader]) -> dict[s
     """Return the state of this rank; collective."""
     return {
         "loaders": [loader.rank_state() for loader in loaders],
-        "reader": reader_of(strategy),
+        "reader": reader_index(strategy),
         "strategy": strategy.rank_state(),
         "buffers": rank_buffers(strategy),
         "device_random": strategy.get_random_state(),

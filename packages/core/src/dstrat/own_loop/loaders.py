@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from dstrat.data.epoch_reader import EpochReader, has_shared_order, reshard_position
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.loaders import (
     length_is_certain,
@@ -13,24 +14,14 @@ from dstrat.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
-from dstrat.data.prefetch import prefetch
-from dstrat.data.resume import (
-    Beginning,
-    ResumedLoader,
-    StatefulLoader,
-    convert_position,
-    generator_states,
-    is_stateful,
-    restore_end_position,
-    set_generator_states,
-    share_seeds,
-    shared_seeds,
-)
+from dstrat.data.prefetch import move_batches
+from dstrat.data.resume import convert_position, share_seeds, shared_seeds
 from dstrat.data.samplers import set_epoch
-from dstrat.interfaces.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from dstrat.interfaces.strategy import Strategy
 
 
 class TrainingLoader:
@@ -54,9 +45,7 @@ class TrainingLoader:
         self._loader = prepare_training_loader(loader, strategy, distribute=distribute)
         self._strategy = strategy
         self._limit = self._agreed_limit()
-        self._beginning: Beginning | None = None
-        self._stateful: StatefulLoader | None = None
-        self._position: Any = None
+        self._reader = EpochReader(strategy)
         self.epoch = 0
         self.batches_done = 0
 
@@ -67,7 +56,10 @@ class TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         set_epoch(self._loader, self.epoch)
         self._limit = self._agreed_limit()  # each epoch, as the length of a sampler may change
-        loader = self._read_from()
+        if self._reader.beginning is None:  # as before a first epoch, or if a checkpoint lacks it
+            self.batches_done = 0
+        is_read_ahead = _copies_ahead(self._strategy, self._loader) or not length_is_certain(self._loader)
+        loader = self._reader.read(self._loader, self.batches_done, is_read_ahead=is_read_ahead)
         remaining = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
         # The loader comes first in the zip, as it may end before the limit.
         batches = (batch for batch, _ in zip(loader, remaining, strict=False))
@@ -75,29 +67,6 @@ class TrainingLoader:
             self.batches_done += 1  # before the block: a checkpoint that it saves resumes after this batch
             yield batch
         self.epoch, self.batches_done = self.epoch + 1, 0
-
-    def _read_from(self) -> Any:
-        """Return an iterable of the remaining batches of the epoch, or of a new one."""
-        # The position is taken before the iterator of the last epoch, which knows it, is dropped.
-        loader, position, self._stateful, self._position = self._loader, self._latest_position(), None, None
-        self._strategy.share_random_state()
-        goes_on = self.batches_done > 0 and self._beginning is not None
-        if not goes_on:  # captured before the loader draws the order of the epoch
-            self._beginning, self.batches_done, position = Beginning.of(loader), 0, None
-        assert self._beginning is not None  # noqa: S101 - as above
-        if is_stateful(loader) and (position is not None or not goes_on):
-            is_read_ahead = _copies_ahead(self._strategy) or not length_is_certain(loader)
-            self._stateful = StatefulLoader(
-                loader, self._beginning, self.batches_done, position, is_read_ahead=is_read_ahead
-            )
-            return self._stateful
-        return ResumedLoader(loader, self._beginning, self.batches_done) if goes_on else loader
-
-    def _latest_position(self) -> Any:
-        """Return the position of a stateful loader after the latest batch; None for other loaders."""
-        if self._stateful is None:
-            return self._position
-        return self._stateful.position_after(self.batches_done) if self.batches_done else self._stateful.latest_position
 
     def _agreed_limit(self) -> int | None:
         """Return the number of batches after which an epoch ends; None if only the loader ends it; collective."""
@@ -131,11 +100,7 @@ class TrainingLoader:
 
     def rank_state(self) -> dict[str, Any]:
         """Return the random state and the loader's position on this rank."""
-        return {
-            "generators": generator_states(self._loader),
-            "beginning": None if self._beginning is None else self._beginning.state_dict(),
-            "place": self._latest_position(),
-        }
+        return self._reader.state_dict(self._loader, self.batches_done)
 
     def load_rank_state(self, state: Mapping[str, Any], *, is_exact: bool) -> None:
         """Restore the state that :meth:`rank_state` returned.
@@ -144,20 +109,14 @@ class TrainingLoader:
             state: The state of a rank that has read this rank's data, or of rank 0 of a job of another size.
             is_exact: Whether it is of the same data, so that the loader's position can be restored.
         """
-        beginning = None if state["beginning"] is None else Beginning.from_state_dict(state["beginning"])
-        self._keep_order(beginning is not None and any(seed is not None for seed in beginning.seeds))
-        # The key "place" is part of the format; older checkpoints lack it.
-        self._stateful, self._position = None, state.get("place") if is_exact else None
-        if self._position is not None and not self.batches_done and is_stateful(self._loader):
-            restore_end_position(self._loader, self._position)
-        set_generator_states(self._loader, state["generators"])
-        if beginning is not None:
-            if not is_exact:
-                beginning.restarts.clear()  # the numbers of batches in it are those of the saved ranks
-            # Between epochs the saved state is of the beginning of the last one.
-            beginning.derive_seed(self._loader, self.epoch if self.batches_done else self.epoch - 1)
-            beginning.share_order(self._loader)
-            self._beginning = beginning
+        self._keep_order(has_shared_order(state))
+        self._reader.load_state_dict(
+            self._loader,
+            state if is_exact else reshard_position(state),
+            epoch=self.epoch,
+            batches_done=self.batches_done,
+            is_over=not self.batches_done,
+        )
 
     def _keep_order(self, keeps_order: bool) -> None:
         """Read in the order that several ranks share, also on one rank, which has torch's own otherwise."""
@@ -211,14 +170,13 @@ class EvaluationLoader:
 
 def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
     """Return a loader's batches on the strategy's device; with streams, copies overlap with the previous step."""
-    move, device = strategy.batch_to_device, strategy.root_device
-    if type(strategy).prefetch is not Strategy.prefetch and loads_in_workers(loader):
-        return strategy.prefetch(batches, move)
-    if not _copies_ahead(strategy):
-        return map(move, batches)  # a generator would cost time for each batch
-    return (batch for batch, _ in prefetch(((batch, False) for batch in batches), move, device))
+    in_threads = strategy.prefetches and loads_in_workers(loader)
+    move = strategy.batch_to_device
+    ahead = _copies_ahead(strategy, loader)
+    return move_batches(batches, move, strategy, in_threads=in_threads, pins=strategy.copies_ahead, ahead=ahead)
 
 
-def _copies_ahead(strategy: Strategy) -> bool:
-    # Not with a strategy's own transfer, which may rely on the stream or on the order of calls.
-    return strategy.accelerator.has_streams and type(strategy).batch_to_device is Strategy.batch_to_device
+def _copies_ahead(strategy: Strategy, loader: Any) -> bool:
+    """Return whether the next batch is loaded and copied before the step of the one before."""
+    # Else a checkpoint would have the random state after samples that a resume loads again.
+    return strategy.copies_ahead and loads_in_workers(loader)

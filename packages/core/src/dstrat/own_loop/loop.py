@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,11 +13,12 @@ from torch.nn import Module
 
 from dstrat.data.random_state import RandomState
 from dstrat.errors import ConflictError, MisuseError
-from dstrat.interfaces.strategy import Strategy, log_out_of_memory
+from dstrat.interfaces.strategy import Strategy
 from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
 from dstrat.own_loop.steps import FunctionSteps, Settings, Steps
 from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_loggers
+from dstrat.parallel.layers import restored_modes
 from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.resolve import Request, resolve_request
@@ -284,14 +284,10 @@ class OwnLoop:
         """In this context the module is in evaluation mode, without gradients; all processes enter it."""
         self._set_up("evaluation")
         module: Module = self.strategy.module
-        modes = [(submodule, submodule.training) for submodule in module.modules()]
-        module.eval()
-        try:
+        with restored_modes(module):
+            module.eval()
             with torch.no_grad(), self.strategy.evaluation_context():
                 yield
-        finally:
-            for submodule, was_training in modes:
-                submodule.training = was_training
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -466,9 +462,6 @@ def _as_single_module(module: Any) -> Module:
 # Communication around a hand-written loop
 
 
-_log = logging.getLogger(__name__)
-
-
 @contextmanager
 def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]:
     """Open communication; at the end tear down and close it; after an error abort it, so that no rank waits.
@@ -480,37 +473,15 @@ def communicating(strategy: Strategy, end: Callable[[], None]) -> Iterator[None]
     from dstrat.launch.progress import watched_for_hangs  # imported here, since only runs need it
 
     try:
-        with watched_for_hangs(
-            strategy.hang_timeout,
-            longest=strategy.timeout,
-            rank=strategy.global_rank,
-            local_rank=strategy.local_rank,
-            size=strategy.world_size,
-        ):
+        with watched_for_hangs(strategy):
             strategy.setup_environment()
             yield
             strategy.finish_training()
             strategy.barrier("end")  # rank 0 ends last, since others may still need it
     except BaseException as error:
-        # Imported here, since only failing runs need these.
-        from dstrat.checkpoint.async_io import finish_write
-        from dstrat.launch.ended_peers import name_ended_ranks
-        from dstrat.launch.failures import kind_of
-        from dstrat.launch.rank import note_failure
+        from dstrat.launch.rank import clean_up_after  # imported here, since only failing runs need it
 
-        steps: tuple[Callable[[], None], ...] = (
-            partial(note_failure, error),
-            partial(log_out_of_memory, strategy, error),  # before anything is freed
-            partial(name_ended_ranks, error),  # needs the process group, which a later step closes, as does
-            partial(finish_write, strategy, error, logs=kind_of(error) == "error"),
-            partial(strategy.on_exception, error),
-            end,
-        )
-        for step in steps:
-            try:
-                step()
-            except Exception as other:  # noqa: BLE001, PERF203 - only logged, as the first error is raised
-                _log.error("cleaning up after %s failed too", type(error).__name__, exc_info=other)
+        clean_up_after(error, strategy, [partial(strategy.on_exception, error), end])
         raise
     end()
 
@@ -550,6 +521,6 @@ def build(
         devices=devices,
         num_nodes=num_nodes,
         precision=precision,
-        plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
+        plugins=plugins,
     )
     return resolve_request(request)[1]

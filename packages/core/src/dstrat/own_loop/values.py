@@ -32,10 +32,10 @@ def as_loggers(value: Any) -> list[Logger]:
     """
     if value is None:
         return []
-    from dstrat.training.arguments import adapt_all, install_hint
+    from dstrat.training.arguments import adapt, install_hint
     from dstrat.training.loggers.logger import Logger
 
-    loggers = adapt_all(value if isinstance(value, list | tuple) else [value], Logger)
+    loggers: list[Any] = [adapt(one, Logger) for one in (value if isinstance(value, list | tuple) else [value])]
     for logger in loggers:
         if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
             hint = install_hint(logger) or ": pass one of dstrat.loggers"

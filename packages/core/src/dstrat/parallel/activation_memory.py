@@ -15,7 +15,7 @@ from typing_extensions import Self
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.activation_offload import ActivationOffload
-from dstrat.parallel.internals import arguments_of, storage_key
+from dstrat.parallel.internals import arguments_of, change_count, storage_key
 from dstrat.parallel.layers import checked_policy, repeated_layers, selected_layers
 
 if TYPE_CHECKING:
@@ -225,14 +225,14 @@ class ChangingBuffers:
             yield
             return
         buffers = {name: buffer for name, buffer in self._layer.named_buffers() if not buffer.is_inference()}
-        versions = {name: buffer._version for name, buffer in buffers.items()}  # noqa: SLF001 - torch's count of changes
+        versions = {name: change_count(buffer) for name, buffer in buffers.items()}
         values = {
             name: buffer.detach().clone()
             for name, buffer in buffers.items()
             if self._changing is None or name in self._changing
         }
         yield
-        changed = {name for name, buffer in buffers.items() if buffer._version != versions[name]}  # noqa: SLF001 - likewise
+        changed = {name for name, buffer in buffers.items() if change_count(buffer) != versions[name]}
         if self._changing is None:
             # Kernels of batch norm change its statistics without counting.
             layers = self._layer.named_modules()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dstrat.parallel.internals import has_plain_storage, storage_key
+from dstrat.parallel.internals import change_count, has_plain_storage, storage_key
 from dstrat.parallel.shards import is_distributed, local_tensor
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class _SavedTensors:
     def _copied_range(self, tensor: Tensor) -> _Range:
         """Return the range of a tensor's storage that has it; begin to copy it to the host if none has."""
         # The storage cannot be freed, nor its address reused, while the list has it.
-        key = storage_key(tensor), tensor._version, tensor.dtype  # noqa: SLF001 - torch documents it in its notes on autograd
+        key = storage_key(tensor), change_count(tensor), tensor.dtype
         ranges = self._ranges.setdefault(key, [])
         begin = int(tensor.storage_offset())
         end = begin + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -26,8 +26,9 @@ from dstrat.interfaces.state_dict import (
     name_parameters,
     number_parameters,
 )
+from dstrat.interfaces.strategy import gather_if_different, gather_objects
 from dstrat.parallel.collectives import uses_host_memory
-from dstrat.parallel.shards import holders, local_boxes, with_local
+from dstrat.parallel.shards import TensorOutline, holders, local_boxes, with_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,18 +120,16 @@ class _Gathering:
     def entries(self, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the entries of all ranks by name, in the same order on each; collective."""
         strategy = self.strategy
-        names = strategy.broadcast(list(entries))
+        local_names = list(entries)
+        names = strategy.broadcast(local_names)
         common = set(names)
-        # A vote first: ranks have the same names mostly, and exchanging those of a large model from each takes time.
-        differ = strategy.reduce_boolean_decision(common != entries.keys(), all=False)
-        if differ:
-            common.intersection_update(
-                *(strategy.broadcast(list(entries), src=rank) for rank in range(strategy.world_size))
-            )
+        names_of_ranks = gather_if_different(strategy, local_names, differs=common != entries.keys())
+        if names_of_ranks is not None:
+            common.intersection_update(*names_of_ranks)
         for name in names:
             if name in common:
                 yield name, self.gather(entries[name])
-        if differ:
+        if names_of_ranks is not None:
             yield from self._boxes({name: entries[name] for name in entries if name not in common})
 
     def gather(self, value: Any) -> Any:
@@ -149,17 +148,14 @@ class _Gathering:
     def _boxes(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the full entries of which ranks have different ones; collective."""
         local = dict(_leaves(state))
-        outlines = [
-            self.strategy.broadcast({path: _outline_and_boxes(value) for path, value in local.items()}, src=rank)
-            for rank in range(self.strategy.world_size)
-        ]
+        outlines = gather_objects(self.strategy, {path: _outline_and_boxes(value) for path, value in local.items()})
         paths = sorted(set().union(*outlines))
         for name, paths_of_name in itertools.groupby(paths, key=itemgetter(0)):
             entry: dict[str, Any] = {}
             for path in paths_of_name:
                 versions = {rank: outline[path] for rank, outline in enumerate(outlines) if path in outline}
                 value = next(iter(versions.values()))[0]
-                if isinstance(value, _TensorOutline):
+                if isinstance(value, TensorOutline):
                     full = torch.zeros(value.shape, dtype=value.dtype, device=_device(self.strategy))
                     for box in local_boxes(local[path]) if path in local else ():
                         # Of the ranks that have the same box, the first one sends it.
@@ -208,7 +204,7 @@ def _outline_and_boxes(value: Any) -> tuple[Any, frozenset[Any]]:
         return apply_to_tensors(
             value, lambda tensor: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
         ), frozenset()
-    outline = _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
+    outline = TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
     return outline, frozenset(map(_extent, local_boxes(value)))
 
 
@@ -274,11 +270,10 @@ def scatter_module_state(
         if isinstance(target, Tensor | FlatShard) and not is_extra_state(name)
     }
     local: dict[str, Any] = dict.fromkeys(targets)
-    local |= {name: _TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
+    local |= {name: TensorOutline(shape=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()}
     outline = dict(strategy.broadcast(local))  # of the targets of all ranks
-    if strategy.reduce_boolean_decision(outline != local, all=False):  # a vote first, as in gather_entries
-        for rank in range(1, strategy.world_size):
-            outline |= strategy.broadcast(local, src=rank)
+    for outline_of_rank in gather_if_different(strategy, local, differs=outline != local) or ():
+        outline |= outline_of_rank
     agree_on(strategy, lambda: misfit(strategy.module, outline, state, strict=strict))
     # Nothing is returned of names that this rank does not have.
     template: dict[str, Any] = dict.fromkeys(outline) | {name: {} for name in targets} | tensors
@@ -332,7 +327,7 @@ def scatter_state(strategy: Strategy, state: Mapping[str, Any], template: Mappin
                 if target.get(key, {}) is not None:
                     received[key] = tensors
             return received
-        full = _broadcast_tensor(source, value, strategy) if isinstance(value, _TensorOutline) else value
+        full = _broadcast_tensor(source, value, strategy) if isinstance(value, TensorOutline) else value
         if isinstance(full, Tensor) and isinstance(target, Tensor | FlatShard) and target.shape == full.shape:
             copy_full(target, full)
             return target
@@ -347,21 +342,13 @@ def _outline(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _outline(inner) for key, inner in value.items()}
     if isinstance(value, Tensor) and value.dim():
-        return _TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
+        return TensorOutline(shape=tuple(value.shape), dtype=value.dtype)
     # Sent at once, and left on the CPU, such as counts of steps: optimizers read these in each step, and move others to
     # their parameter when they load them.  A copy, as the optimizer counts on in the tensor that it loads.
     return apply_to_tensors(value, lambda tensor: tensor.to("cpu", copy=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TensorOutline:
-    """Shape and dtype of a tensor, which the other ranks need to receive it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _broadcast_tensor(source: Tensor | None, outline: _TensorOutline, strategy: Strategy) -> Tensor:
+def _broadcast_tensor(source: Tensor | None, outline: TensorOutline, strategy: Strategy) -> Tensor:
     """Return rank 0's tensor on the device of each rank; collective."""
     full = torch.empty(outline.shape, dtype=outline.dtype, device=_device(strategy))
     if strategy.is_global_zero and source is not None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from dstrat.errors import MisuseError, RequestError
 from dstrat.parallel.matrix_exchange import MatrixExchange, Route, extents_of, plan_routes, with_placements_of
 from dstrat.parallel.optimizer_checks import find_coupling
-from dstrat.parallel.shards import is_distributed, local_tensor
+from dstrat.parallel.shards import TensorOutline, is_distributed, local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -255,7 +255,9 @@ class GatheredOptimizer(Optimizer):
                     _Transfer(shard=shard, rank=route.rank, full=full)
                     for shard, full in zip(shards, owned_tensors, strict=False)
                 ]
-        dtypes = {leaf.dtype for outlines, _ in gathered for leaf in _leaves(outlines) if isinstance(leaf, _Outline)}
+        dtypes = {
+            leaf.dtype for outlines, _ in gathered for leaf in _leaves(outlines) if isinstance(leaf, TensorOutline)
+        }
         for dtype in sorted(dtypes, key=str):
             _scatter([one for one in transfers if one.shard.dtype is dtype], dtype, self._device())
         return state
@@ -274,14 +276,6 @@ class _Exchange:
     parameters: Sequence[Any]
     values: MatrixExchange
     gradients: MatrixExchange
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Outline:
-    """Shape and dtype of a tensor in the state of the owner."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,7 +334,7 @@ def _outline(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     # Scalars, such as counts of steps, are the same on all ranks.
-    return _Outline(shape=tuple(leaf.shape), dtype=leaf.dtype) if leaf.dim() and leaf.numel() else leaf.cpu()
+    return TensorOutline(shape=tuple(leaf.shape), dtype=leaf.dtype) if leaf.dim() and leaf.numel() else leaf.cpu()
 
 
 def _full(leaf: Any) -> Any:
@@ -354,7 +348,7 @@ def _empty_shard(leaf: Any, parameter: Any) -> Any:
     """Return a DTensor in place of an outline, sharded by rows over the ranks that have shards of a parameter."""
     from torch.distributed.tensor import Replicate, Shard, zeros
 
-    if not isinstance(leaf, _Outline):
+    if not isinstance(leaf, TensorOutline):
         return leaf
     placements = [Replicate() if placement.is_replicate() else Shard(0) for placement in parameter.placements]
     shard = zeros(leaf.shape, dtype=leaf.dtype, device_mesh=parameter.device_mesh, placements=placements)

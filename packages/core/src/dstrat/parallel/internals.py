@@ -88,12 +88,24 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 
 def count_collectives() -> int:
     """Return how many collectives this process has begun, in all groups whose backend counts them."""
-    count = 0
-    for group in list(dist.distributed_c10d._world.pg_map):  # there is no public list of groups
-        counting: Any = group  # the method is not in torch's stubs
-        with contextlib.suppress(RuntimeError):  # the backend does not count
-            count += int(counting._get_sequence_number_for_group())  # there is no public number
-    return count
+    return sum(map(_number_begun, list(dist.distributed_c10d._world.pg_map)))  # there is no public list of groups
+
+
+def collectives_of_all_ranks() -> tuple[int, ...]:
+    """Return how many collectives this process has begun in each group of all ranks, in the order of their opening.
+
+    Gloo counts messages between two ranks, too, which can be more in one rank than in another.
+    """
+    size = dist.get_world_size()
+    return tuple(_number_begun(group) for group in list(dist.distributed_c10d._world.pg_map) if group.size() == size)
+
+
+def _number_begun(group: dist.ProcessGroup) -> int:
+    counting: Any = group  # the method is not in torch's stubs
+    try:
+        return int(counting._get_sequence_number_for_group())  # there is no public number
+    except RuntimeError:  # the backend does not count
+        return 0
 
 
 class RefusedCollectives(DispatchMode):
@@ -186,6 +198,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def change_count(tensor: Tensor) -> int:
+    """Return the number of in-place changes of a tensor; 0 for a tensor of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version  # torch documents it in its notes on autograd
+
+
 def has_plain_storage(tensor: Tensor) -> bool:
     """Return whether all elements of a tensor are in one storage, unlike those of nested and wrapped tensors."""
     is_strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
@@ -204,3 +221,12 @@ def empty_host_cache() -> None:
     # A device that a package adds may have no such allocator, and torch 2.13 does not look: the process would crash.
     if accelerator.type != torch._C._get_privateuse1_backend_name():  # there is no public name
         empty()
+
+
+# Schedulers
+
+
+def nested_schedulers(scheduler: Any) -> list[Any]:
+    """Return a scheduler and those in it, which torch's SequentialLR and ChainedScheduler keep by a private name."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(each for one in inner for each in nested_schedulers(one))]

@@ -43,6 +43,10 @@ class Job(dist.PrefixStore):
         cluster: The cluster environment, with the rank of this process.
         timeout: How long a rank waits for the others.
         open_channel: Returns a new channel, if the job has no process group; called in the same order in every rank.
+
+    Attributes:
+        failed_step: What ended the first step that has failed in this process since this opening; "" if none has.
+        has_lost_messages: Whether messages of that step may be on their way, which no rank receives.
     """
 
     # A store, and not an object that has one: packages use the result of ``open_process_group`` as a store.
@@ -58,6 +62,7 @@ class Job(dist.PrefixStore):
     ) -> None:
         super().__init__(prefix, store)
         self.cluster, self._timeout, self.open_channel = cluster, timeout, open_channel
+        self.failed_step, self.has_lost_messages = "", False
 
     @property
     def timeout(self) -> timedelta:  # the store's property is that of its operations, which a program may change

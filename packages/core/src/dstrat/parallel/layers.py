@@ -1,9 +1,10 @@
-"""Selection of layers of a module: by class, by a function, or repeated ones."""
+"""Layers of a module: selection by class, by a function, or of repeated ones, and their modes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -94,6 +95,18 @@ def _siblings(
     for child in children:
         if not any(child is sibling for sibling in repeated):
             yield from _siblings(child, is_candidate, is_excluded)
+
+
+@contextmanager
+def restored_modes(module: Module) -> Iterator[None]:
+    """Restore the mode of each layer, training or evaluation, at the end of a ``with`` block."""
+    # Not by train(): frozen layers may be in evaluation mode during training too.
+    modes = [(layer, layer.training) for layer in module.modules()]
+    try:
+        yield
+    finally:
+        for layer, is_training in modes:
+            layer.training = is_training
 
 
 def has_forward(module: Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self, override
 
 from dstrat.errors import RequestError
@@ -18,7 +19,7 @@ from dstrat.parallel.matrix_exchange import MatrixExchange, Route, plan_routes, 
 from dstrat.parallel.shards import is_distributed, local_tensor, with_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch.nn import Module
 
@@ -42,8 +43,8 @@ class Muon(Optimizer):
     The algorithm and the arguments up to ``adjust_lr_fn`` are those of torch.optim.Muon.
 
     Args:
-        params: Parameters, with or without names, of which those with two dimensions get Muon; or groups, which say
-            ``"use_muon": False`` for AdamW.
+        params: Parameters, with or without names, or groups of them.  A group says with ``"use_muon"`` whether it
+            gets Muon or AdamW; without, parameters with two dimensions get Muon, and the others a group with AdamW.
         lr: Learning rate of Muon.
         weight_decay: Its weight decay, decoupled as in AdamW.
         momentum: Its momentum.
@@ -94,8 +95,12 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         self._adamw = AdamW([torch.empty(0)], **(adamw or {}))  # steps the groups without Muon
+        self._excluded: Collection[Tensor] = ()  # matrices that get AdamW, also if a callback adds them later
         self._routes: tuple[tuple[int, ...], list[Route]] = ((), [])
-        super().__init__(_groups(params), {"lr": lr})
+        listed = list(params)
+        super().__init__(listed, {"lr": lr})
+        if not all(isinstance(one, dict) and "use_muon" in one for one in listed):
+            _check_has_muon(self.param_groups)
 
     @classmethod
     def of_module(cls, module: Module, *, adamw_layers: Iterable[str] = (), **options: Any) -> Self:
@@ -119,27 +124,40 @@ class Muon(Optimizer):
             )
         embeddings = [layer for layer in layers.values() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
         excluded = {
-            id(parameter)
-            for layer in (*embeddings, *map(layers.get, names))
-            if layer
-            for parameter in layer.parameters()
+            parameter for layer in (*embeddings, *map(layers.get, names)) if layer for parameter in layer.parameters()
         }
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return cls(_split(trained, lambda one: one.dim() == 2 and id(one) not in excluded), **options)
+        groups = _split([parameter for parameter in module.parameters() if parameter.requires_grad], excluded)
+        _check_has_muon(groups)
+        optimizer = cls(groups, **options)
+        # Weakly, as a strategy may replace the parameters by shards.
+        optimizer._excluded = WeakIdKeyDictionary(dict.fromkeys(excluded))
+        return optimizer
 
     def __getstate__(self) -> dict[str, Any]:
         private = {name: vars(self)[name] for name in ("ns_dtype", "_muon_options", "_adamw")}
-        return {**super().__getstate__(), **private, "_routes": ((), [])}
+        return {**super().__getstate__(), **private, "_excluded": set(self._excluded), "_routes": ((), [])}
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; without ``"use_muon"`` it is one of matrices."""
-        uses_muon = param_group.get("use_muon", True)
-        options = self._muon_options if uses_muon else self._adamw.defaults
-        group = {"use_muon": uses_muon, **options, **param_group}
-        super().add_param_group(group)
-        if uses_muon:
-            _check_matrices(group["params"])
+        """Add a group of parameters; without ``"use_muon"`` one of its matrices, and one of all others.
+
+        Raises:
+            RequestError: A group with Muon has a parameter that is no matrix; then none is added.
+        """
+        groups, params = [param_group], param_group["params"]
+        if "use_muon" not in param_group:
+            listed = [params] if isinstance(params, Tensor) else params
+            groups = [{**param_group, **group} for group in _split(listed, self._excluded)]
+        before = len(self.param_groups)
+        try:
+            for group in groups:
+                options = self._muon_options if group["use_muon"] else self._adamw.defaults
+                super().add_param_group({**options, **group})
+                if group["use_muon"]:
+                    _check_matrices(self.param_groups[-1]["params"])
+        except Exception:
+            del self.param_groups[before:]
+            raise
 
     @override
     @torch.no_grad()
@@ -232,31 +250,24 @@ class Muon(Optimizer):
 # Groups of parameters
 
 
-def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return groups of parameters; of parameters without groups, one of the matrices and one of all others."""
-    listed = list(params)
-    if listed and isinstance(listed[0], dict):
-        return listed
-    return _split(listed, lambda one: (one[1] if isinstance(one, tuple) else one).dim() == 2)
+def _split(parameters: Iterable[Any], excluded: Collection[Tensor]) -> list[dict[str, Any]]:
+    """Return a group of the matrices for Muon, and one of all others; the excluded ones are among these."""
+    if isinstance(parameters, set):
+        return [{"params": parameters, "use_muon": False}]  # torch refuses it, as its order differs between ranks
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for one in parameters:
+        parameter = one[1] if isinstance(one, tuple) else one  # with its name
+        groups[parameter.dim() == 2 and parameter not in excluded].append(one)
+    return [{"params": group, "use_muon": uses_muon} for uses_muon, group in groups.items() if group]
 
 
-def _split(parameters: Sequence[Any], is_matrix: Callable[[Any], bool]) -> list[dict[str, Any]]:
-    """Return a group of the matrices for Muon, and one of all others.
-
-    Raises:
-        RequestError: There is no matrix.
-    """
-    if parameters and not any(map(is_matrix, parameters)):
+def _check_has_muon(groups: Sequence[Mapping[str, Any]]) -> None:
+    if groups and not any(group["use_muon"] for group in groups):
         raise RequestError(
-            f"Muon is for matrices, and none of {len(parameters)} parameters is one for it.  A strategy that joins "
-            "parameters in flat tensors has none: choose one that shards each parameter; for a module without "
-            "matrices take torch.optim.AdamW"
+            f"Muon is for matrices, and none of {sum(len(group['params']) for group in groups)} parameters is one for "
+            "it.  A strategy that joins parameters in flat tensors has none: choose one that shards each parameter; "
+            "for a module without matrices take torch.optim.AdamW"
         )
-    groups = [
-        {"params": [one for one in parameters if is_matrix(one) is uses_muon], "use_muon": uses_muon}
-        for uses_muon in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _check_matrices(parameters: Iterable[Tensor]) -> None:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError
-from dstrat.parallel.internals import abort_groups, uses_nccl
+from dstrat.errors import CatalogMismatchError, ClusterError, LaunchError, MisuseError
+from dstrat.parallel.internals import abort_groups, collectives_of_all_ranks, uses_nccl
 from dstrat.parallel.job import TIMEOUT_HINT, Job, current_job, set_current_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -76,6 +76,7 @@ def open_process_group(
 
     Raises:
         ClusterError: The existing process group has another size or rank.
+        MisuseError: In the existing one a step has failed, and ranks have begun different collectives.
         LaunchError: Ranks timed out; the message names them.
     """
     import torch.distributed.nn  # noqa: F401 - its functions keep the group that is open when it is first imported
@@ -85,6 +86,7 @@ def open_process_group(
     select_interface(cluster.main_address, cluster.main_port)
     if dist.is_initialized():
         _check_existing(cluster)
+        _check_failed_steps(job)
     else:
         job.wait_for_opening()
         if uses_nccl(backend):
@@ -260,6 +262,58 @@ def _check_existing(cluster: ClusterEnvironment) -> None:
             f"a process group is open already, with rank {existing[0]} of {existing[1]}, and the cluster environment "
             f"says rank {expected[0]} of {expected[1]}: close it with torch.distributed.destroy_process_group()"
         )
+
+
+# Failed steps of a process group that further runs use
+
+
+@contextlib.contextmanager
+def noting_failed_steps(*, sends_messages: bool = False) -> Iterator[None]:
+    """Note an error that leaves this context, in which ranks communicate, for the next run in their process group.
+
+    Args:
+        sends_messages: Whether ranks send messages to each other in it, which others may not have received then.
+    """
+    try:
+        yield
+    except BaseException as error:
+        job = current_job()
+        if job is not None:
+            job.failed_step = job.failed_step or f"{type(error).__name__}: {error}"
+            job.has_lost_messages |= sends_messages
+        raise
+
+
+def _check_failed_steps(job: Job) -> None:
+    """Check that ranks have begun the same collectives, if a step has failed in this process group; collective.
+
+    Otherwise a collective of the next run would meet one of the failed step: ranks would hang, or take its values.
+
+    Args:
+        job: The job of the next run.
+
+    Raises:
+        MisuseError: They have not.
+    """
+    earlier = current_job()
+    if earlier is None:  # the user has opened the group, and no run has ended in it
+        return
+    rank, size = job.cluster.global_rank, job.cluster.world_size
+    point = f"lost messages of rank {rank}" if earlier.has_lost_messages else f"begun {collectives_of_all_ranks()}"
+    # Through the store, as collectives may not work.
+    job.add(point, 1)
+    if earlier.failed_step:
+        job.set(f"failed step of {rank}", earlier.failed_step)
+        job.add("number of failed steps", 1)
+    job.wait_for_all_ranks("begin the next run")
+    if not job.add("number of failed steps", 0) or job.add(point, 0) == size:
+        return
+    failed = [other for other in range(size) if job.check([f"failed step of {other}"])]
+    error = job.get(f"failed step of {failed[0]}").decode()
+    raise MisuseError(
+        f"a step has failed in rank {failed[0]} of {size} ({error}), and ranks have left it at different points, so "
+        "that what they send next would be taken for a part of that step: start the job again, from a checkpoint"
+    )
 
 
 # Check that all ranks have the same catalog

@@ -52,6 +52,14 @@ class Extent:
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorOutline:
+    """Shape and dtype of a tensor, which the other ranks need to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def is_distributed(tensor: Tensor | FlatShard) -> bool:
     """Return whether the tensor is a ``DTensor``."""
     # By its attributes: importing torch.distributed.tensor takes half a second, also for a save on one device.

@@ -32,7 +32,7 @@ def max_devices(facts: Component) -> int | None:
 def device_type_of(accelerator: Selection[Accelerator]) -> str:
     """Return the type of an accelerator's torch devices, such as ``"cuda"``."""
     record = accelerator.record
-    if accelerator.from_catalog and record is not None and record.device_type is not None:
+    if accelerator.offer is not None and record is not None and record.device_type is not None:
         return record.device_type
     return accelerator.instance.get_parallel_devices([0])[0].type
 

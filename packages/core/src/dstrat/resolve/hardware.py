@@ -69,7 +69,7 @@ def choose_accelerator(
 
 def _check_record(accelerator: Selection[Accelerator]) -> None:
     """Refuse an accelerator whose record contradicts it on its collectives."""
-    if not accelerator.from_catalog or accelerator.record is None or accelerator.facts is accelerator.record:
+    if accelerator.offer is None or accelerator.record is None or accelerator.facts is accelerator.record:
         return  # the facts of the instance are the record itself where they are the same
     difference = contradiction(accelerator.record, accelerator.instance)
     if difference is not None:
@@ -103,7 +103,7 @@ def _best(
     for selection in available:
         if strategy is None or strategy.runs_on(selection):
             _check_record(selection)
-            return selection.because(_reason(requested, selection, available))
+            return replace(selection, reason=_reason(requested, selection, available))
     if available and strategy is not None:
         raise strategy.error or ConflictError(_nothing_fits(requested, available, strategy, catalog))
     absences = [f"{selection.name!r} {absence}" for selection, absence in candidates if absence is not None]

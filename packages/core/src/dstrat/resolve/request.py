@@ -48,10 +48,15 @@ class Request:
     devices: Devices = "auto"
     num_nodes: int = 1
     precision: str | int | Precision | type[Precision] | None = None
-    plugins: tuple[Any, ...] = ()
+    plugins: Any = ()  # one or several; a tuple of them afterwards
     max_restarts: int = 0
     elastic: bool | Literal["replace"] = False
     preemption_deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        plugins = () if self.plugins is None else self.plugins
+        plugins = tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,)
+        object.__setattr__(self, "plugins", plugins)
 
 
 # Components that the user requested, each at most once
@@ -113,8 +118,7 @@ def requested_components(request: Request, catalog: Catalog) -> dict[Subject, Re
         components["devices"] = from_argument("devices", request.devices)
     if request.precision is not None:
         components["precision"] = from_argument("precision", request.precision)
-    requested: Any = () if request.plugins is None else request.plugins
-    for plugin in requested if isinstance(requested, tuple | list) else (requested,):
+    for plugin in request.plugins:
         kind = _kind_of_alias(plugin, catalog) if isinstance(plugin, str) else _kind_of_object(plugin)
         _add(components, _PLUGIN_KINDS[kind], Requested(value=plugin, source=f"plugins=[{_shown(plugin)}]"))
     return components
@@ -139,7 +143,7 @@ def with_components_of(
     for argument, subject in _ARGUMENTS_OF_STRATEGIES.items():
         value = getattr(arguments, argument)
         if value is not None and not (subject == "accelerator" and _is_auto(value)):  # as in the Trainer's argument
-            owner = f"alias {strategy.name!r} " if strategy.from_catalog else strategy.name
+            owner = f"alias {strategy.name!r} " if strategy.offer is not None else strategy.name
             _add(merged, subject, Requested(value=value, source=f"{owner}({argument}=...)", in_strategy=True))
     return merged
 

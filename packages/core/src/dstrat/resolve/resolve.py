@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +199,9 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
     accelerator, cluster, precision = hardware.accelerator, hardware.cluster, hardware.precision
     flag = getattr(precision.instance, "flag", precision.name)  # a user's class may have none
     selections = (strategy, accelerator, cluster, precision, software.checkpoint_io, launcher)
-    rows = [strategy.row("strategy"), accelerator.row("accelerator"), hardware.devices.row]
+    offers = [one.offer for one in selections if one is not None and one.offer is not None]
+    strategy_row = strategy.row("strategy")
+    rows = [strategy_row, accelerator.row("accelerator"), hardware.devices.row]
     if hardware.num_nodes > 1:
         rows.append(PlanRow(subject="nodes", value=str(hardware.num_nodes), reason="asked for"))
     rows.append(cluster.row("cluster"))
@@ -207,10 +209,10 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
         rows.append(launcher.row("launcher"))
     rows.append(launch.row)
     rows += (
-        PlanRow(subject=subject, value=value, reason=reason, owner=strategy.owner)
+        PlanRow(subject=subject, value=value, reason=reason, owner=strategy_row.owner)
         for subject, value, reason in strategy.instance.describe_layout(launch.world_size, launch.processes_per_node)
     )
-    rows.append(precision.row("precision", flag if precision.from_catalog else f"{precision.name} ({flag})"))
+    rows.append(precision.row("precision", flag if precision.offer is not None else f"{precision.name} ({flag})"))
     rows.append(software.checkpoint_io.row("checkpoint io"))
     return Plan(
         choices=tuple(rows),
@@ -227,7 +229,7 @@ def _plan_of(request: Request, hardware: _Hardware, software: _Software) -> Plan
         world_size=launch.world_size,
         started_by=launch.started_by,
         start_method=launch.start_method,
-        catalog_names=tuple((one.kind, one.catalog_name) for one in selections if one is not None and one.from_catalog),
+        catalog_names=tuple((offer.component.kind, offer.full_alias) for offer in offers),
         max_restarts=launch.max_restarts if launcher is None else request.max_restarts,
         elastic=request.elastic,
         preemption_deadline=request.preemption_deadline,
@@ -244,9 +246,9 @@ def _compose(plan: Plan, hardware: _Hardware, software: _Software, environ: Mapp
     else:
         launcher.receive(processes_per_node=plan.processes_per_node, num_nodes=plan.num_nodes)
     precision_plugin: Precision | None = None
-    if precision.from_catalog:  # a flag, for which a strategy or an accelerator may have an implementation
+    if precision.offer is not None:  # a flag, for which a strategy or an accelerator may have an implementation
         precision_plugin = strategy.precision_for(plan.precision) or accelerator.instance.precision_for(plan.precision)
-        if precision_plugin is not None and precision.options:
+        if precision_plugin is not None and precision.offer.options:
             raise ConflictError(
                 f"{precision.title}: {plan.strategy} on {plan.accelerator} computes {plan.precision!r} with its own "
                 f"{type(precision_plugin).__name__}, which these options do not reach: leave them out, or construct "
@@ -278,7 +280,8 @@ def _choose_checkpoint_io(requested: Requested | None, catalog: Catalog) -> Sele
         return select("checkpoint_io", requested, catalog)
     for selection in usable(automatic_offers("checkpoint_io", catalog), catalog):
         # torch.load of other programs needs files.
-        return selection.because("the default, folders" if selection.instance.is_collective else "the default")
+        reason = "the default, folders" if selection.instance.is_collective else "the default"
+        return replace(selection, reason=reason)
     raise RequestError("no checkpoint io is installed that may be chosen automatically: give one as a plugin")
 
 
@@ -288,7 +291,7 @@ def _choose_checkpoint_io(requested: Requested | None, catalog: Catalog) -> Sele
 def _parallel_devices(plan: Plan, accelerator: Selection[Accelerator]) -> tuple[torch.device, ...] | None:
     devices = tuple(accelerator.instance.get_parallel_devices(plan.device_indices))
     record = accelerator.record
-    declared = record.device_type if accelerator.from_catalog and record is not None else None
+    declared = record.device_type if accelerator.offer is not None and record is not None else None
     others = {device.type for device in devices} - {declared}
     if declared is not None and others:
         raise BrokenComponentError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dstrat.errors import DstratError, MisuseError, RequestError
@@ -20,7 +20,7 @@ from dstrat.plugins.registry import inherited_record, is_target
 from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Kind
@@ -50,9 +50,7 @@ class Selection(Generic[T]):
         instance: The object.
         record: Its record; for a class that is not in the catalog that of its nearest base, or None.
         facts: Its facts: those of the record, completed and corrected by the class or the instance.
-        catalog_name: Its full alias, such as ``"ddp@dstrat-ddp"``; empty where the user passed a class or an instance.
-        owner: The distribution that offers it; empty where the user passed a class or an instance.
-        options: Options that the user wrote after the alias.
+        offer: The offer that its alias stands for; None where the user passed a class or an instance.
         reason: Why it was selected, a few words.
     """
 
@@ -61,22 +59,13 @@ class Selection(Generic[T]):
     instance: T
     facts: Component
     record: Component | None = None
-    catalog_name: str = ""
-    owner: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    offer: Offer | None = None
     reason: str = ""
-
-    @property
-    def from_catalog(self) -> bool:
-        """Whether it was selected by its alias."""
-        return bool(self.catalog_name)
 
     @property
     def title(self) -> str:
         """The component as error messages name it."""
-        label = kind_label(self.kind)
-        name = f"{self.name}{options_text(self.options)}"
-        return f"{label} {name!r} from {self.owner}" if self.from_catalog else f"{label} {self.name}"
+        return f"{kind_label(self.kind)} {self.name}" if self.offer is None else self.offer.title
 
     @property
     def alias(self) -> str:
@@ -92,12 +81,11 @@ class Selection(Generic[T]):
 
     def row(self, subject: str, value: str | None = None) -> PlanRow:
         """Return the plan's row for it."""
-        text = f"{value or self.name}{options_text(self.options)}"
-        return PlanRow(subject=subject, value=text, reason=self.reason, owner=self.owner)
-
-    def because(self, reason: str) -> Selection[T]:
-        """Return the same selection for another reason."""
-        return replace(self, reason=reason)
+        value = value or self.name
+        if self.offer is None:
+            return PlanRow(subject=subject, value=value, reason=self.reason)
+        value += options_text(self.offer.options)
+        return PlanRow(subject=subject, value=value, reason=self.reason, owner=self.offer.owner_label)
 
 
 # Selection by alias, class or instance
@@ -190,9 +178,7 @@ def select_offer(offer: Offer, catalog: Catalog, *arguments: Any, reason: str = 
         instance=instance,
         facts=_facts(component.kind, record, instance),
         record=record,
-        catalog_name=offer.full_alias,
-        owner=offer.owner_label,
-        options=offer.options,
+        offer=offer,
         reason=reason,
     )
 

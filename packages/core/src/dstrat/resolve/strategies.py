@@ -99,11 +99,11 @@ class RequestedStrategy:
                 served = select("strategy", from_argument("strategy", f"{alias}{self.options_text}"), catalog)
             except CatalogError as error:
                 raise type(error)(f"{accelerator.title} lets {alias!r} serve {self.names[0]!r}, and {error}") from error
-            return served.because(f"serves {self.names[0]!r} on accelerator {accelerator.name!r}")
+            return replace(served, reason=f"serves {self.names[0]!r} on accelerator {accelerator.name!r}")
         selection = self.selection
         if selection is None:
             raise self.error or CatalogError(f"strategy {self.names} cannot be used")
-        if not selection.from_catalog and accelerator.record is not None:
+        if selection.offer is None and accelerator.record is not None:
             # The class of an alias that is served by another strategy there: it would not work.
             substitute = accelerator.record.strategies.get(selection.alias)
             if substitute is not None:
@@ -212,7 +212,7 @@ def _automatic(catalog: Catalog, constraints: Constraints) -> Selection[Strategy
     if fitting:
         # If none can be imported, the error is that of the best.
         selection = next(usable(fitting, catalog), None) or select_offer(fitting[0], catalog)
-        return selection.because(f"the first choice for {_need(constraints)}")
+        return replace(selection, reason=f"the first choice for {_need(constraints)}")
     for offer, reason in candidates:
         if reason is not None:
             instead = suggest_strategies(catalog, lambda facts: _fits(facts, constraints))

@@ -18,9 +18,10 @@ from dstrat.plugins.known import known_adapter, pip_command
 from dstrat.training.module.plain_values import to_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from dstrat.interfaces.cluster import ClusterEnvironment
+    from dstrat.resolve.request import Request
     from dstrat.training.settings import TrainerSettings
 
 
@@ -34,9 +35,8 @@ _AT_LEAST = {
     "log_every_n_steps": 0,
     "accumulate_grad_batches": 1,
     "reload_dataloaders_every_n_epochs": 0,
-    "max_restarts": 0,
 }
-_STATEMENTS = ("sync_batchnorm", "detect_anomaly", "use_distributed_sampler", "inference_mode")
+_STATEMENTS = ("sync_batchnorm", "detect_anomaly", "use_distributed_sampler", "inference_mode", "benchmark")
 _ENABLED = ("progress_bar", "model_summary", "checkpointing")
 
 
@@ -152,10 +152,8 @@ def resolve_features(requested: Mapping[str, Any], *, barebones: bool, fast_dev_
     """
     if not isinstance(fast_dev_run, int) or fast_dev_run < 0:  # True is an int, 1
         raise RequestError(f"fast_dev_run={fast_dev_run!r} must be True, False, or a number of batches (int)")
-    _check_statement(barebones, "barebones")
-    for name in _ENABLED:
-        if requested[name] is not None:
-            _check_statement(requested[name], f"enable_{name}")
+    enabled = {f"enable_{name}": requested[name] for name in _ENABLED if requested[name] is not None}
+    _check_statements({"barebones": barebones, **enabled})
     defaults = _BARE if barebones else _USUAL
     # None is the default, and not False: barebones conflicts with what the user has requested only.
     values = {
@@ -213,8 +211,7 @@ def check_arguments(settings: TrainerSettings) -> None:
         check_limit(values[name], name)
     for name, least in _AT_LEAST.items():
         check_count(values[name], name, least)
-    for name in (*_STATEMENTS, *([] if settings.steps.benchmark is None else ["benchmark"])):
-        _check_statement(values[name], name)
+    _check_statements({name: values[name] for name in _STATEMENTS if name != "benchmark" or values[name] is not None})
     for unit in ("epochs", "steps"):
         least, most = values[f"min_{unit}"], values[f"max_{unit}"]
         if 0 <= most < least:  # -1 is no limit
@@ -236,20 +233,33 @@ def _check_overfitting(values: Mapping[str, Any]) -> None:
             )
 
 
-def _check_statement(value: Any, name: str) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}={value!r} must be True or False")
+def _check_statements(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise RequestError(f"{name}={value!r} must be True or False")
+
+
+def check_ends_of_job(request: Request) -> None:
+    """Check the types of the arguments that say how a job ends or goes on, which the resolution calculates with.
+
+    Raises:
+        RequestError: One is out of range or of another type; the message names it.
+    """
+    check_count(request.max_restarts, "max_restarts", 0)
+    elastic, seconds = request.elastic, request.preemption_deadline
+    if not isinstance(elastic, bool) and elastic != "replace":
+        raise RequestError(f"elastic={elastic!r} must be True, False or 'replace'")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and seconds > 0):
+        raise RequestError(f"preemption_deadline={seconds!r} must be a number of seconds above 0, such as 90")
 
 
 def check_elastic(elastic: Any, *, saves_checkpoints: bool, saves_in_memory: bool) -> None:
-    """Check the Trainer's argument.
+    """Check that callbacks save what the ranks of an elastic fit go on from.
 
     Raises:
-        RequestError: It is neither True nor False nor ``"replace"``.
-        ConflictError: No callback saves the checkpoints that ranks go on from.
+        ConflictError: None does.
     """
-    if not isinstance(elastic, bool) and elastic != "replace":
-        raise RequestError(f"elastic={elastic!r} must be True, False or 'replace'")
     if elastic == "replace" and not saves_in_memory:
         raise ConflictError(
             "elastic='replace' passes the state to new processes in memory, and no callback saves there: add "
@@ -262,7 +272,7 @@ def check_elastic(elastic: Any, *, saves_checkpoints: bool, saves_in_memory: boo
         )
 
 
-def check_preemption(seconds: Any, cluster: ClusterEnvironment | None, *, saves_checkpoints: bool) -> None:
+def check_preemption(seconds: float | None, cluster: ClusterEnvironment | None, *, saves_checkpoints: bool) -> None:
     """Check the deadline of a preemption.
 
     Args:
@@ -271,7 +281,6 @@ def check_preemption(seconds: Any, cluster: ClusterEnvironment | None, *, saves_
         saves_checkpoints: Whether any callback does.
 
     Raises:
-        RequestError: It is not a positive number.
         ConflictError: No callback could save a checkpoint, or the job is to be queued again without one.
     """
     if seconds is None:
@@ -283,8 +292,6 @@ def check_preemption(seconds: Any, cluster: ClusterEnvironment | None, *, saves_
                 "checkpoint is saved then: pass preemption_deadline=90 if the signal comes 90 seconds before the end"
             )
         return
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
-        raise RequestError(f"preemption_deadline={seconds!r} must be a number of seconds above 0, such as 90")
     if not saves_checkpoints:
         raise ConflictError(
             f"preemption_deadline={seconds!r} saves a checkpoint on SIGTERM and SIGUSR1, and no callback saves any: "
@@ -379,11 +386,6 @@ def adapt(value: Any, expected: type[Any]) -> Any:
         return value
     converted = offer.convert(value)
     return converted if isinstance(converted, expected) else value
-
-
-def adapt_all(values: Iterable[Any], expected: type[Any]) -> list[Any]:
-    """Return the result of :func:`adapt` for each of several objects."""
-    return [adapt(value, expected) for value in values]
 
 
 def install_hint(value: object) -> str:

@@ -11,9 +11,10 @@ from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.keywords import explain_keyword
 from dstrat.interfaces.optimizers import Optimization
-from dstrat.interfaces.strategy import log_out_of_memory
+from dstrat.interfaces.tied_parameters import checked_ties
 from dstrat.launch.elastic import wait_as_newcomer
 from dstrat.launch.external import history
+from dstrat.launch.rank import run_all
 from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.training.anomaly import watched_fit
 from dstrat.training.callbacks.callback import Callback
@@ -23,18 +24,13 @@ from dstrat.training.checkpoint.recovery import continued_checkpoint, count_step
 from dstrat.training.checkpoint.restore import CheckpointRestore, LiveTraining
 from dstrat.training.checkpoint.save import check_state_of_optimizers, final_state_of
 from dstrat.training.contexts import numerics
-from dstrat.training.elastic import (
-    GroupGrows,
-    RunBeginning,
-    begin_again,
-    is_regrouped_after,
-    offer_to_go_on,
-    release_frames,
-    withdraw_offer,
-)
+from dstrat.training.elastic import begin_again, is_regrouped_after, offer_to_go_on, release_frames, withdraw_offer
 from dstrat.training.hooks import HookRunner, hook_of, overrides, warn_of_misspelled_hooks
 from dstrat.training.loggers.defaults import agree_on_folders, call_loggers
 from dstrat.training.loops.evaluation_loop import EvaluationLoop
+from dstrat.training.loops.global_batch import restore_settings
+from dstrat.training.loops.newcomers import GroupGrows
+from dstrat.training.loops.sources import SOURCES
 from dstrat.training.loops.stopping import Interrupted, Terminated, end_by, is_by_signal
 from dstrat.training.metrics.logged import LoggedValues
 from dstrat.training.metrics.publisher import Publisher
@@ -42,6 +38,7 @@ from dstrat.training.module.data_module import DataModule
 from dstrat.training.module.hyperparameters import logged_hyperparameters
 from dstrat.training.module.train_module import TrainModule
 from dstrat.training.results import RunResult
+from dstrat.training.run_beginning import RunBeginning
 from dstrat.training.run_recorder import begin_record, record_results
 
 _log = logging.getLogger(__name__)
@@ -101,8 +98,8 @@ def execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult:
     Returns:
         The result for the process that called the Trainer.
     """
-    if run.is_fitting and run.settings.output.elastic:
-        run.beginning = RunBeginning(run)
+    if run.is_fitting and run.plan.elastic:
+        run.beginning = RunBeginning(run.module, run.datamodule, run.callbacks)
     if wait_as_newcomer(history.current_launch):  # in any run: ranks of the job may be in no other
         run.strategy.discard_values()  # as the others have done, whose shards have another size
     try:
@@ -123,18 +120,12 @@ def _execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:
     """Execute a run in this process as one rank; return the exception after which it is to be another rank."""
     from dstrat.launch.progress import watched_for_hangs  # only runs need it
 
-    strategy, steps = run.strategy, run.settings.steps
+    steps = run.settings.steps
     _begin(run)
     try:
         with (
             numerics(deterministic=steps.deterministic, benchmark=steps.benchmark),
-            watched_for_hangs(
-                strategy.hang_timeout,
-                longest=strategy.timeout,
-                rank=strategy.global_rank,
-                local_rank=strategy.local_rank,
-                size=run.world_size,
-            ) as run.beat,
+            watched_for_hangs(run.strategy) as run.beat,
         ):
             return _work(run, ckpt_path)
     finally:  # also if a signal interrupts the cleanup
@@ -143,7 +134,7 @@ def _execute(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:
 
 def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:
     """Prepare the stage, do its work, and clean up."""
-    work = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}[run.stage]
+    work: Callable[[Run], Any] = _fit if run.is_fitting else _evaluate
     try:
         _prepare(run, ckpt_path)
         with states_gathered_by(run.strategy):
@@ -209,11 +200,11 @@ def _begin(run: Run) -> None:
 
 
 def _end(run: Run) -> None:
-    if run.user_settings is not None:
-        run.trainer.settings, run.user_settings = run.user_settings, None
+    restore_settings(run)
     run.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
     _set_logging_module(run.callbacks, None)
     run.strategy.module_backward = None
+    run.final_world_size = run.world_size
     run.is_running, run.beat = False, None
 
 
@@ -254,7 +245,7 @@ def _prepare(run: Run, ckpt_path: CheckpointRequest) -> None:
         hook(run.stage)
     if run.callbacks != callbacks:
         _take_new_callbacks(run, callbacks)
-    with strategy.tensor_init_context(), strategy.model_sharded_context():
+    with checked_ties(module), strategy.tensor_init_context(), strategy.model_sharded_context():
         hook_of(module, "configure_model", TrainModule)()
     module.attach(run.trainer)  # again, for submodules that configure_model has made
     if run.settings.steps.sync_batchnorm and run.is_fitting:
@@ -292,7 +283,7 @@ def _fit(run: Run) -> None:
         if sanity_checks:
             hooks.call_callbacks("on_sanity_check_start")
         if validates:  # before its first run, as on_train_start may read it
-            run.evaluation_loop = EvaluationLoop(run, sources.loader("val", may_be_none=True), "validation")
+            run.evaluation_loop = EvaluationLoop(run, sources.loader("val", may_be_none=True), "val")
         if run.evaluation_loop is not None and sanity_checks:
             _sanity_check(run, run.evaluation_loop, None if num_sanity_steps == -1 else num_sanity_steps)
         loop.run()
@@ -313,30 +304,17 @@ def _sanity_check(run: Run, validation: EvaluationLoop, at_most: int | None) -> 
     run.reset_metrics()  # values of a few batches are not results
 
 
-def _evaluate(run: Run) -> list[dict[str, float]]:
-    limits = run.settings.data
-    limit = limits.limit_val_batches if run.stage == "validate" else limits.limit_test_batches
-    if limit == 0:  # no hook is called either: those at the end of an epoch compute with what its steps have collected
+def _evaluate(run: Run) -> list[Any]:
+    source = SOURCES[run.stage]
+    # No hook is called either: those at the end of an epoch compute with what its steps have collected.
+    if getattr(run.settings.data, f"limit_{source}_batches") == 0:
         return []
-    if run.stage == "validate":
-        loop = EvaluationLoop(run, run.sources.loader("val"), "validation")
-    else:
-        loop = EvaluationLoop(run, run.sources.loader("test"), "test")
+    loop = EvaluationLoop(run, run.sources.loader(source), source)
     with run.interruption:
         loop.run()
-    return run.publisher.results(loop.logged, len(loop.num_batches))
-
-
-def _predict(run: Run) -> list[Any]:
-    if run.settings.data.limit_predict_batches == 0:
-        return []
-    loop = EvaluationLoop(run, run.sources.loader("predict"), "predict")
-    loop.keeps_outputs = run.return_predictions
-    with run.interruption:
-        loop.run()
-    if not run.return_predictions:
-        return []
-    predictions = loop.predictions()
+    if source != "predict":
+        return run.publisher.results(loop.logged, len(loop.num_batches))
+    predictions = loop.predictions() if run.return_predictions else []
     return predictions[0] if len(predictions) == 1 else predictions
 
 
@@ -348,11 +326,7 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
         exception: The exception that ends the run.
         leave: Called after the callbacks, while all processes can still communicate; for signals only.
     """
-    # Only runs that break need these.
-    from dstrat.checkpoint.async_io import finish_write
-    from dstrat.launch.ended_peers import name_ended_ranks
-    from dstrat.launch.failures import kind_of
-    from dstrat.launch.rank import note_failure
+    from dstrat.launch.rank import clean_up_after  # only runs that break need it
 
     run.interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
     status = "interrupted" if run.interrupted else "failed"
@@ -371,18 +345,8 @@ def _on_exception(run: Run, exception: BaseException, *, leave: Callable[[], Non
         # Last, as the scheduler ends the processes then.
         if cluster is not None and exception.signal == cluster.requeue_signal and run.is_global_zero:
             last = [partial(_requeue, cluster)]
-    steps: list[Callable[[], None]] = [
-        partial(note_failure, exception),
-        partial(log_out_of_memory, run.strategy, exception),  # before anything is freed
-        partial(name_ended_ranks, exception),  # needs the process group, which the next steps close, as does
-        partial(finish_write, run.strategy, exception, logs=kind_of(exception) == "error"),
-        *notify,
-        *_cleanup_steps(run, status),
-        *_record_end(run, status, exception),
-        *last,
-    ]
-    for error in _run_all(steps):
-        _log.error("cleaning up after %s failed too", type(exception).__name__, exc_info=error)
+    steps = [*notify, *_cleanup_steps(run, status), *_record_end(run, status, exception), *last]
+    clean_up_after(exception, run.strategy, steps)
 
 
 def _leave_group(run: Run, exception: BaseException) -> None:
@@ -400,7 +364,7 @@ def _leave_group(run: Run, exception: BaseException) -> None:
         *_record_end(run, status, exception),
         run.strategy.discard_values,
     ]
-    errors = _run_all(steps)
+    errors = run_all(steps)
     for error in errors:
         if kind_of(error) == "error":
             _log.error("cleaning up before the ranks form another group failed", exc_info=error)
@@ -435,9 +399,9 @@ def _stop(run: Run, exception: Interrupted | Terminated) -> RunResult | None:
 
 
 def _finish(run: Run) -> None:
-    errors = _run_all(_cleanup_steps(run, "success"))
+    errors = run_all(_cleanup_steps(run, "success"))
     status = "failed" if errors else "completed"
-    errors += _run_all(_record_end(run, status, errors[0] if errors else None))
+    errors += run_all(_record_end(run, status, errors[0] if errors else None))
     for error in errors[1:]:
         _log.error("another step of the cleanup after the run failed too", exc_info=error)
     if errors:
@@ -456,14 +420,3 @@ def _cleanup_steps(run: Run, status: str) -> list[Callable[[], None]]:
 def _record_end(run: Run, status: str, exception: BaseException | None) -> list[Callable[[], None]]:
     recorder = run.recorder
     return [] if recorder is None else [partial(recorder.end, run, status, exception)]
-
-
-def _run_all(steps: Iterable[Callable[[], None]]) -> list[Exception]:
-    """Run all steps, also after one that fails, and return the errors."""
-    errors = []
-    for step in steps:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001, PERF203 - the caller logs or raises it
-            errors.append(error)
-    return errors

@@ -6,7 +6,6 @@ import math
 import signal
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.checkpoint.paths import local_folder
 from dstrat.errors import MisuseError
 from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.optimizers import Optimization
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
     from dstrat.interfaces.strategy import Strategy
     from dstrat.launch.recovery import FailedAttempt
-    from dstrat.resolve import Plan
+    from dstrat.resolve import Plan, Request
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.callbacks.prediction_writer import PredictionWriter
     from dstrat.training.callbacks.progress_bar import ProgressBar
@@ -47,6 +46,7 @@ class TrainerProperties(NamedArguments):
 
     Attributes:
         arguments: The arguments that differ from their defaults, as plain values and names of classes.
+        request: What the user asked for, of which the plan is made.
         plan: The components of the run, each with the reason for its choice.
         strategy: The strategy.
         settings: The settings, which the attributes by the names of the constructor's arguments read.
@@ -56,6 +56,7 @@ class TrainerProperties(NamedArguments):
     """
 
     arguments: dict[str, Any]
+    request: Request
     plan: Plan
     strategy: Strategy
     settings: TrainerSettings
@@ -90,9 +91,23 @@ class TrainerProperties(NamedArguments):
     default_root_dir: CheckpointPath = setting("output", "default_root_dir")
     log_every_n_steps: int = setting("output", "log_every_n_steps")
     barebones: bool = setting("output", "barebones")
-    max_restarts: int = setting("output", "max_restarts")
-    elastic: bool | Literal["replace"] = setting("output", "elastic")
-    preemption_deadline: float | None = setting("output", "preemption_deadline")
+
+    # Arguments that cannot be changed, as the launcher and the strategy are made for them
+
+    @property
+    def max_restarts(self) -> int:
+        """How often all ranks are restarted after one has failed."""
+        return self.request.max_restarts
+
+    @property
+    def elastic(self) -> bool | Literal["replace"]:
+        """Whether the others go on in their processes when a rank was killed; ``"replace"`` if a new one joins."""
+        return self.request.elastic
+
+    @property
+    def preemption_deadline(self) -> float | None:
+        """Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job; None where none does."""
+        return self.request.preemption_deadline
 
     # Ranks and devices
 
@@ -243,7 +258,7 @@ class TrainerProperties(NamedArguments):
     @property
     def state(self) -> TrainerState:
         """Status, method and stage, by Lightning's names."""
-        # The context of a new Trainer has the stage "fit" before any call.
+        # The run of a new Trainer has the stage "fit" before any call.
         fn = None if self.status is TrainerStatus.INITIALIZING else TrainerFn(self.stage)
         return TrainerState(status=self.status, fn=fn, stage=self._running_stage() if self.is_running else None)
 
@@ -438,7 +453,7 @@ class TrainerProperties(NamedArguments):
     def _after_fit(self) -> Optimization:
         if self.run.final_optimization is None and not self.is_running:
             raise MisuseError(
-                f"the last fit ran in other processes (start_method={self.strategy.start_method!r}), which have ended "
+                f"the last fit ran in other processes (start_method={self.plan.start_method!r}), which have ended "
                 "with their optimizers and schedulers: read them in a hook such as on_train_end, or choose "
                 "start_method='popen', with which each rank runs the whole script"
             )
@@ -465,8 +480,8 @@ class TrainerProperties(NamedArguments):
     @logger.setter
     def logger(self, requested: Logger | Iterable[Logger] | bool | None) -> None:
         requested = False if requested is None else requested  # as in Lightning; of the argument, None is the default
-        root, is_tried = local_folder(self.default_root_dir), self.fast_dev_run > 0
-        self.loggers = complete_loggers(requested, root, self.strategy, is_tried=is_tried)
+        is_tried = self.fast_dev_run > 0
+        self.loggers = complete_loggers(requested, self.default_root_dir, self.strategy, is_tried=is_tried)
 
     @property
     def writing_loggers(self) -> list[Logger]:

@@ -29,6 +29,7 @@ class StateDelta:
         counters: The state of the training loop.
         num_training_batches: Number of training batches in an epoch; None if it is unknown.
         ckpt_path: The checkpoint that the run has loaded; None without one.
+        world_size: Number of processes at the end.
         metrics: The logged values.
         callbacks: The states of the callbacks, by their keys.
         hparams: The module's hyperparameters that are plain values.
@@ -39,6 +40,7 @@ class StateDelta:
     counters: dict[str, int]
     num_training_batches: int | None
     ckpt_path: str | None
+    world_size: int
     metrics: dict[str, Any]
     callbacks: dict[str, dict[str, Any]]
     hparams: dict[str, Any]
@@ -73,6 +75,7 @@ class RunResult:
             counters=run.fit_loop.state_dict(),
             num_training_batches=run.fit_loop.data.num_batches,
             ckpt_path=run.ckpt_path,
+            world_size=run.world_size,
             metrics=run.metrics.state_dict(),
             callbacks={callback.state_key: _on_cpu(callback.state_dict()) for callback in run.called_callbacks},
             # Other values may be large, or impossible to pickle; the caller's module has them.
@@ -92,7 +95,7 @@ class RunResult:
         module = run.module
         run.fit_loop.load_state_dict(self.changes.counters)
         run.fit_loop.data.num_batches = self.changes.num_training_batches
-        run.ckpt_path = self.changes.ckpt_path
+        run.ckpt_path, run.final_world_size = self.changes.ckpt_path, self.changes.world_size
         run.metrics.load_state_dict(self.changes.metrics)
         # The run has done so in its copy of the Trainer.
         run.trainer.callbacks = with_callbacks_of(module, run.callbacks)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dstrat.checkpoint.paths import LocalPath
     from dstrat.launch.recovery import Attempt, SavePoint
     from dstrat.training.callbacks.callback import Callback
-    from dstrat.training.elastic import RunBeginning
     from dstrat.training.hooks import HookRunner
     from dstrat.training.loggers.logger import Logger
     from dstrat.training.loops.evaluation_loop import EvaluationLoop
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
+    from dstrat.training.run_beginning import RunBeginning
     from dstrat.training.run_recorder import RunRecorder
     from dstrat.training.settings import TrainerSettings
     from dstrat.training.trainer import Trainer
@@ -186,9 +186,11 @@ class Run:
         save_seconds: Time that the last checkpoint has taken; 0 before the first.
         beginning: The state in which an elastic fit has begun; None in other runs.
         sizes: With how many ranks an elastic fit can go on; empty before its loader is made.
-        user_settings: The Trainer's settings of the user, where those of an elastic fit differ; None where not.
+        scaled_settings: By name, the user's value of a Trainer's setting, and the one that fewer ranks of an elastic
+            fit train with.
         recorder: Writes the record of the run; None on other ranks than 0, and without a log folder.
         host_memory: Largest memory of this process before the run, in bytes.
+        final_world_size: Number of processes at the end, which an elastic fit may have lost some of; 0 before.
         final_optimization: Optimizers and schedulers of the last fit; None where it ran in other processes.
         final_state: State of the end of the last fit, for a checkpoint; None where none can be saved.
         strategy: The strategy.
@@ -236,10 +238,11 @@ class Run:
         self.save_seconds = 0.0
         self.beginning: RunBeginning | None = None
         self.sizes: list[int] = []
-        self.user_settings: TrainerSettings | None = None
+        self.scaled_settings: dict[str, tuple[Any, Any]] = {}
         self.recorder: RunRecorder | None = None
         self.host_memory = 0
         self.log_dir: Path | None = None
+        self.final_world_size = 0
         self.final_optimization: Optimization | None = Optimization()
         self.final_state: FinalState | None = None
         if previous is None:
@@ -276,7 +279,9 @@ class Run:
     def world_size(self) -> int:
         """Number of processes of the job, also before their start and after their end."""
         # The strategy of a process that is not launched yet has this process alone.
-        return self.strategy.world_size if self.is_running else self.plan.world_size
+        if self.is_running:
+            return self.strategy.world_size
+        return self.final_world_size or self.plan.world_size
 
     @property
     def is_global_zero(self) -> bool:

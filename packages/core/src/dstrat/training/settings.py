@@ -119,23 +119,17 @@ class StepSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSettings:
-    """What a run writes, and how its job ends.
+    """What a run writes.
 
     Attributes:
         default_root_dir: Default folder of logs and checkpoints.
         log_every_n_steps: Optimizer steps between two writes of step values; 0 writes none.
         barebones: Whether everything beside training is off.
-        max_restarts: How often all ranks are restarted after one has failed.
-        elastic: Whether the others go on in their processes when a rank was killed; ``"replace"`` if a new one joins.
-        preemption_deadline: Seconds from SIGTERM or SIGUSR1 until a scheduler kills the job; None where none does.
     """
 
     default_root_dir: CheckpointPath
     log_every_n_steps: int
     barebones: bool
-    max_restarts: int
-    elastic: bool | Literal["replace"]
-    preemption_deadline: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +141,7 @@ class TrainerSettings:
         data: Parts of the data that are used.
         evaluation: When and how evaluation runs.
         steps: How the training steps and computes.
-        output: What a run writes, and how its job ends.
+        output: What a run writes.
     """
 
     limits: RunLimits

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat.checkpoint.paths import as_path, local_folder
+from dstrat.checkpoint.paths import as_path
 from dstrat.data.limits import check_count
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.keywords import refuse_keywords
@@ -19,6 +20,7 @@ from dstrat.training.arguments import (
     changed_arguments,
     check_arguments,
     check_elastic,
+    check_ends_of_job,
     check_preemption,
     resolve_features,
 )
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback
     from dstrat.training.checkpoint.path import CheckpointRequest
     from dstrat.training.loggers.logger import Logger
-    from dstrat.training.loops.sources import DataSources, Source
+    from dstrat.training.loops.sources import DataSources
     from dstrat.training.module.data_module import DataModule
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.profilers.profiler import Profiler
@@ -63,12 +65,6 @@ if TYPE_CHECKING:
     Plugin = Precision | ClusterEnvironment | CheckpointIO | str
 
 DEFAULT_MAX_EPOCHS = 1000
-
-_SOURCES: dict[str, tuple[Source, str]] = {
-    "validate": ("val", "validation_step"),
-    "test": ("test", "test_step"),
-    "predict": ("predict", "predict_step"),
-}
 
 
 class Trainer(TrainerProperties):
@@ -245,9 +241,6 @@ class Trainer(TrainerProperties):
                 default_root_dir=as_path(root, "default_root_dir"),
                 log_every_n_steps=features.log_every_n_steps,
                 barebones=barebones,
-                max_restarts=max_restarts,
-                elastic=elastic,
-                preemption_deadline=preemption_deadline,
             ),
         )
         check_arguments(self.settings)
@@ -259,23 +252,20 @@ class Trainer(TrainerProperties):
             devices=devices,
             num_nodes=num_nodes,
             precision=precision,
-            plugins=() if plugins is None else tuple(plugins) if isinstance(plugins, list | tuple) else (plugins,),
+            plugins=plugins,
             max_restarts=max_restarts,
             elastic=elastic,
             preemption_deadline=preemption_deadline,
         )
+        check_ends_of_job(self.request)
         try:
             self.plan, self.strategy = resolve_request(self.request)  # imports the components
         except (KeyboardInterrupt, DstratError) as error:
             fold_frames(error)
             raise
         self.profiler = make_profiler(profiler)
-        self.loggers = complete_loggers(
-            features.logger,
-            local_folder(self.default_root_dir),
-            self.strategy,
-            is_tried=self.fast_dev_run > 0,
-        )
+        is_tried = self.fast_dev_run > 0
+        self.loggers = complete_loggers(features.logger, self.default_root_dir, self.strategy, is_tried=is_tried)
         self.callbacks = complete_callbacks(
             callbacks,
             progress_bar=features.progress_bar,
@@ -287,18 +277,20 @@ class Trainer(TrainerProperties):
         is_timed = any(isinstance(callback, Timer) and callback.duration is not None for callback in self.callbacks)
         if is_timed and max_epochs is None and not fast_dev_run:
             self.max_epochs = -1  # the default must not end a training before its time
-        self.run = Run(self)
         saves_checkpoints = any(callback.saves_checkpoints for callback in self.callbacks)
         check_preemption(
             preemption_deadline,
             self.strategy.components.cluster_environment,
             saves_checkpoints=saves_checkpoints,
         )
-        check_elastic(
-            elastic,
-            saves_checkpoints=saves_checkpoints,
-            saves_in_memory=any(callback.saves_in_memory for callback in self.callbacks),
-        )
+        if elastic is not False:
+            saves_in_memory = any(callback.saves_in_memory for callback in self.callbacks)
+            check_elastic(elastic, saves_checkpoints=saves_checkpoints, saves_in_memory=saves_in_memory)
+
+    @cached_property
+    def run(self) -> Run:  # type: ignore[override]  # which mypy takes for a property that cannot be set
+        """The run that was called last; before the first call one that has not begun."""
+        return Run(self)
 
     # Methods for users
 
@@ -339,8 +331,9 @@ class Trainer(TrainerProperties):
 
         requested = requested_checkpoint(ckpt_path, resume)
         if self.fit_loop.finished and self.fit_loop.batches_seen:
+            of_epochs = f" of {self.max_epochs}" if self.max_epochs >= 0 else ""  # -1 with max_steps alone
             raise MisuseError(
-                f"this Trainer has finished its fit (epoch {self.fit_loop.epoch} of {self.max_epochs}, "
+                f"this Trainer has finished its fit (epoch {self.fit_loop.epoch}{of_epochs}, "
                 f"step {self.fit_loop.global_step}): make a new Trainer to train again"
             )
         sources = DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders})
@@ -474,6 +467,7 @@ class Trainer(TrainerProperties):
         """Create the module's optimizers; called by the strategy after it has moved the module to its device."""
         module = self.run.module
         optimization = read_optimizers(module.configure_optimizers(), steps_schedulers=module.automatic_optimization)
+        self.strategy.lr_schedulers = list(optimization.schedulers)  # which the hook may change
         self.run.hooks.call_callbacks("on_configure_optimizers", optimization.optimizers)
         return optimization
 
@@ -489,14 +483,14 @@ class Trainer(TrainerProperties):
         **settings: Any,
     ) -> Any:
         from dstrat.training.checkpoint.path import Search
-        from dstrat.training.loops.sources import DataSources
+        from dstrat.training.loops.sources import PURPOSES, SOURCES, DataSources
 
         module = self.module if model is None else model
         if module is None:
             raise MisuseError(f"{stage} needs a module: pass one, or call fit on this Trainer first")
-        source, step = _SOURCES[stage]
+        source = SOURCES[stage]
         sources = DataSources(module, datamodule, {source: dataloaders})
-        sources.require(source, step)
+        sources.require(source, f"{PURPOSES[source]}_step")
         requested = Search.BEST_OF_LAST_FIT if model is None and ckpt_path is None else ckpt_path
         return self._launch(stage, sources, requested, **settings)
 

@@ -12,7 +12,7 @@ import torch
 
 from dstrat.checkpoint.portable.format import dump_json, parse_json
 from dstrat.checkpoint.portable.ranks import Ranks
-from dstrat.checkpoint.portable.write_plan import make_write_plan
+from dstrat.checkpoint.portable.write_plan import make_write_plan, tensor_layouts
 from dstrat.errors import CheckpointError
 
 SIZE = 3
@@ -43,7 +43,7 @@ def planned(tensors):
     messages, barrier = [b""] * SIZE, threading.Barrier(SIZE)
     everyone = [Threads(rank, messages, barrier) for rank in range(SIZE)]
     with ThreadPoolExecutor(SIZE) as threads:
-        plans = list(threads.map(make_write_plan, tensors, [{}] * SIZE, everyone))
+        plans = list(threads.map(make_write_plan, map(tensor_layouts, tensors), [{}] * SIZE, everyone))
     return [[payload.name for payload in found.payloads] for found in plans], [ranks.told for ranks in everyone]
 
 
@@ -97,7 +97,7 @@ def test_each_tensor_goes_to_the_rank_with_least_to_write(seed):
     written = {
         payload.name: rank
         for rank in range(len(loads))
-        for payload in make_write_plan(tensors, {}, OneOf(rank, loads)).payloads
+        for payload in make_write_plan(tensor_layouts(tensors), {}, OneOf(rank, loads)).payloads
     }
     expected, totals = {}, list(loads)
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

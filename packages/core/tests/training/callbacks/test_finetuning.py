@@ -1,33 +1,82 @@
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 
-from dstrat import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint, TrainModule
+from dstrat import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint, Muon, TrainModule
 from dstrat.errors import MisuseError
 
 
 class Tuned(TrainModule):
     """A backbone with a norm, and a head."""
 
-    def __init__(self, lr=0.1, schedules=False):
+    def __init__(self, lr=0.1, schedule=None):
         super().__init__()
         torch.manual_seed(0)
         self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
         self.head = nn.Linear(8, 1)
-        self.lr, self.schedules = lr, schedules
+        self.lr, self.schedule = lr, schedule
 
     def training_step(self, batch, batch_idx):
-        return self.head(self.backbone(batch[0])).square().mean()
+        loss = self.head(self.backbone(batch[0])).square().mean()
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=self.lr)
-        if not self.schedules:
-            return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+        return optimizer if self.schedule is None else ([optimizer], [self.schedule(optimizer)])
+
+
+class Warmup:
+    """A function with state, which checkpoints have."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, epoch):
+        self.calls += 1
+        return min(1.0, (epoch + 1) / 4)
+
+
+def chain(optimizer):
+    return schedulers.ChainedScheduler(
+        [schedulers.LambdaLR(optimizer, Warmup()), schedulers.ExponentialLR(optimizer, 0.9)]
+    )
+
+
+def sequence(optimizer):
+    cosine = schedulers.CosineAnnealingWarmRestarts(optimizer, 2)
+    return schedulers.SequentialLR(optimizer, [schedulers.LinearLR(optimizer, 0.1, total_iters=3), cosine], [3])
+
+
+def with_loss(optimizer):
+    scheduler = schedulers.ReduceLROnPlateau(optimizer, mode="max", patience=0, min_lr=[0.0])
+    return {"scheduler": scheduler, "monitor": "loss"}
+
+
+SCHEDULES = {
+    "step": lambda optimizer: schedulers.StepLR(optimizer, 1, gamma=0.5),
+    "lambda": lambda optimizer: schedulers.LambdaLR(optimizer, Warmup()),
+    "lambda_from_zero": lambda optimizer: schedulers.LambdaLR(optimizer, lambda epoch: max(epoch - 1, 0) / 4),
+    "multiplicative": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+    "cosine": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 2),
+    "one_cycle": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=12),
+    "cyclic": lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
+    "averaging": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=3),
+    "plateau": with_loss,
+    "chain": chain,
+    "sequence": sequence,
+}
+
+
+class TunedByMuon(Tuned):
+    def configure_optimizers(self):
+        return Muon.of_module(self, lr=self.lr)
 
 
 class Record(Callback):
@@ -78,12 +127,26 @@ def test_the_backbone_is_frozen_until_its_epoch(fit):
     assert not torch.equal(record.weights[2], first)
 
 
-def test_the_backbones_rate_doubles_until_it_is_the_heads(fit):
-    record = Record()
-    fit([BackboneFinetuning(unfreeze_backbone_at_epoch=1), record], module=Tuned(0.1), validates=False, max_epochs=7)
+def constant(optimizer):
+    return {"scheduler": schedulers.LambdaLR(optimizer, lambda step: 1.0), "interval": "step"}
+
+
+@pytest.mark.parametrize("schedule", [None, constant])
+def test_the_backbones_rate_doubles_until_it_is_the_heads(fit, schedule):
+    record, module = Record(), Tuned(0.1, schedule)
+    fit([BackboneFinetuning(unfreeze_backbone_at_epoch=1), record], module=module, validates=False, max_epochs=7)
     rates = [group[1] for group in record.rates[1:]]
     assert rates == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.1, 0.1])
     assert [len(rates) for rates in record.rates] == [1, 2, 2, 2, 2, 2, 2]
+
+
+def test_both_groups_that_muon_makes_of_a_backbone_get_its_rate(fit):
+    record, module = Record(), TunedByMuon(0.1)
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False)
+    fit([callback, record], module=module, validates=False, max_epochs=3)
+    matrices, of_adamw, *added = record.rates[-1]
+    assert (matrices, of_adamw) == (0.1, 1e-3)
+    assert added == pytest.approx([0.02, 0.02])
 
 
 def test_without_alignment_the_backbones_rate_goes_beyond_the_heads(fit):
@@ -110,18 +173,42 @@ def test_a_group_gets_a_tenth_of_the_first_ones_rate(fit):
     assert record.rates[1] == [0.5, 0.05]
 
 
-@pytest.mark.parametrize("schedules", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_group_follows_the_schedule_of_the_first_one(fit, schedule):
+    record, module = Record(), Tuned(0.1, SCHEDULES[schedule])
+    fit([Unfreeze(), record], module=module, validates=False, max_epochs=6)
+    heads, added = zip(*record.rates[1:], strict=True)
+    assert added == pytest.approx([rate / 10 for rate in heads])
+    assert len(set(heads)) > 1
+
+
+@pytest.mark.parametrize("schedule", [None, "step"])
 @pytest.mark.parametrize(  # epochs have two, and layers are unfrozen in the second
     "batches", [3, 4, 5, pytest.param(6, marks=pytest.mark.variant), pytest.param(8, marks=pytest.mark.variant)]
 )
 @pytest.mark.parametrize("make", [Unfreeze, lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
-def test_a_resumed_run_unfreezes_as_one_that_never_stopped(fit, tmp_path, make, batches, schedules):
-    whole, record = Tuned(schedules=schedules), Record()
+def test_a_resumed_run_unfreezes_as_one_that_never_stopped(fit, tmp_path, make, batches, schedule):
+    check_resume(fit, tmp_path, make, batches, make_module=lambda: Tuned(schedule=SCHEDULES.get(schedule)))
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "plateau", "chain", "sequence"])
+def test_a_resumed_run_schedules_the_groups_that_were_added(fit, tmp_path, schedule):
+    make = functools.partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1)
+    check_resume(fit, tmp_path, make, 5, make_module=lambda: Tuned(schedule=SCHEDULES[schedule]))
+
+
+@pytest.mark.parametrize("make", [Unfreeze, lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
+def test_a_resumed_run_of_muon_unfreezes_as_one_that_never_stopped(fit, tmp_path, make):
+    check_resume(fit, tmp_path, make, 5, make_module=TunedByMuon)
+
+
+def check_resume(fit, tmp_path, make, batches, *, make_module):
+    whole, record = make_module(), Record()
     fit([make(), record], module=whole, validates=False, max_epochs=6)
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=batches)
     with pytest.raises(StoppedError):
-        fit([make(), Stop(batches + 1), saving], module=Tuned(schedules=schedules), validates=False, max_epochs=6)
-    resumed, again = Tuned(schedules=schedules), Record()
+        fit([make(), Stop(batches + 1), saving], module=make_module(), validates=False, max_epochs=6)
+    resumed, again = make_module(), Record()
     fit([make(), again], module=resumed, validates=False, max_epochs=6, ckpt_path=saving.best_model_path)
     assert again.rates == record.rates[-len(again.rates) :]
     expected = weights(whole)

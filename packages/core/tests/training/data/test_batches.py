@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dstrat import DataModule, SingleDeviceStrategy
-from dstrat.data.prefetch import prefetch
+from dstrat.data.prefetch import move_batches, prefetch
 from dstrat.errors import MisuseError
-from dstrat.training.loops.batches import Batches, batch_mover, device_batches, device_to_copy_ahead_to
+from dstrat.training.loops.batches import Batches, batch_mover, can_copy_ahead
 
 
 class Noting:
@@ -88,15 +88,15 @@ def cpu(quiet_trainer):
 
 def test_batches_are_moved_when_they_are_due(cpu, line):
     noted = []
-    assert device_to_copy_ahead_to(Conditions(cpu, line)) is None
+    assert not can_copy_ahead(Conditions(cpu, line))
 
-    def move(batch, dataloader_idx):
-        noted.append((batch, dataloader_idx))
-        return -batch
+    def move(pair):
+        noted.append(pair)
+        return -pair[0], pair[1]
 
-    batches = device_batches(Batches(range(3), 3), move, dataloader_idx=4)
+    batches = move_batches(Batches(range(3), 3), move, cpu, in_threads=False, pins=False, ahead=False)
     assert next(batches) == (0, False)
-    assert noted == [(0, 4)]
+    assert noted == [(0, False)]
     assert list(batches) == [(-1, False), (-2, True)]
 
 
@@ -153,8 +153,8 @@ class TestCopiesAhead:
     device = torch.device("cuda", 0)
 
     def copied(self, batches):
-        def move(batch):
-            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        def move(pair):
+            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pair[0].items()}, pair[1]
 
         return prefetch(batches, move, self.device)
 

@@ -32,7 +32,7 @@ from dstrat.data.loaders import (
     prepare_evaluation_loader,
     prepare_training_loader,
 )
-from dstrat.data.samplers import set_epoch, set_sampler_epoch
+from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 
 
@@ -113,7 +113,7 @@ def test_samplers_of_evaluation_get_the_epoch(process, world_size):
     loaders = [prepared(rank) for rank in range(world_size)]
     for epoch in (0, 3, 1):
         for loader in loaders:
-            set_sampler_epoch(loader, epoch)
+            set_epoch(loader, epoch, datasets=False)
         read = [number for loader in loaders for batch in loader for number in batch.tolist()]
         assert read == [2 * epoch, 2 * epoch + 1]
 

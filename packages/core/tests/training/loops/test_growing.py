@@ -21,7 +21,6 @@ def test_ranks_leave_between_steps_and_not_at_the_end_of_an_epoch(
     monkeypatch.setattr(fit_loop, "newcomers_wait", lambda _run: True)
     monkeypatch.setattr(fit_loop, "admit_newcomers", lambda run: left.append(run.fit_loop.batch_idx))
     trainer = quiet_trainer(max_epochs=2, accumulate_grad_batches=accumulate, limit_train_batches=batches)
-    output = replace(trainer.settings.output, elastic="replace")  # which the Trainer allows with several processes only
-    trainer.settings = replace(trainer.settings, output=output)
+    trainer.plan = replace(trainer.plan, elastic="replace")  # which the Trainer allows with several processes only
     trainer.fit(line, loader())
     assert left == expected

@@ -42,6 +42,7 @@ def validated_at(quiet_trainer, line, loader):
         ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9]),
         ({"val_check_interval": "01:00:00"}, []),
         ({"limit_val_batches": 0}, []),
+        ({"limit_val_batches": 0, "val_check_interval": 7}, []),
         ({"limit_train_batches": 0, "val_check_interval": 2}, []),
         ({"limit_train_batches": 0, "val_check_interval": 0.5}, []),
     ],
@@ -94,6 +95,23 @@ def test_ranks_validate_by_the_clock_together(quiet_trainer, line_class, loader,
 def test_an_interval_that_no_epoch_reaches_is_an_error(validated_at):
     with pytest.raises(MisuseError, match="val_check_interval=7 is more than the 6 training batches"):
         validated_at(val_check_interval=7)
+
+
+class WithoutLength:
+    """The batches of a loader, whose number is not known before."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __iter__(self):
+        return iter(self._loader)
+
+
+@pytest.mark.parametrize(("interval", "has_length"), [(7, True), (0.5, False)])
+def test_an_interval_has_no_effect_without_validation(quiet_trainer, line, loader, interval, has_length):
+    trainer = quiet_trainer(val_check_interval=interval)
+    trainer.fit(line, loader() if has_length else WithoutLength(loader()))
+    assert trainer.global_step == 12
 
 
 @pytest.mark.parametrize("interval", [0, -1, 1.5, True, "soon", {"weeks": "two"}, "00:00:00"])

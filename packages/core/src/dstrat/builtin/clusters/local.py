@@ -42,10 +42,6 @@ class LocalEnvironment(ClusterEnvironment):
     def evidence(cls, environ: Mapping[str, str]) -> str | None:
         return "dstrat has started this process" if JOB_VARIABLE in environ else None
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        super().__init__(environ)
-        self._variables = Variables(environ=self.environ, hint=_HINT)
-
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), ()) if self.environ is os.environ else (type(self), (dict(self.environ),))
 
@@ -59,9 +55,7 @@ class LocalEnvironment(ClusterEnvironment):
         pids = {str(os.getpid()), str(parent.pid) if parent is not None else ""}
         return JOB_VARIABLE in self.environ and self.environ.get(PID_VARIABLE) in pids
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return self.is_rank
+    creates_processes_externally = is_rank
 
     @property
     def main_address(self) -> str:
@@ -143,9 +137,10 @@ class LocalEnvironment(ClusterEnvironment):
             )
 
     def _check_machines(self, num_nodes: int) -> None:
-        self._variables.text("MASTER_ADDR")
-        self._variables.port()
-        if (node_rank := self._variables.integer("NODE_RANK")) >= num_nodes:
+        variables = Variables(environ=self.environ, hint=_HINT)
+        variables.text("MASTER_ADDR")
+        variables.port()
+        if (node_rank := variables.integer("NODE_RANK")) >= num_nodes:
             raise ClusterError(
                 f"NODE_RANK is {node_rank}, and the machines of num_nodes={num_nodes} are 0 to {num_nodes - 1}"
             )

@@ -12,6 +12,7 @@ import torch
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.precision import Precision
+from dstrat.parallel.shards import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -121,7 +122,12 @@ class MixedPrecision(Precision):
             raise MisuseError(f"precision {self.flag!r} has no device yet: connect a module, or pass device='cuda'")
         tensors = itertools.chain(self._module.parameters(), self._module.buffers())
         # On meta are the layers of other ranks, in a pipeline.
-        return next((tensor.device.type for tensor in tensors if not tensor.is_meta), "cpu")
+        present: Any = next((tensor for tensor in tensors if not tensor.is_meta), None)
+        if present is None:
+            return "cpu"
+        # A shard may be offloaded to the host; the device of its mesh computes with it.
+        device_type: str = present.device_mesh.device_type if is_distributed(present) else present.device.type
+        return device_type
 
 
 # Loss scale for float16
@@ -183,7 +189,10 @@ class LossScale:
             overflows = self._scaler._found_inf_per_device(optimizer)  # noqa: SLF001 - no public name
             if not overflows:
                 scale: Any = self._scaler._scale  # noqa: SLF001 - on the device of the loss
-                overflows[scale.device] = torch.zeros_like(scale)
+                # On the device of gradients, as that of peers: the host, where parameters are offloaded to it.
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                device = next((parameter.device for parameter in parameters if not parameter.is_meta), scale.device)
+                overflows[device] = torch.zeros_like(scale, device=device)
             for overflow in overflows.values():
                 reduce_overflow(overflow)
 

@@ -100,7 +100,6 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointError: A rank failed; then all ranks raise, and nothing is at the path.
         """
         # Here, as in other methods: a process that only saves need not import what loads, nor the other way round.
-        from dstrat.checkpoint.portable.newest import point_to
         from dstrat.checkpoint.portable.save import write
 
         target = as_path(path)
@@ -114,16 +113,11 @@ class PortableCheckpointIO(CheckpointIO):
                 return
         moves_existing = str(path) in self._moves_existing
         self._moves_existing.discard(str(path))
-        moved_to = write(staged, target, storage, moves_existing=moves_existing)
-        # Only now: the pointer must never name a checkpoint that is not complete.
-        with staged.ranks.on_all_ranks("point to the newest checkpoint"):
-            if staged.ranks.rank == 0:
-                point_to(target, storage)
-                if moved_to is not None:
-                    self._announce_move(target, moved_to, storage)
+        write(staged, target, storage, moves_existing=moves_existing, after_move=self._after_move)
         self._written.add(str(target.absolute()))
 
-    def _announce_move(self, target: CheckpointPath, moved_to: Path, storage: Storage[Any]) -> None:
+    def _after_move(self, target: CheckpointPath, moved_to: Path, storage: Storage[Any]) -> None:
+        """Remove what was at the path of a new checkpoint if this process has saved it; else log its new path."""
         if str(target.absolute()) in self._written:
             storage.remove_checkpoint(moved_to)
             return

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrat.checkpoint.paths import as_path
-from dstrat.checkpoint.portable.format import block_checksums
-from dstrat.checkpoint.portable.local_files import UnfinishedFolder, is_at, remove_folder, write_all
+from dstrat.checkpoint.portable.local_files import OutputFile, UnfinishedFolder, is_at, remove_folder
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from dstrat.checkpoint.paths import CheckpointPath
 
@@ -250,7 +249,7 @@ def recycle_folder(path: Path) -> None:
                 file.unlink(missing_ok=True)
 
 
-class ReusedFile:
+class ReusedFile(OutputFile):
     """A file in memory, new or of a superseded checkpoint, that several threads write in buckets.
 
     Args:
@@ -259,16 +258,7 @@ class ReusedFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._descriptor, size)
-
-    def write(self, views: Sequence[memoryview], position: int) -> str:
-        """Write a bucket, and return its checksums."""
-        for view in views:
-            write_all(self._descriptor, view, position)
-            position += len(view)
-        return block_checksums(views)
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        self._size = size
+        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._cached, size)
+        self._direct = None  # memory has no direct I/O

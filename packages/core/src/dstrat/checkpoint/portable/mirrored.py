@@ -57,13 +57,13 @@ def write_mirrored(prepared: Prepared, target: Path, machines: Machines) -> None
         path = target.parent / names[machines.member(machines.current, 0)].decode()
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
             report = write_rank_files(prepared, path, ranks.rank, storage)
-        sizes = {name: size for name, (size, _) in parse_json(report)["files"].items()}
+        sizes = {name: size for name, (size, _) in report["files"].items()}
         transfer_files(ranks, _mirroring(machines, sizes), read_from=path, write_to=lambda name: path / name)
-        reports = ranks.gather(report)
+        reports = ranks.gather(dump_json(report))
         manifest = index = b""
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if ranks.rank == 0:
-                manifest = complete(prepared, path, [parse_json(each) for each in reports], storage)
+                manifest = complete(prepared, path, [report, *map(parse_json, reports[1:])], storage)
                 index = (path / INDEX).read_bytes()
         documents = {STATE: ranks.broadcast(prepared.state), INDEX: ranks.broadcast(index)}
         manifest = ranks.broadcast(manifest)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard
+from dstrat.parallel.internals import storage_key
 from dstrat.parallel.shards import is_distributed
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
 def memory_key(tensor: Tensor) -> Any:
     """Return a value that is equal for two dense tensors if they are the same elements of the same memory."""
     # Tensors of some backends have the address 0, which would make all tensors of one shape equal.
-    address = tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())  # noqa: SLF001 - no other id
+    address = tensor.data_ptr() or (storage_key(tensor), tensor.storage_offset())
     view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return tensor.dtype, tensor.device, address, view
 

@@ -31,11 +31,12 @@ from dstrat.checkpoint.portable.format import (
 )
 from dstrat.checkpoint.portable.index import check_shares
 from dstrat.checkpoint.portable.local_files import UnfinishedFolder
-from dstrat.checkpoint.portable.write_plan import make_write_plan
+from dstrat.checkpoint.portable.newest import point_to
+from dstrat.checkpoint.portable.write_plan import make_write_plan, tensor_layouts
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dstrat.checkpoint.paths import CheckpointPath
@@ -85,7 +86,9 @@ def prepare(checkpoint: Mapping[str, Any], ranks: Ranks) -> Prepared:
         rank = encode(checkpoint.get(PER_RANK, {}), keys=(PER_RANK, ranks.rank))
         state = _limited(dump_json(job.value), "plain values")
         rank_state = _limited(dump_json(rank.value), "plain values of this rank")
-    write_plan = make_write_plan(job.tensors, rank.tensors, ranks)
+        # Two calls: a tensor of one rank may share memory with one of the job, but must not become an alias of it.
+        layouts, rank_layouts = tensor_layouts(job.tensors), tensor_layouts(rank.tensors)
+    write_plan = make_write_plan(layouts, rank_layouts, ranks)
     return Prepared(
         state=state,
         rank_state=rank_state,
@@ -105,8 +108,13 @@ def _limited(data: bytes, content: str) -> bytes:
 
 
 def write(
-    prepared: Prepared, target: CheckpointPath, storage: Storage[Any], *, moves_existing: bool = False
-) -> Path | None:
+    prepared: Prepared,
+    target: CheckpointPath,
+    storage: Storage[Any],
+    *,
+    moves_existing: bool = False,
+    after_move: Callable[[CheckpointPath, Path, Storage[Any]], None],
+) -> None:
     """Write the prepared files of every rank, then give the checkpoint its path; collective.
 
     Args:
@@ -114,9 +122,7 @@ def write(
         target: The path.
         storage: Of the path.
         moves_existing: Whether what is at the path is moved beside it, at the end; on a disk only.
-
-    Returns:
-        On rank 0, where it was moved to; None if nothing was at the path.
+        after_move: Called on rank 0, if something was there, with the path, where that is now, and the storage.
 
     Raises:
         CheckpointError: A rank failed; then all ranks raise, and the unfinished checkpoint is removed.
@@ -133,46 +139,49 @@ def write(
         with ranks.on_all_ranks(f"write checkpoint {str(target)!r}"):
             report = write_rank_files(prepared, target.parent / name, ranks.rank, storage)
         # Each rank reports after it has flushed its files, so that the commit comes after all of them.
-        reports = ranks.gather(report)
+        other_reports = ranks.gather(dump_json(report))[1:] if ranks.size > 1 else []
         # No rank returns before the commit: what follows a save may remove the checkpoint before it.
         with ranks.on_all_ranks(f"complete checkpoint {str(target)!r}"):
             if folder is not None:
-                folder.commit(complete(prepared, folder.path, [parse_json(report) for report in reports], storage))
-        return None if folder is None else folder.moved_to
+                all_reports = [report, *map(parse_json, other_reports)]
+                folder.commit(complete(prepared, folder.path, all_reports, storage))
+                point_to(target, storage)  # only now: it must never name a checkpoint that is not complete
+                if folder.moved_to is not None:
+                    after_move(target, folder.moved_to, storage)
     finally:
         if folder is not None:
             folder.close()
 
 
-def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int, storage: Storage[Any]) -> bytes:
+def write_rank_files(prepared: Prepared, folder: CheckpointPath, rank: int, storage: Storage[Any]) -> dict[str, Any]:
     """Write this rank's files to a folder of the storage, and return the report for rank 0's index and manifest."""
     if storage.is_local and not folder.is_dir():
         raise CheckpointError(
             f"rank 0 created {str(folder)!r}, which is not here: give a path on a file system that all ranks share"
         )
-    name = rank_file(rank, "json")
+    shard, name = prepared.shard, rank_file(rank, "json")
     files = {name: _write_document(storage, folder / name, prepared.rank_state)}
-    if prepared.shard.payloads:
+    if shard.payloads:
         name = rank_file(rank, "safetensors")
-        files[name] = write_shard_file(prepared.shard, folder / name, storage)
+        checksums = storage.write_buckets(folder / name, shard.size, shard.bucket)
+        files[name] = FileRecord(size=shard.size, checksums="".join(checksums))
     pieces: dict[str, list[Any]] = {}
-    for payload, begin in zip(prepared.shard.payloads, prepared.shard.begins, strict=True):
+    for payload, begin in zip(shard.payloads, shard.begins, strict=True):
         is_full = payload.shape == prepared.entries[payload.name].shape
         # Most tensors are one piece, whose box is the full tensor: the short form keeps the index small.
-        pieces.setdefault(payload.name, []).append([begin] if is_full else [begin, payload.starts, payload.shape])
-    return dump_json(
-        {
-            "files": {name: [record.size, record.checksums] for name, record in files.items()},
-            # Rank 0 reports all its tensors; the others only those that they write, and those without bytes to write.
-            "entries": {
-                name: [entry.dtype, entry.shape, entry.same_as]
-                for name, entry in prepared.entries.items()
-                if rank == 0 or name in pieces or entry.same_as or not entry.num_bytes
-            },
-            "pieces": pieces,
-            "values": [] if rank == 0 else list(_values_beside(parse_json(prepared.state), _first_pieces(pieces))),
-        }
-    )
+        box = [] if is_full else [list(payload.starts), list(payload.shape)]
+        pieces.setdefault(payload.name, []).append([begin, *box])
+    return {
+        "files": {name: [record.size, record.checksums] for name, record in files.items()},
+        # Rank 0 reports all its tensors; the others only those that they write, and those without bytes to write.
+        "entries": {
+            name: [entry.dtype, list(entry.shape), entry.same_as]
+            for name, entry in prepared.entries.items()
+            if rank == 0 or name in pieces or entry.same_as or not entry.num_bytes
+        },
+        "pieces": pieces,
+        "values": [] if rank == 0 else list(_values_beside(parse_json(prepared.state), _first_pieces(pieces))),
+    }
 
 
 def _first_pieces(pieces: Mapping[str, Sequence[Any]]) -> set[str]:
@@ -302,8 +311,9 @@ class ShardFile:
         """The devices of the payloads."""
         return {payload.tensor.device for payload in self.payloads}
 
-    def views(self, begin: int, end: int) -> list[memoryview]:
-        """Return the bytes of the file from ``begin`` to ``end``, in consecutive views."""
+    def bucket(self, begin: int) -> list[memoryview]:
+        """Return the bytes of the bucket that begins at a position of the file, in consecutive views."""
+        end = begin + BUCKET
         views = [memoryview(self.header)[begin:end]] if begin < len(self.header) else []
         # From the payload in which the first byte is; there may be a hundred thousand before it.
         position = max(0, bisect.bisect_right(self.begins, begin) - 1)
@@ -338,13 +348,3 @@ def arrange(payloads: Sequence[Payload]) -> ShardFile:
     header = len(text).to_bytes(8, "little") + text
     begins = [len(header) + offset for offset in offsets]
     return ShardFile(header=header, payloads=ordered, begins=begins, size=len(header) + reached)
-
-
-def write_shard_file(file: ShardFile, path: CheckpointPath, storage: Storage[Any]) -> FileRecord:
-    """Write and flush the file at a path of the storage, and return its record for the manifest.
-
-    Raises:
-        OSError: The file cannot be written, for example because the disk is full.
-    """
-    checksums = storage.write_buckets(path, file.size, lambda begin: file.views(begin, min(begin + BUCKET, file.size)))
-    return FileRecord(size=file.size, checksums="".join(checksums))

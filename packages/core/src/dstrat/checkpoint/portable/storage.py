@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from typing_extensions import override
-
 from dstrat.checkpoint.paths import RemotePath
 from dstrat.checkpoint.portable.format import BUCKET, block_checksums
 from dstrat.checkpoint.portable.local_files import (
@@ -25,7 +23,7 @@ from dstrat.checkpoint.portable.local_files import (
     replace_file,
     write_flushed,
 )
-from dstrat.checkpoint.portable.memory_files import RecyclingFolder, ReusedFile, is_in_memory, recycle_folder
+from dstrat.checkpoint.portable.memory_files import RecyclingFolder, ReusedFile, memory_root, recycle_folder
 from dstrat.checkpoint.portable.remote_files import (
     RemoteFile,
     UnfinishedUpload,
@@ -141,7 +139,7 @@ def storage_of(path: CheckpointPath) -> Storage[Any]:
     """Return the storage of a local path or URL."""
     if isinstance(path, RemotePath):
         return RemoteStorage()
-    return MemoryStorage() if is_in_memory(path) else LocalStorage()
+    return MemoryStorage() if path.is_relative_to(memory_root()) else LocalStorage()
 
 
 class LocalStorage:
@@ -156,16 +154,12 @@ class LocalStorage:
     open_file = staticmethod(DiskFile)
     is_occupied = staticmethod(os.path.lexists)
     claim = staticmethod(Claim)
+    output_file: type[OutputFile] = OutputFile
 
     def write_buckets(self, path: Path, size: int, bucket: Callable[[int], list[memoryview]]) -> list[str]:
-        def write(begin: int) -> str:
-            views = bucket(begin)
-            output.write(views, begin)
-            return block_checksums(views)
-
-        with contextlib.closing(OutputFile(path, size)) as output:
+        with contextlib.closing(self.output_file(path, size)) as output:
             # Threads help, as system calls release the interpreter's lock.
-            checksums = map_in_threads(write, range(0, size, BUCKET))
+            checksums = map_in_threads(lambda begin: output.write(bucket(begin), begin), range(0, size, BUCKET))
             output.flush()
         return checksums
 
@@ -211,11 +205,7 @@ class MemoryStorage(LocalStorage):
 
     begin_checkpoint = staticmethod(RecyclingFolder)
     remove_checkpoint = staticmethod(recycle_folder)
-
-    @override
-    def write_buckets(self, path: Path, size: int, bucket: Callable[[int], list[memoryview]]) -> list[str]:
-        with contextlib.closing(ReusedFile(path, size)) as file:
-            return map_in_threads(lambda begin: file.write(bucket(begin), begin), range(0, size, BUCKET))
+    output_file = ReusedFile
 
 
 def _nearby(path: Path) -> str:

@@ -26,8 +26,6 @@ from dstrat.parallel.shards import LocalBox, holders, is_distributed, local_boxe
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import Tensor
-
     from dstrat.checkpoint.portable.ranks import Ranks
 
 _SPLIT_SIZE = 64 * MEBIBYTE
@@ -64,40 +62,41 @@ class WritePlan:
     entries: Mapping[str, TensorEntry]
 
 
-def make_write_plan(tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], ranks: Ranks) -> WritePlan:
+def make_write_plan(
+    layouts: Mapping[str, TensorLayout], rank_layouts: Mapping[str, TensorLayout], ranks: Ranks
+) -> WritePlan:
     """Assign each tensor to the ranks that write it; collective.
 
     Args:
-        tensors: The job's tensors: DTensors, FlatShards, and plain tensors that are equal on every rank that has them.
-        rank_tensors: This rank's own tensors.
+        layouts: The job's tensors: DTensors, FlatShards, and plain tensors that are equal on every rank that has them.
+        rank_layouts: This rank's own tensors.
         ranks: The ranks of the job.
 
     Raises:
         CheckpointError: A tensor cannot be saved, or differs between ranks.
     """
-    with ranks.on_all_ranks("save its tensors"):
-        # Two calls: a tensor of one rank may share memory with one of the job, but must not become an alias of it.
-        layouts, rank_layouts = _layouts(tensors), _layouts(rank_tensors)
-        entries = {name: layout.entry for name, layout in (layouts | rank_layouts).items()}
-        sharded = {name: layout for name, layout in layouts.items() if layout.is_flat or layout.is_distributed}
-        shared = {name: layout.entry for name, layout in layouts.items() if name not in sharded}
+    everything = {**layouts, **rank_layouts}
+    entries = {name: layout.entry for name, layout in everything.items()}
+    if ranks.size == 1:  # it writes everything
+        with ranks.on_all_ranks("save its tensors"):
+            return WritePlan(payloads=_unshared_payloads(everything), entries=entries)
+    sharded = {name: layout for name, layout in layouts.items() if layout.is_flat or layout.is_distributed}
+    shared = {name: layout.entry for name, layout in layouts.items() if name not in sharded}
     leaders = _leaders(sharded, ranks)
     with ranks.on_all_ranks("save its tensors"):
-        payloads = [
-            Payload(name, box)
-            for name, layout in rank_layouts.items()
-            if layout.entry.same_as is None
-            for box in local_boxes(layout.tensor)
-        ]
-        payloads += _sharded_payloads(sharded, leaders)
+        payloads = [*_unshared_payloads(rank_layouts), *_sharded_payloads(sharded, leaders)]
     all_ranks = _exchange_entries(shared, sum(payload.num_bytes for payload in payloads), ranks)
-    payloads += _assigned_payloads(tensors, all_ranks, ranks)
+    payloads += _assigned_payloads(layouts, all_ranks, ranks)
     return WritePlan(payloads=payloads, entries=entries)
 
 
 @torch.no_grad()  # in which a DTensor gives its elements without recording that
-def _layouts(tensors: Mapping[str, Any]) -> dict[str, TensorLayout]:
-    """Describe each tensor; of tensors that share their memory only the first is stored."""
+def tensor_layouts(tensors: Mapping[str, Any]) -> dict[str, TensorLayout]:
+    """Describe each tensor of a save; of tensors that share their memory only the first is stored.
+
+    Raises:
+        CheckpointError: The format has no such tensor.
+    """
     first: dict[Any, str] = {}
     layouts = {}
     for name, tensor in tensors.items():
@@ -140,6 +139,16 @@ def _leaders(layouts: Mapping[str, TensorLayout], ranks: Ranks) -> dict[str, int
         for name, first in parse_json(message).items():
             leaders[name] = min(first, leaders.get(name, first))
     return leaders
+
+
+def _unshared_payloads(layouts: Mapping[str, TensorLayout]) -> list[Payload]:
+    """Return the boxes of tensors that no other rank writes; an alias has none."""
+    return [
+        Payload(name, box)
+        for name, layout in layouts.items()
+        if layout.entry.same_as is None
+        for box in local_boxes(layout.tensor, name)
+    ]
 
 
 def _sharded_payloads(layouts: Mapping[str, TensorLayout], leaders: Mapping[str, int]) -> Iterable[Payload]:
@@ -229,7 +238,7 @@ def _holders_by_name(lists: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]
     return holders
 
 
-def _assigned_payloads(tensors: Mapping[str, Tensor], all_ranks: _AllRanks, ranks: Ranks) -> list[Payload]:
+def _assigned_payloads(layouts: Mapping[str, TensorLayout], all_ranks: _AllRanks, ranks: Ranks) -> list[Payload]:
     """Return the boxes of plain tensors that this rank writes."""
     boxes: list[tuple[int, str, int, int]] = []  # each of some rows: bytes, name, first row, number of rows
     for name, entry in all_ranks.entries.items():
@@ -258,7 +267,7 @@ def _assigned_payloads(tensors: Mapping[str, Tensor], all_ranks: _AllRanks, rank
         writer = queue[0][1]
         loads[writer] += num_bytes
         if writer == ranks.rank:
-            tensor = tensors[name].detach()
+            tensor = layouts[name].tensor.detach()
             box = tensor.narrow(0, first, count) if tensor.dim() else tensor
             starts = (first, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ()
             payloads.append(Payload(name, LocalBox(tensor=box, starts=starts)))

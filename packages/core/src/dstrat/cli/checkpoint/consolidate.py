@@ -66,7 +66,7 @@ def check_absent(output: CheckpointPath) -> None:
 def _write_weights(folder: CheckpointReader, output: CheckpointPath, advance: Callable[[int], None]) -> int:
     from dstrat.checkpoint.portable.load import read_tensors
     from dstrat.checkpoint.portable.payload import Payload
-    from dstrat.checkpoint.portable.save import arrange, write_shard_file
+    from dstrat.checkpoint.portable.save import arrange
     from dstrat.parallel.shards import LocalBox
 
     names = [name for name in folder.index() if name.startswith(_WEIGHTS)]
@@ -74,9 +74,9 @@ def _write_weights(folder: CheckpointReader, output: CheckpointPath, advance: Ca
         raise CheckpointError(f"checkpoint {str(folder.path)!r} has no weights: nothing in it is below 'state_dict'")
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_tensors(folder, names, advance).items()}
     payloads = [Payload(name, LocalBox(tensor=tensor, starts=(0,) * tensor.dim())) for name, tensor in weights.items()]
-    storage = storage_of(output)
+    storage, file = storage_of(output), arrange(payloads)
     with storage.atomic_write(output) as temporary:
-        write_shard_file(arrange(payloads), temporary, storage)
+        storage.write_buckets(temporary, file.size, file.bucket)
     return len(weights)
 
 

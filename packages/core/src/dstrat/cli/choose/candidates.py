@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from dstrat.cli.choose.sizes import TrainingSizes
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, Cases, measure_factory
 from dstrat.cli.estimate.ranks import host_of_machine, memory_of_ranks
 from dstrat.errors import DstratError, RequestError
-from dstrat.plugins.options import options_text, parse_alias
+from dstrat.plugins.options import check_keywords, options_text, parse_alias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -152,6 +153,7 @@ class Candidates:
         self._catalog, self._workload = catalog, workload
         self._sizes: dict[Any, TrainingSizes] = {}
         self._stepped: dict[Any, TrainingSize] = {}  # whose optimizers have stepped, by dtype of the parameters
+        self._layouts: dict[tuple[str, str], list[_Layout]] = {}  # by alias with options, and precision
 
     def rank(self, aliases: Sequence[str], memory: int | None = None) -> LayoutRanking:
         """Return the ranking of the layouts.  What one has measured of the training, another does not measure again.
@@ -187,7 +189,7 @@ class Candidates:
                 else:
                     refused[alias] = _closer(refused.get(alias), candidate)
             fastest = [one for one in in_order(fitting, preferences) if one.strategy in divided][:_WITH_SIMILAR]
-            candidates += [*fitting, *self._similar(fastest, divided, cases, limit)]
+            candidates += [*fitting, *self._similar(fastest, divided, cases, limit, refused)]
         # What fits in one of the precisions is neither refused nor unusable.
         names = {one.strategy for one in candidates}
         refused = {name: reason for name, reason in refused.items() if name not in names}
@@ -196,13 +198,22 @@ class Candidates:
         return LayoutRanking(candidates=tuple(ranked), refused=refused, unusable=unusable)
 
     def _similar(
-        self, fastest: Sequence[Candidate], offers: Mapping[str, Offer], cases: Cases, limit: float
+        self,
+        fastest: Sequence[Candidate],
+        offers: Mapping[str, Offer],
+        cases: Cases,
+        limit: float,
+        refused: dict[str, str | TooLarge],
     ) -> Iterator[Candidate]:
-        """Yield the layouts like the fastest ones that fit."""
+        """Yield the layouts like the fastest ones that fit; refuse those of a strategy that does not name them."""
         compared = set(offers)
         for one in fastest:
             offer, options = offers[one.strategy], parse_alias(one.strategy).options
-            similar = self._catalog.load(offer).similar_options(options, one.training.module)
+            strategy_class = self._catalog.load(offer)
+            similar = value_or_reason(partial(strategy_class.similar_options, options, one.training.module))
+            if isinstance(similar, str):
+                refused[f"layouts like {one.strategy}"] = similar
+                continue
             if not similar:
                 continue
             names = [f"{one.alias}{options_text(each)}" for each in similar]
@@ -269,8 +280,15 @@ class Candidates:
             raise
         except Exception as error:  # of a strategy of anyone, or a hook of the module: others are compared all the same
             raise RequestError(f"its layout_options raised {type(error).__name__}: {error}") from error
+        parameters = [*inspect.signature(strategy_class).parameters.values()]
+
+        def accepts(options: Mapping[str, Any]) -> bool:
+            """Return whether the constructor has options that a subclass has inherited the layouts of, but may lack."""
+            return value_or_reason(partial(check_keywords, parameters, options, offer.title)) is None
+
         # Another alias presets an option differently.
-        return [options for options in layouts if not options.keys() & offer.component.options.keys()]
+        presets = offer.component.options.keys()
+        return [options for options in layouts if not options.keys() & presets and accepts(options)]
 
     def _fitting(self, alias: str, strategy: Strategy, cases: Cases, limit: float) -> Candidate | TooLarge:
         """Return the candidate with the fewest batches of a step that fits, or the memory that it needs at least.
@@ -284,9 +302,12 @@ class Candidates:
         Raises:
             DstratError: The strategy cannot train so, or does not say what it needs.
         """
-        layouts = self._layouts(strategy, cases)
+        if (alias, cases.precision) not in self._layouts:
+            self._layouts[alias, cases.precision] = self._layouts_of(strategy, cases)
+        layouts = self._layouts[alias, cases.precision]
         first, last = layouts[0], layouts[-1]
-        strategy.check_training(first.training)
+        if first.problem is not None:
+            raise RequestError(first.problem)
         # More batches need less memory, but for the second one, with which gradients are accumulated.
         smallest, host_memory = 0, self._workload.machine.host_memory
 
@@ -300,9 +321,8 @@ class Candidates:
         problem = "a step has no sample"
         if smallest < len(layouts):
             fitting = layouts[smallest]
-            reason = value_or_reason(partial(strategy.check_training, fitting.training))
-            if reason is not None:
-                problem = reason
+            if fitting.problem is not None:
+                problem = fitting.problem
             else:
                 return Candidate(
                     strategy=alias,
@@ -316,7 +336,7 @@ class Candidates:
                 )
         # Smaller batches were tried for their memory only.
         for layout in reversed(layouts[:smallest]):
-            if value_or_reason(partial(strategy.check_training, layout.training)) is None:
+            if layout.problem is None:
                 # Without gradients that are accumulated, the largest batch may need less.
                 least = min(layout, first, key=lambda one: one.peak)
                 too_large = host_problem(layout.host, host_memory) if least.peak <= limit else None
@@ -325,7 +345,7 @@ class Candidates:
                 raise RequestError(f"{too_large}, with batches of {layout.training.batch_size}")
         raise RequestError(problem)
 
-    def _layouts(self, strategy: Strategy, cases: Cases) -> list[_Layout]:
+    def _layouts_of(self, strategy: Strategy, cases: Cases) -> list[_Layout]:
         """Return the layouts with batches of a rank from the largest to one sample.
 
         Raises:
@@ -407,6 +427,11 @@ class _Layout:
         return dataclasses.replace(size, precision=self.precision)
 
     @cached_property
+    def problem(self) -> str | None:
+        """Why the strategy cannot train so; None if it can."""
+        return value_or_reason(partial(self.strategy.check_training, self.training))
+
+    @cached_property
     def of_ranks(self) -> list[RankMemory]:
         return memory_of_ranks(self.strategy, self.training)
 
@@ -445,11 +470,13 @@ def _preference(offer: Offer) -> tuple[int, int]:
 
 
 def value_or_reason(function: Callable[[], T]) -> T | str:
-    """Return the result of a function, or the text of its error about the request."""
+    """Return the result of a function, or the text of its error."""
     try:
         return function()
     except DstratError as error:
         return str(error)
+    except Exception as error:  # noqa: BLE001 - of a strategy of anyone, or a hook of the module: others are compared
+        return f"it raised {type(error).__name__}: {error}"
 
 
 def host_problem(host: int, memory: int | None) -> str | None:

@@ -18,7 +18,7 @@ import click
 from dstrat.cli.components import loaded_catalog
 from dstrat.cli.estimate.command import MOST_OF_MEMORY, read_size
 from dstrat.cli.output import json_option, print_json, print_table
-from dstrat.cli.runs.charts import check_suffix
+from dstrat.cli.runs.charts import check_picture
 from dstrat.errors import DstratError, RequestError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def choose(
     from dstrat.cli.measure.machine import read_machine
 
     if plot is not None:
-        check_suffix(plot, "--plot")
+        check_picture(plot, "--plot")
     machine = _measured_machine(devices) if machine_name is None else read_machine(machine_name)
     if host_memory is not None:
         machine = dataclasses.replace(machine, host_memory=read_size(host_memory, "--host-memory"))
@@ -227,7 +227,12 @@ def _row(one: Candidate) -> tuple[str, ...]:
     time, batches = one.time, one.training.accumulate_grad_batches
     seconds = (time.total, time.compute, time.communication, time.idle, time.optimizer, time.offload)
     size = f"{one.training.batch_size}" + (f" x {batches}" if batches > 1 else "")
-    return one.strategy, *map(_milliseconds, seconds), size, f"{one.peak / _GIB:.1f}"
+    return one.strategy, *map(_milliseconds, seconds), size, _gib(one.peak)
+
+
+def _gib(size: int) -> str:
+    value = size / _GIB
+    return f"{value:.1f}" if value >= 0.1 else f"{value:.2g}"  # a small model does not need 0.0
 
 
 def _milliseconds(seconds: float) -> str:
@@ -329,7 +334,7 @@ def _print_refused(ranking: LayoutRanking, width: int) -> None:
     lines = [f"not compared: {names}: {reason}" for reason, names in _grouped(refused)]
     if ranking.unusable:
         names = ", ".join(dict.fromkeys(name.partition("(")[0] for name in ranking.unusable))
-        lines.append(f"cannot run with these devices: {names} (--json says why)")
+        lines.append(f"cannot run here: {names} (--json says why)")
     if lines:
         click.echo()
     for line in lines:

@@ -96,10 +96,11 @@ def _work_of_rank(training: TrainingSize, communication: CommunicationLayout) ->
     itemsizes = training.precision.compute_dtype.itemsize, training.precision.param_dtype.itemsize
     weights = min(work.operands, size * itemsizes[0] // itemsizes[1])
     read = communication.passes * communication.weight_share * weights
+    share = 1 / ranks if communication.activation_share is None else communication.activation_share
     return Work(
         flops=work.flops // ranks,
-        operands=(work.operands - weights) // ranks + int(read),
-        moved=work.moved // ranks,
+        operands=int(share * (work.operands - weights) + read),
+        moved=int(share * work.moved),
         operations=int(communication.operation_share * work.operations),
     )
 

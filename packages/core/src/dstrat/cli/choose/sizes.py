@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dstrat.errors import DstratError
 from dstrat.interfaces.memory import Work
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class TrainingSizes:
         self._measure, self._usual = measure, usual
         self._measured: dict[int, TrainingSize] = {}
         self._compact: dict[int, TrainingSize] = {}
+        self._errors: dict[int | None, DstratError] = {}  # of batches that cannot be measured
         self._default: TrainingSize | None = None
         self._is_checked = False
 
@@ -47,7 +49,7 @@ class TrainingSizes:
     def of_training(self) -> TrainingSize:
         """Return the sizes for the batch of the training."""
         if self._default is None:
-            self._default = self._measure(None)
+            self._default = self._measure_once(None)
             self._add(self._default, self._default.batch_size)
         return self._default
 
@@ -64,9 +66,18 @@ class TrainingSizes:
         if self.grows_along_line and batch_size > 1:
             first, second, *_ = self._several()
             return _on_line(first, second, batch_size)
-        size = self._measure(batch_size)
+        size = self._measure_once(batch_size)
         self._add(size, batch_size)
         return size
+
+    def _measure_once(self, batch_size: int | None) -> TrainingSize:
+        if batch_size in self._errors:
+            raise self._errors[batch_size]
+        try:
+            return self._measure(batch_size)
+        except DstratError as error:
+            self._errors[batch_size] = error
+            raise
 
     def _add(self, size: TrainingSize, batch_size: int) -> None:
         self._measured[batch_size] = size

@@ -459,6 +459,10 @@ def _print(estimates: Sequence[Estimate], silent: dict[str, str], limit: int | N
             click.echo(textwrap.fill(f"as {one.strategy}: {', '.join(one.same_as)}", width, subsequent_indent="  "))
         if one.assumption:
             click.echo(textwrap.fill(f"{one.strategy}: if {one.assumption}", width, subsequent_indent="  "))
+    for one in estimates:
+        if one.problem:
+            text = f"{one.strategy} cannot train this module: {one.problem}"
+            click.echo(textwrap.fill(text, width, subsequent_indent="  "))
     if silent:
         names = f"not estimated: {', '.join(silent)} (--json says why)"
         click.echo(textwrap.fill(names, width, subsequent_indent="  "))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dstrat.cli.estimate.gpu_kernels import gpu_kernels
 from dstrat.cli.estimate.live_memory import LiveMemory
 from dstrat.cli.estimate.replay import NotEqualLayers, ReplayedLayers
-from dstrat.cli.estimate.work import CountedWork, RecordedHeads
+from dstrat.cli.estimate.work import CountedWork, GroupedProductsOfAnyDtype, RecordedHeads
 from dstrat.errors import DstratError, MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import TrainingSize
 from dstrat.interfaces.optimizers import read_optimizers
 from dstrat.parallel.internals import storage_key
+from dstrat.training.arguments import adapt
+from dstrat.training.module.train_module import TrainModule
 from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ class TrainingSetup:
 
 
 def read_training(returned: Any, source: str) -> TrainingSetup:
-    """Return the training in the result of a factory.
+    """Return the training in the result of a factory, whose module is converted as ``Trainer.fit`` converts it.
 
     Args:
         returned: A module with ``example_input_array``, ``(module, batch)``, or ``(module, batch, make_optimizers)``.
@@ -75,7 +78,7 @@ def read_training(returned: Any, source: str) -> TrainingSetup:
     module, *more = returned if isinstance(returned, tuple) else (returned,)
     if not isinstance(module, nn.Module) or len(more) > 2:
         raise MisuseError(f"{source} returned {_briefly(returned)}, and must return {RESULTS}")
-    make = more[1] if len(more) == 2 else getattr(module, "configure_optimizers", None)
+    original, module = module, adapt(module, TrainModule)
     if more:
         batch, is_example = more[0], False
     else:
@@ -85,7 +88,11 @@ def read_training(returned: Any, source: str) -> TrainingSetup:
                 f"{source} returned a {type(module).__name__} without a batch: return (module, batch), or set its "
                 "example_input_array"
             )
-    optimizers = _adamw if make is None else (make if len(more) == 2 else _of_module)
+    if len(more) == 2:
+        make = more[1]
+        optimizers = make if module is original else lambda _: make(original)  # it knows the attributes of this one
+    else:
+        optimizers = _of_module if hasattr(module, "configure_optimizers") else _adamw
     return TrainingSetup(module=module, batch=batch, make_optimizers=optimizers, is_example=is_example)
 
 
@@ -105,6 +112,7 @@ def _of_module(module: Any) -> Any:
         "local_rank": 0,
         "logger": None,
         "loggers": [],
+        "is_running": True,
     }
     module.attach(cast("Any", SimpleNamespace(**dict.fromkeys(counts, _STEPS), **known)))
     try:
@@ -194,7 +202,7 @@ def _measure(
             step = _step_of(training, module)
             work, attention = CountedWork(), RecordedHeads()
             kernels = gpu_kernels(device_type, precision, module)
-            with memory, work:
+            with GroupedProductsOfAnyDtype(), memory, work:  # the first is innermost: its copies do not count
                 optimizers = read_optimizers(training.make_optimizers(module), steps_schedulers=False).optimizers
                 _prefer_foreach(optimizers, device_type)
                 if saved_activations is not None:
@@ -339,7 +347,8 @@ def _configure(module: Any) -> str | None:
         return None
     mesh, dimension = _NoMesh(), None
     if isinstance(module, TrainerAccess):
-        module.attach(cast("Any", SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh))))
+        strategy = SimpleNamespace(device_mesh=mesh, compiled_steps=lambda: None)
+        module.attach(cast("Any", SimpleNamespace(strategy=strategy, is_running=True)))
     else:
         module.device_mesh = mesh
     try:
@@ -485,10 +494,16 @@ def _prefer_foreach(optimizers: Iterable[Optimizer], device_type: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    logger = logging.getLogger(FakeTensorMode.__module__)  # it prints a traceback of each error, which is raised too
+    level = logger.level
     # What the training prints does not get into JSON.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # a real step gives the same ones
-        yield
+        logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dstrat.interfaces.batch import tensors_in
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.interfaces.memory import Work
 
 if TYPE_CHECKING:
@@ -24,6 +24,28 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 READS_DEVICE: Any = torch.ops.prim.device.default
 """Operation of a fake tensor that has no work; torch's engine calls it twice for each of the others."""
+
+
+_GROUPED = torch.ops.aten._grouped_mm.default  # noqa: SLF001 - its name in torch, as it appears in a dispatch mode
+
+
+class GroupedProductsOfAnyDtype(TorchDispatchMode):
+    """Lets torch's products of groups of rows, such as experts, run on fake tensors of other dtypes than bfloat16.
+
+    Torch's function of their shapes refuses others, which its kernels compute.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _GROUPED or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        return func(*apply_to_tensors(args, _in_bfloat16), **(kwargs or {})).to(args[0].dtype)
+
+
+def _in_bfloat16(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor  # offsets of groups are integers
 
 
 class CountedWork(TorchDispatchMode):
@@ -85,6 +107,11 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int | None:
     if name == f"{_ATTENTION}_backward":
         gradient, query, key, value = args[:4]
         return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    if func is _GROUPED:
+        first, second = args[:2]
+        # Groups are parts of one of the three sizes, unless both have a dimension of groups.
+        groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+        return int(2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1])
     count: Any = flop_registry.get(func.overloadpacket)
     return None if count is None else int(count(*args, **kwargs, out_val=output))
 

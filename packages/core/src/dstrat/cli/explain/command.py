@@ -77,12 +77,13 @@ def explain(
     if nodes is not None:
         from dstrat.cli.explain.dry_run import show_dry_run
         from dstrat.cli.measure.machine import read_machine
+        from dstrat.resolve.strategies import AUTO_BY_MEMORY
 
         if num_nodes != 1:
             raise ConflictError("--nodes and --num-nodes are both numbers of machines: leave --num-nodes out")
-        if model is None or not devices.isdecimal():
-            raise RequestError("--nodes needs --model package.module:factory, and --devices with a number")
-        if strategy == "auto":
+        if model is None or not devices.isdecimal() or int(devices) == 0:
+            raise RequestError("--nodes needs --model package.module:factory, and --devices with a number above 0")
+        if strategy in ("auto", AUTO_BY_MEMORY):
             raise RequestError('--nodes needs a --strategy, such as "mesh(pp=2, tp=2)": `dstrat choose` ranks layouts')
         described = None if machine is None else read_machine(machine)
         usual = "cuda" if described is None else described.device_type
@@ -160,8 +161,11 @@ def _explain_plan(
             devices=plan.num_devices,
             num_nodes=plan.num_nodes,
             precision=plan.precision,
+            limit=None if memory is None else read_size(memory, "--memory"),
         )
         value, text = memory_text(estimates[0]) if estimates else ("unknown", *reasons.values())
+        if estimates and estimates[0].fits is not None:
+            value += f", {'fits' if estimates[0].fits else 'does not fit'} into {memory}"
         rows.append(("memory per rank", value, text, model))
         answer["memory_per_rank"] = asdict(estimates[0]) if estimates else None
     if as_json:

@@ -244,7 +244,10 @@ def device_memory(device: torch.device, ranks_per_machine: int) -> int:
     """Return the memory of a device in bytes; for CPUs, a rank's share of the machine's memory."""
     if device.type == "cpu":
         return host_memory() // ranks_per_machine
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):  # of Apple's GPUs, which share the memory of the machine
+        return int(module.recommended_max_memory())
+    return int(module.mem_get_info(device)[1])
 
 
 def host_memory(process: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:

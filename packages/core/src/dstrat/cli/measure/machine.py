@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -209,7 +209,9 @@ def _machine(values: Any, source: str) -> Machine:
             value = getattr(link, name)
             if value not in allowed:
                 raise RequestError(f"{source} has a link whose {name} is {value!r}: it can be {', '.join(allowed)}")
-    return machine
+    # JSON written by other programs has whole numbers such as 8.0.
+    links = tuple(replace(link, ranks=int(link.ranks)) for link in machine.links)
+    return replace(machine, devices=int(machine.devices), memory=int(machine.memory), links=links)
 
 
 def _check_numbers(machine: Machine, source: str) -> None:

@@ -111,10 +111,18 @@ def _line(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[int, int]]:
 # With matplotlib
 
 
-def check_suffix(path: Path, option: str) -> None:
-    """Raise RequestError if a file that an option names has no suffix of a picture."""
+def check_picture(path: Path, option: str) -> None:
+    """Check that a picture can be written, before what it shows is computed.
+
+    Raises:
+        RequestError: The file has no suffix of a picture, or its folder does not exist.
+        MissingRequirementError: matplotlib is not installed.
+    """
     if path.suffix not in _FORMATS:
         raise RequestError(f"{option} {str(path)!r} must end in one of {', '.join(_FORMATS)}")
+    if not path.parent.is_dir():
+        raise RequestError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
+    require("matplotlib", "a chart", extra="report")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from dstrat.cli.runs.charts import Curve, check_suffix, draw_in_terminal, make_svg, render, save_figure
+from dstrat.cli.runs.charts import Curve, check_picture, draw_in_terminal, make_svg, render, save_figure
 from dstrat.cli.runs.command import NO_RUNS
 from dstrat.cli.runs.record import check_metric, find_runs, select_runs
 from dstrat.errors import RequestError
@@ -29,7 +29,7 @@ def plot(metric: str, runs: tuple[str, ...], output: Path | None) -> None:
     which needs no network.
     """
     if output is not None:
-        check_suffix(output, "--output")
+        check_picture(output, "--output")
     listed = select_runs(runs) if runs else find_runs([Path()])
     if not listed:
         raise RequestError(NO_RUNS)

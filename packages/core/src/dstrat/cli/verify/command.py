@@ -25,6 +25,7 @@ _MOST_NAMES = 5
 
 @click.command(short_help="Compare a training with a strategy with one device.")
 @click.argument("training", metavar="TRAINING")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS...]")
 @click.option("--strategy", "alias", required=True, help='Alias, or "alias(option=value)".')
 @click.option("--devices", default=2, show_default=True, type=click.IntRange(1), help="Number of CPU processes.")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="Number of training steps.")
@@ -34,11 +35,19 @@ _MOST_NAMES = 5
 @click.option("--tolerance", default=1e-5, show_default=True, help="Largest relative difference that counts as none.")
 @json_option
 def verify(
-    training: str, alias: str, devices: int, steps: int, num_layers: int | None, tolerance: float, as_json: bool
+    training: str,
+    arguments: tuple[str, ...],
+    alias: str,
+    devices: int,
+    steps: int,
+    num_layers: int | None,
+    tolerance: float,
+    as_json: bool,
 ) -> None:
     """Train a few steps on one device and with a strategy, on CPU processes, and print what differs and where first.
 
-    TRAINING is a script, which is run up to its first trainer.fit; or package.module:factory, a function that returns
+    TRAINING is a script, which is run up to its first trainer.fit with the ARGUMENTS after "--", and whose Trainer gets
+    one CPU here in place of its hardware, strategy and precision; or package.module:factory, a function that returns
     (module, batch), with a batch for all processes together.  The outputs of layers, sample by sample, and the
     gradients of a step are compared, and the losses of all steps with the module's own optimizer.  Dropout is off, of
     layers and of functions, as random numbers depend on the layout.  Exits with 1 if something differs.
@@ -48,7 +57,7 @@ def verify(
     """
     from dstrat.cli.verify.training import read
 
-    read_training = read(training, steps, num_layers)  # first, as it may register the strategy
+    read_training = read(training, steps, num_layers, arguments)  # first, as it may register the strategy
     comparisons, draws = _compare(read_training, alias, devices, tolerance)
     differs = any(one.differing for one in comparisons)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import logging
@@ -32,7 +33,7 @@ from dstrat.training.module.train_module import TrainModule
 from dstrat.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.nn import Module
 
@@ -44,6 +45,18 @@ LEARNING_RATE = 2.0**20
 """Of one step of plain SGD, which shows the gradients of any strategy: parameters vanish beside them."""
 
 _COPIED_OPTIONS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+# What a script asks of hardware, which this machine may not have, and nothing of it is copied.
+_ON_THIS_MACHINE = {
+    "accelerator": "cpu",
+    "strategy": "single_device",
+    "devices": 1,
+    "num_nodes": 1,
+    "precision": None,
+    "plugins": None,
+    "max_restarts": 0,
+    "elastic": False,
+    "preemption_deadline": None,
+}
 # Position of the probability of dropout among the arguments of torch's operations.
 _PROBABILITIES = {
     **{f"{kind}dropout{end}": 1 for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")},
@@ -75,20 +88,23 @@ class VerifiedTraining:
     num_layers: int | None = None
 
 
-def read(source: str, steps: int, num_layers: int | None = None) -> VerifiedTraining:
+def read(source: str, steps: int, num_layers: int | None = None, arguments: Sequence[str] = ()) -> VerifiedTraining:
     """Return the training of ``script.py`` or of ``package.module:factory``.
 
     Args:
         source: The script, of which the first fit counts, or the factory.
         steps: Number of batches.
         num_layers: How many of the layers that repeat are kept; None for all.
+        arguments: Those of the script.
 
     Raises:
-        RequestError: There is no such script or factory.
+        RequestError: There is no such script or factory, or a factory has arguments.
         MisuseError: It makes no training, or no layers repeat in its module.
     """
     if source.endswith(".py"):
-        make = partial(_of_script, source, steps)
+        make = partial(_of_script, source, steps, arguments)
+    elif arguments:
+        raise RequestError(f"{source!r} is no script, and gets no arguments: leave out {' '.join(arguments)!r}")
     else:
         make = partial(_of_factory, source, load_factory(source, "TRAINING"), steps)
     torch.manual_seed(0)
@@ -163,7 +179,7 @@ class _Reached(BaseException):
         self.trainer, self.sources = trainer, sources
 
 
-def _of_script(source: str, steps: int) -> VerifiedTraining:
+def _of_script(source: str, steps: int, arguments: Sequence[str]) -> VerifiedTraining:
     if not Path(source).is_file():
         raise RequestError(f"there is no script {source!r}")
 
@@ -178,9 +194,15 @@ def _of_script(source: str, steps: int) -> VerifiedTraining:
         datamodule = args[0] if args else kwargs.get("datamodule")
         raise _Reached(trainer, DataSources(model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}))
 
-    fit, arguments, path = Trainer.fit, sys.argv[:], sys.path[:]
-    Trainer.fit = reach  # type: ignore[method-assign,assignment]  # until the script comes to it
-    sys.argv[:] = [source]
+    initialize, fit, outer_arguments, path = Trainer.__init__, Trainer.fit, sys.argv[:], sys.path[:]
+
+    @functools.wraps(initialize)
+    def initialize_on_cpu(trainer: Trainer, **options: Any) -> None:
+        initialize(trainer, **{**options, **_ON_THIS_MACHINE})
+
+    Trainer.__init__ = initialize_on_cpu  # type: ignore[method-assign,assignment]  # until the script comes to its fit
+    Trainer.fit = reach  # type: ignore[method-assign,assignment]  # likewise
+    sys.argv[:] = [source, *arguments]
     sys.path.insert(0, str(Path(source).resolve().parent))
     try:
         with redirect_stdout(sys.stderr):
@@ -190,8 +212,8 @@ def _of_script(source: str, steps: int) -> VerifiedTraining:
     else:
         raise MisuseError(f"{source!r} ended without a call of trainer.fit: verify a script that trains")
     finally:
-        Trainer.fit, sys.argv[:] = fit, arguments  # type: ignore[method-assign]  # likewise
-        sys.path[:] = path
+        Trainer.__init__, Trainer.fit = initialize, fit  # type: ignore[method-assign]  # likewise
+        sys.argv[:], sys.path[:] = outer_arguments, path
     if sources.datamodule is not None:
         sources.datamodule.prepare_data()
         sources.datamodule.setup("fit")

@@ -31,7 +31,7 @@ constexpr int kMaxDevices = 16;
 namespace {
 
 int num_devices = 1;
-std::atomic<bool> is_initialized{false}, is_in_bad_fork{false};
+std::atomic<bool> is_initialized{false}, is_in_bad_fork{false}, allows_forks{false};
 thread_local c10::DeviceIndex current_device = 0;
 
 // Host synchronizations: counted by kind, and reported to Python, which keeps the stack
@@ -676,14 +676,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   register_device();
   pass_over_autograd();
-  pthread_atfork(nullptr, nullptr, [] { if (is_initialized) is_in_bad_fork = true; });
+  pthread_atfork(nullptr, nullptr, [] { if (is_initialized && !allows_forks) is_in_bad_fork = true; });
   m.def("set_num_devices", [](int count) {
     TORCH_CHECK(count <= kMaxDevices, "at most ", kMaxDevices, " simulated GPUs");
     num_devices = count;
   });
   m.def("num_devices", [] { return num_devices; });
   m.def("init", &use_device);
-  m.def("is_initialized", [] { return is_initialized.load(); });
+  m.def("allow_forks", [] { allows_forks = true; });
+  m.def("is_initialized", [] { return is_initialized && !allows_forks; });
   m.def("is_in_bad_fork", [] { return is_in_bad_fork.load(); });
   m.def("default_generator", [](int device) { return default_generator(static_cast<c10::DeviceIndex>(device)); });
   m.def("synchronizations", [] { return synchronizations.load(); });

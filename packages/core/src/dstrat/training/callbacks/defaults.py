@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat.training.arguments import adapt_all, install_hint, read_duration
+from dstrat.training.arguments import adapt, install_hint, read_duration
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.early_stopping import EarlyStopping
 from dstrat.training.callbacks.model_checkpoint import ModelCheckpoint
@@ -120,7 +120,7 @@ def _as_list(value: Any, name: str) -> list[Callback]:
         return []
     # A str is a mistake: as an iterable it would be reported letter by letter.
     passed: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-    callbacks = adapt_all(passed, Callback)
+    callbacks: list[Any] = [adapt(one, Callback) for one in passed]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             hint = install_hint(callback)

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from dstrat.errors import MisuseError
 from dstrat.training.callbacks.callback import Callback
+from dstrat.training.callbacks.group_schedules import extend_schedulers, scale_schedule, schedule_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,9 +165,9 @@ class BaseFinetuning(Callback):
         unfrozen = (p for p in BaseFinetuning.filter_params(modules, train_bn=train_bn) if p not in trained)
         new = BaseFinetuning.filter_on_optimizer(optimizer, unfrozen)
         if new:
-            # A scheduler that is made later, and some of torch's, read the initial rate of each group.
-            initial = {"initial_lr": rate} if "initial_lr" in optimizer.param_groups[0] else {}
-            optimizer.add_param_group({"params": new, "lr": rate, **initial})
+            count = len(optimizer.param_groups)
+            optimizer.add_param_group({"params": new, "lr": rate})
+            schedule_groups(optimizer, count, share=1 / initial_denom_lr if lr is None else None)
 
     # The run
 
@@ -199,16 +200,29 @@ class BaseFinetuning(Callback):
         for optimizer, groups in zip(optimizers, self._added_groups, strict=False):
             for group in groups:
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+        extend_schedulers(config.scheduler for config in trainer.strategy.lr_schedulers)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.current_epoch == self._tuned_epoch:  # resumed in the middle of it
             return
         self._tuned_epoch = trainer.current_epoch
-        for optimizer in trainer.optimizers:
+        for optimizer, count in zip(trainer.optimizers, self._num_configured, strict=True):
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
             self.finetune_function(module, trainer.current_epoch, optimizer)
+            self._schedule(trainer, optimizer, rates, count)
         self._note(module, trainer.optimizers)
         self._check_ranks(trainer, module)
+
+    def _schedule(self, trainer: Trainer, optimizer: Optimizer, rates: Sequence[float], num_configured: int) -> None:
+        """Let schedulers follow the groups that were added, and those whose rates have changed."""
+        schedulers = [config.scheduler for config in trainer.strategy.lr_schedulers]
+        schedule_groups(optimizer, len(rates))
+        extend_schedulers(schedulers)
+        groups = optimizer.param_groups[num_configured : len(rates)]
+        for group, rate in zip(groups, rates[num_configured:], strict=True):
+            if rate and float(group["lr"]) != rate:
+                scale_schedule(group, float(group["lr"]) / rate, schedulers)
 
     def _check_ranks(self, trainer: Trainer, module: TrainModule) -> None:
         """Raise an error if this rank trains other parameters than rank 0, or with other rates; collective.
@@ -347,7 +361,11 @@ class BackboneFinetuning(BaseFinetuning):
             factor = 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
             lr = factor * self.previous_backbone_lr
             lr = min(lr, head_lr) if self.should_align else lr
-            optimizer.param_groups[-1]["lr"] = lr  # the group that was added last is the backbone's
+            # An optimizer may have divided the added group, as Muon does.
+            backbone = set(_backbone(module).parameters())
+            for group in optimizer.param_groups:
+                if backbone.issuperset(group["params"]):
+                    group["lr"] = lr
         self.previous_backbone_lr = lr
         if self.verbose:
             _log.info("learning rate %s, of the backbone %s", round(head_lr, self.rounding), round(lr, self.rounding))

@@ -70,7 +70,9 @@ class GradientAccumulationScheduler(Callback):
             return f"accumulate_grad_batches={trainer.accumulate_grad_batches!r} of the Trainer: leave one of them out"
         if not module.automatic_optimization:
             return f"the manual optimization of {type(module).__name__}: accumulate in its training_step"
-        if trainer.strategy.accumulates_gradients or trainer.strategy.compiled_steps() is not None:
+        compiled = trainer.strategy.compiled_steps()
+        # Strategies that run no optimizer steps, such as those with stages, leave accumulation to the Trainer.
+        if trainer.strategy.accumulates_gradients or (compiled is not None and compiled.optimizer_steps):
             return f"{type(trainer.strategy).__name__}, which accumulates gradients by itself: use its own setting"
         return None
 

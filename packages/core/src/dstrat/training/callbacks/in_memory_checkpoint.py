@@ -21,10 +21,11 @@ from dstrat.checkpoint.portable.memory_files import (
     make_memory_root,
     memory_root,
 )
+from dstrat.data.limits import check_count
 from dstrat.errors import CheckpointError, ConflictError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION
-from dstrat.training.callbacks.save_schedule import BackgroundSaves, check_count
+from dstrat.training.callbacks.save_schedule import BackgroundSaves
 from dstrat.training.checkpoint.path import default_folder, job_id_of
 from dstrat.training.loops.stopping import Interrupted, Terminated
 
@@ -71,7 +72,7 @@ class InMemoryCheckpoint(Callback):
     saves_in_memory = True
 
     def __init__(self, every_n_train_steps: int) -> None:
-        check_count("every_n_train_steps", every_n_train_steps, 1)
+        check_count(every_n_train_steps, "every_n_train_steps", 1)
         self.every_n_train_steps = every_n_train_steps
         self.ckpt_path = ""
         self._superseded = ""  # by the checkpoint that has this state; removed once that is complete

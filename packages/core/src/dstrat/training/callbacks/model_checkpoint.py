@@ -13,13 +13,14 @@ from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.paths import as_path
 from dstrat.checkpoint.portable.format import LAST
 from dstrat.checkpoint.portable.storage import storage_of
+from dstrat.data.limits import check_count
 from dstrat.errors import CheckpointError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.checkpoint_name import EXTENSION, CheckpointName, not_logged
 from dstrat.training.callbacks.checkpoint_ranking import Decision, RetainedCheckpoints, SaveLast
 from dstrat.training.callbacks.monitored import as_tensor, is_overdue, new_value
 from dstrat.training.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes, check_count
+from dstrat.training.callbacks.save_schedule import BackgroundSaves, SavingTimes
 from dstrat.training.checkpoint.path import check_writable, default_folder, remove_checkpoint
 from dstrat.training.loggers.defaults import call_loggers
 from dstrat.training.loops.stopping import Interrupted, Terminated
@@ -105,6 +106,8 @@ class ModelCheckpoint(Callback):
         "every_n_val_epochs": "it is every_n_epochs",
         "prefix": "write it into the template, filename='prefix-{epoch}'",
         "filepath": "it is dirpath and filename",
+        # Near to every_n_train_steps, which saves to the disk.
+        "in_memory_every_n_steps": "it is InMemoryCheckpoint(every_n_train_steps=...)",
     }
     # Lightning's names of parts that are fixed here: programs read them, and a change is an error.
     CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, STARTING_VERSION = "-", "=", 1
@@ -141,7 +144,7 @@ class ModelCheckpoint(Callback):
                 f"enable_version_counter={enable_version_counter!r} would write over what another run has saved, which "
                 "is never done: leave it out, or choose another dirpath or filename"
             )
-        check_count("save_top_k", save_top_k, -1)
+        check_count(save_top_k, "save_top_k", -1)
         self._times = SavingTimes(every_n_epochs, every_n_train_steps, train_time_interval, save_on_train_epoch_end)
         self._requested_dirpath = None if dirpath is None else as_path(dirpath).absolute()
         self.dirpath = self._requested_dirpath
@@ -171,7 +174,7 @@ class ModelCheckpoint(Callback):
         self._validated_at_step = -1
         self._validation_score: float | None = None
         self._ranked_at_step = 0
-        self._is_untold = False
+        self._is_unannounced = False
         self._saved_paths: list[str] = []
         self._saved_for = ""
         self._evicted: list[str] = []
@@ -354,14 +357,14 @@ class ModelCheckpoint(Callback):
         if self._saved_at_step != trainer.global_step:  # at the start it is the step of the resumed checkpoint
             self._save_end(trainer)
         if self._background is not None:
-            self._surface(self._background.wait)
+            self._restore_on_failure(self._background.wait)
             self._announce_save(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if self._background is not None and isinstance(exception, Interrupted | Terminated):
             try:  # now, while the ranks can still communicate
-                self._surface(self._background.wait)
+                self._restore_on_failure(self._background.wait)
             except CheckpointError as error:
                 _log.error("%s", error)
         if self._rescue is not None and isinstance(exception, self._rescued_exceptions(trainer)):
@@ -373,8 +376,8 @@ class ModelCheckpoint(Callback):
         self._is_running = self._is_evaluating = False
         self._times.end()
         if background is not None:
-            self._surface(background.end)
-            if self._is_untold:  # after an exception
+            self._restore_on_failure(background.end)
+            if self._is_unannounced:  # after an exception
                 self._link(trainer)
         self._retained.unused.release()
 
@@ -394,7 +397,7 @@ class ModelCheckpoint(Callback):
         batch_idx: int,
     ) -> None:
         if self._background is not None:
-            self._surface(self._background.check)  # a failed write ends the run now, not at the next save
+            self._restore_on_failure(self._background.check)  # a failed write ends the run now, not at the next save
         if not self._times.counts_epochs and self._times.after_batch(trainer.run):
             self._is_due = True
             self._save(trainer)
@@ -444,7 +447,7 @@ class ModelCheckpoint(Callback):
             raise MisuseError(decision.error)
         self._is_due = False
         self._current_score = None if self.monitor is None else decision.score
-        self._surface(partial(self._write, trainer, decision))
+        self._restore_on_failure(partial(self._write, trainer, decision))
         if self._background is None:
             self._announce_save(trainer)
 
@@ -456,7 +459,7 @@ class ModelCheckpoint(Callback):
             self._retained.decide_last(self.dirpath, replaces=replaces) if trainer.is_global_zero else Decision()
         )
         if decision.paths:
-            self._surface(partial(self._write, trainer, decision))
+            self._restore_on_failure(partial(self._write, trainer, decision))
             self._saved_for = ""
             if self._background is None:
                 self._announce_save(trainer)
@@ -472,7 +475,7 @@ class ModelCheckpoint(Callback):
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if not self._retained.link:  # a link may still point to an evicted checkpoint, until _link moves it
             self._remove_evicted(trainer)
-        self._saved_paths, self._is_untold = decision.paths, True
+        self._saved_paths, self._is_unannounced = decision.paths, True
         if decision.last_path is not None:
             self._saved_at_step = trainer.global_step
         self._saved_for = "" if self.monitor is None else f": {self.monitor} = {decision.score:.6g}"
@@ -481,7 +484,7 @@ class ModelCheckpoint(Callback):
 
     def _announce_save(self, trainer: Trainer) -> None:
         """Notify the loggers of a complete checkpoint, and update the link."""
-        if self._is_untold:
+        if self._is_unannounced:
             self._link(trainer)
             call_loggers(trainer.loggers, "after_save_checkpoint", self)
             if self.verbose and trainer.is_global_zero and self._saved_paths:
@@ -489,7 +492,7 @@ class ModelCheckpoint(Callback):
 
     def _link(self, trainer: Trainer) -> None:
         """Point the link to the complete checkpoint, and then remove evicted ones, among them its previous target."""
-        self._is_untold = False
+        self._is_unannounced = False
         if trainer.is_global_zero:
             self._retained.update_link()
         self._retained.unused.release([*self._saved_paths, self._retained.link])
@@ -509,7 +512,7 @@ class ModelCheckpoint(Callback):
             for path in trainer.strategy.broadcast(old):
                 remove_checkpoint(trainer.strategy, path)
 
-    def _surface(self, wait: Callable[[], None]) -> None:
+    def _restore_on_failure(self, wait: Callable[[], None]) -> None:
         """Run a function that saves, or waits for a save; if it fails, restore the callback's state before the save."""
         try:
             wait()

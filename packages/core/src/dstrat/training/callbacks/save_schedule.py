@@ -8,7 +8,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
-from dstrat.errors import ConflictError, RequestError
+from dstrat.data.limits import check_count
+from dstrat.errors import ConflictError
 from dstrat.training.arguments import read_duration
 from dstrat.training.loops.stopping import Votes
 
@@ -49,7 +50,7 @@ class SavingTimes:
         _check_one(requested)
         for name in ("every_n_epochs", "every_n_train_steps"):
             if requested[name] is not None:
-                check_count(name, requested[name], 0)
+                check_count(requested[name], name, 0)
         self.every_n_train_steps = every_n_train_steps or None
         is_default = all(value is None for value in requested.values())
         self.counts_epochs = is_default or bool(every_n_epochs)
@@ -113,12 +114,6 @@ class SavingTimes:
         return (
             description if self.train_time_interval is None else f"{description}, train_time_interval={self._seconds}"
         )
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise a :class:`RequestError` unless a value is an int of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name}={value!r} must be an int of at least {least}")
 
 
 def _check_one(requested: dict[str, Any]) -> None:

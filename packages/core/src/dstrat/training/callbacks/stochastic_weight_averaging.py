@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 from typing_extensions import override
 
+from dstrat.data.limits import check_count
 from dstrat.errors import RequestError
-from dstrat.training.callbacks.save_schedule import check_count
 from dstrat.training.callbacks.weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         rates = _read_rates(swa_lrs)
         _check_start(swa_epoch_start)
-        check_count("annealing_epochs", annealing_epochs, 0)
+        check_count(annealing_epochs, "annealing_epochs", 0)
         if annealing_strategy not in get_args(Annealing):
             raise RequestError(f"annealing_strategy={annealing_strategy!r} must be 'cos' or 'linear'")
         super().__init__(device, use_buffers, avg_fn=avg_fn)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from dstrat.data.combined_loader import leaves
-from dstrat.data.random_state import RandomState
+from dstrat.data.random_state import RandomState, drop_workers
 from dstrat.data.resume import generator_states, set_generator_states
 from dstrat.errors import MisuseError
 from dstrat.interfaces.precision import Precision
@@ -110,8 +110,7 @@ def restored_random_state(loaders: Any) -> Iterator[None]:
         random.restore()
         for loader, states in generators:
             set_generator_states(loader, states)
-            if getattr(loader, "_iterator", None) is not None:  # persistent workers, whose seed was drawn in the block
-                loader._iterator = None  # noqa: SLF001 - DataLoader's (torch 2.9 to 2.13); there is no public way
+            drop_workers(loader)  # their seed was drawn in the block
 
 
 def copy_module(module: TrainModule, caller: str) -> TrainModule:

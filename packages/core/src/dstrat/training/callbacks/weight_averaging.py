@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from dstrat.checkpoint.strategy_state import CURRENT_WEIGHTS, replaced_weights
+from dstrat.data.limits import check_count
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.plugins.options import check_keywords
 from dstrat.training.callbacks.averaged_weights import AveragedWeights, move_towards
@@ -308,8 +309,7 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise RequestError(f"decay={decay!r} must be between 0 and 1")
-        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
-            raise RequestError(f"update_every_n_steps={update_every_n_steps!r} must be an int of at least 1")
+        check_count(update_every_n_steps, "update_every_n_steps", 1)
         super().__init__(device, use_buffers, multi_avg_fn=ExponentialAverage(decay), **kwargs)
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step

@@ -164,7 +164,7 @@ def _description(run: Run, requested: CheckpointRequest, path: str) -> str:
     if requested is Search.NEWEST:
         return f"resume='auto': training resumes from {shown_path(path)}"
     is_best = requested in ("best", Search.BEST_OF_LAST_FIT)
-    which = _rank_of_best(run, path) if is_best else ""
+    which = _describe_best(run, path) if is_best else ""
     if requested is not Search.BEST_OF_LAST_FIT:
         does = "training resumes from" if run.is_fitting else f"{run.stage} uses the weights of"
         return f"ckpt_path={requested!r}: {does} {shown_path(path)}{which}"
@@ -174,7 +174,7 @@ def _description(run: Run, requested: CheckpointRequest, path: str) -> str:
     )
 
 
-def _rank_of_best(run: Run, path: str) -> str:
+def _describe_best(run: Run, path: str) -> str:
     """Return the score of a checkpoint, and its callback if there are several with a best checkpoint."""
     callback: Any = run.checkpoint_callback
     score = callback.best_model_score if getattr(callback, "best_model_path", "") == path else None
@@ -278,7 +278,7 @@ def _in_other_runs(run: Run, folder: CheckpointPath, log_dir: Path) -> list[Path
     if not isinstance(folder, Path) or not folder.absolute().is_relative_to(log_dir.absolute()):
         return []
     inner, parent = folder.absolute().relative_to(log_dir.absolute()), log_dir.absolute().parent
-    paths = [run / inner for run in sorted(parent.iterdir())] if parent.is_dir() else []
+    paths = [other / inner for other in sorted(parent.iterdir())] if parent.is_dir() else []
     # Those in the memory of other machines are not known here.
     return [path for path in paths if run.plan.num_nodes > 1 or path.is_dir() or existing_in_memory([path])]
 

@@ -19,7 +19,7 @@ from dstrat.checkpoint.strategy_state import (
     job_sizes,
     load_module,
     load_rank_buffers,
-    load_weights,
+    load_weights_into,
     read_values,
     restore_optimization,
     state_to_follow,
@@ -85,7 +85,7 @@ class CheckpointRestore:
             key=CURRENT_WEIGHTS if resumes_average else "state_dict",
         )
         if resumes_average:
-            load_average = partial(load_weights, run.strategy, self._io, self._path, self._values)
+            load_average = partial(load_weights_into, run.strategy, self._io, self._path, self._values)
             for callback in run.callbacks:
                 callback.restore_average(run.trainer, load_average)
         _restore_states(run, checkpoint)
@@ -255,7 +255,7 @@ class LiveTraining:
     def capture(self) -> dict[str, Any]:
         """Return the state; no collective, so that a single rank of a job can be captured."""
         run, loop = self._run, self._run.fit_loop
-        strategy, beginning = run.strategy, loop.data.beginning
+        strategy, beginning = run.strategy, loop.data.reader.beginning
         return {
             "state_dict": strategy.module.state_dict(),
             "optimizer_states": [optimizer.state_dict() for optimizer in strategy.optimizers],
@@ -318,7 +318,6 @@ class SteppedSchedulers:
     """
 
     def __init__(self, run: Run, loops: Mapping[str, Any]) -> None:
-        assert run.module is not None  # noqa: S101 - there is one in every run
         self._module, configs = run.module, run.strategy.lr_schedulers
         self._stepped = [c for c in configs if c.monitor is None and self._module.automatic_optimization]
         for config in self._stepped:

@@ -13,7 +13,8 @@ from dstrat.checkpoint.strategy_state import (
     module_entries,
     optimization_entries,
     rank_buffers,
-    reader_of,
+    rank_entries,
+    reader_index,
     writable_path,
 )
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
@@ -76,7 +77,8 @@ def collect_checkpoint(run: Run, *, weights_only: bool = False, ended: FinalStat
     if not weights_only:
         checkpoint |= _training(run, optimization_entries(run.strategy) if ended is None else ended.optimization)
         if run.is_fitting or ended is not None:
-            checkpoint |= _of_each_rank(run, collect_rank_state(run) if ended is None else ended.rank_state)
+            rank_state = collect_rank_state(run) if ended is None else ended.rank_state
+            checkpoint |= rank_entries(run.strategy, rank_state)
     # On every rank, also where only rank 0 writes: a hook may call collectives.
     run.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
@@ -109,7 +111,7 @@ def rescue_checkpoint(run: Run, path: str | Path) -> None:
     io = run.strategy.checkpoint_io
     checkpoint = _weights(run) | _training(run, optimization_entries(run.strategy))
     if run.world_size == 1:
-        checkpoint |= _of_each_rank(run, collect_rank_state(run))
+        checkpoint |= rank_entries(run.strategy, collect_rank_state(run))
     else:
         checkpoint["state_dict"] = run.strategy.module_state_dict()  # _weights leaves buffers to global rank 0
     run.is_saved_alone = run.world_size > 1
@@ -151,17 +153,10 @@ def collect_rank_state(run: Run) -> dict[str, Any]:
         of_strategy["gradients"] = {}  # a resume repeats the current batch, whose gradients are partly in them
     return {
         **run.fit_loop.rank_state(),
-        "reader": reader_of(run.strategy),
+        "reader": reader_index(run.strategy),
         "strategy": of_strategy,
         "buffers": rank_buffers(run.strategy),
     }
-
-
-def _of_each_rank(run: Run, rank_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry with the states of all ranks, or of this rank only if every rank saves; collective."""
-    if run.strategy.checkpoint_io.is_collective:
-        return {"per_rank": rank_state}
-    return {"ranks": gather_on_host(run.strategy, rank_state)}
 
 
 def replace_rank_buffers(checkpoint: dict[str, Any], strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:

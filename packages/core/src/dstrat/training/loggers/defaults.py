@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dstrat.checkpoint.paths import local_folder
 from dstrat.errors import LoggerError, RequestError
-from dstrat.training.arguments import adapt_all, install_hint
+from dstrat.training.arguments import adapt, install_hint
 from dstrat.training.loggers.logger import Logger, Silence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from dstrat.checkpoint.paths import CheckpointPath
     from dstrat.interfaces.strategy import Strategy
 
 
 def complete_loggers(
-    requested: Logger | Iterable[Logger] | bool | None, root_dir: Path, strategy: Strategy, *, is_tried: bool = False
+    requested: Logger | Iterable[Logger] | bool | None,
+    root_dir: CheckpointPath,
+    strategy: Strategy,
+    *,
+    is_tried: bool = False,
 ) -> list[Logger]:
     """Return the loggers of a Trainer, each with its folder.
 
     Args:
         requested: One logger, a collection of several, True or None for the CSV logger, False for none.
-        root_dir: Folder of loggers without one.
+        root_dir: Folder of loggers without one; if it is a URL, they take the working directory.
         strategy: Has the rank of this process; global rank 0 writes.
         is_tried: Whether the run is a trial, in which silent loggers replace all others.
 
@@ -39,7 +45,7 @@ def complete_loggers(
     # A str is a mistake: as an iterable it would be reported letter by letter.
     is_one = isinstance(requested, str | Logger) or not isinstance(requested, Iterable)
     passed: list[Any] = [requested] if is_one else list(requested)  # type: ignore[arg-type]  # it is known to be iterable
-    loggers = adapt_all(passed, Logger)
+    loggers: list[Any] = [adapt(one, Logger) for one in passed]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise RequestError(
@@ -48,7 +54,7 @@ def complete_loggers(
     if is_tried:
         loggers = [SilentLogger() for _ in loggers]
     for logger in loggers:
-        logger.root_dir = logger.root_dir or root_dir
+        logger.root_dir = logger.root_dir or local_folder(root_dir)
         logger.writes = strategy.is_global_zero
     return loggers
 

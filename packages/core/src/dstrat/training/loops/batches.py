@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrat.data.combined_loader import CombinedLoader
+from dstrat.data.combined_loader import source_leaves
+from dstrat.data.epoch_reader import EpochReader
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.global_batch import samples_per_batch
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import length_is_certain, length_of, loads_in_workers, prepare_training_loader, sequential
-from dstrat.data.prefetch import prefetch
-from dstrat.data.resume import Beginning, ResumedLoader, StatefulLoader, is_stateful
+from dstrat.data.prefetch import move_batches
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.strategy import Strategy
-from dstrat.training.elastic import keep_global_batch
 from dstrat.training.hooks import overrides
+from dstrat.training.loops.global_batch import keep_global_batch
 from dstrat.training.module.hooks import DataHooks
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TrainingData:
         length: Number of batches of the loader, without a limit; None if it is unknown, or not made yet.
         num_batches: Number of batches in an epoch; None if the loader has no length, or is not made yet.
         samples_per_batch: Number of samples in a batch of each loader; None if it is unknown, or not made yet.
-        beginning: The random state at the beginning of the epoch; None before the first one.
+        reader: Reads its epochs, and knows the position.
         batches_per_item: Number of batches in an item of the loader: 1, or more for compiled training steps that
             consume several.
         keeps_order: Whether one process continues the shuffled order that several have begun.
@@ -58,9 +58,8 @@ class TrainingData:
         self.length: int | None = None
         self.num_batches: int | None = None
         self.samples_per_batch: list[int] | None = None
-        self.beginning: Beginning | None = None
+        self.reader = EpochReader(run.strategy)
         self.batches_per_item = 1
-        self._stateful: StatefulLoader | None = None
 
     def load(self) -> None:
         """Make the loader from the user's, unless it exists; collective."""
@@ -102,7 +101,8 @@ class TrainingData:
 
     def close(self) -> None:
         """Release the loader, which is not read any more."""
-        self.loader = self._stateful = None
+        self.loader = None
+        self.reader.close()
 
     def reload_when_due(self, epoch: int) -> bool:
         """Make a new loader if ``reload_dataloaders_every_n_epochs`` says so, and return whether it did; collective."""
@@ -113,7 +113,7 @@ class TrainingData:
         self.loader = None
         self.open()
         # Lightning makes an iterator of each new loader, and drops it: one more seed, and then the same numbers.
-        for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else [self.loader]:
+        for loader in source_leaves(self.loader):
             torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
         return True
 
@@ -131,63 +131,33 @@ class TrainingData:
                 f"multiple of {self.batches_per_item} batches"
             )
 
-    def position(self, batches_done: int | None) -> Any:
-        """Return the position of a stateful loader after a number of batches; None for other loaders.
-
-        Args:
-            batches_done: The number; None for the end of the epoch.
-        """
-        if self._stateful is None:
-            return None
-        if batches_done is None:
-            return self._stateful.latest_position
-        return self._stateful.position_after(batches_done // self.batches_per_item)
-
-    def batches(
-        self, *, done: int, beginning: Beginning | None, position: Any = None, is_over: bool = False
-    ) -> Iterable[tuple[Any, bool]]:
+    def batches(self, *, done: int, is_over: bool = False) -> Iterable[tuple[Any, bool]]:
         """Return the remaining items of an epoch on the device, each with whether it is the last.
 
         Args:
             done: Number of batches of the epoch that have been trained on.
-            beginning: The random state at the beginning of the epoch, if it is resumed.
-            position: Position of a stateful loader after these batches.
             is_over: Whether the epoch's last batch is among them.
         """
         run, num_remaining = self._run, self.num_batches
-        run.strategy.share_random_state()
         done //= self.batches_per_item
-        num_remaining = None if num_remaining is None else num_remaining // self.batches_per_item
-        if done and beginning is not None:
-            self.beginning = beginning
-            num_remaining = None if num_remaining is None else max(0, num_remaining - done)
-        else:  # before the loader draws the order of this epoch
-            self.beginning, done, position = Beginning.of(self.loader), 0, None
-        copies_ahead_to = device_to_copy_ahead_to(run)
-        # Whether the loader is a batch ahead of training, so that its own state is not that of the current batch.
-        is_read_ahead = copies_ahead_to is not None or num_remaining is None or not length_is_certain(self.loader)
-        loader = self._read_from(self.beginning, done, position, is_over=is_over, is_read_ahead=is_read_ahead)
+        if num_remaining is not None:
+            num_remaining = max(0, num_remaining // self.batches_per_item - done)
+        pins = can_copy_ahead(run)
+        # Else a checkpoint would have the random state after samples that a resume loads again.
+        ahead = pins and loads_in_workers(self.loader)
+        is_read_ahead = ahead or num_remaining is None or not length_is_certain(self.loader)
+        loader = self.reader.read(self.loader, done, is_read_ahead=is_read_ahead, is_over=is_over)
         move = run.profiled("transfer_batch", batch_mover(run))
         # A resume after the last batch of an epoch has no batch left, which is no error.
         batches = run.profiled_batches(Batches(loader, num_remaining, None if done else "training"))
-        prefetching = prefetching_strategy(run, loader)
-        return device_batches(batches, move, copies_ahead_to=copies_ahead_to, prefetching=prefetching)
-
-    def record_position(self) -> None:
-        """Record the position of a stateful loader before a validation, which may read the same dataset."""
-        if self._stateful is not None:
-            self._stateful.record_position()
-
-    def _read_from(self, beginning: Beginning, done: int, position: Any, *, is_over: bool, is_read_ahead: bool) -> Any:
-        """Return an iterable of the remaining batches of an epoch."""
-        # Without a saved position, as after a change of the world size, the batches that are done are read again.
-        self._stateful = None
-        if is_stateful(self.loader) and (position is not None or not done):
-            self._stateful = StatefulLoader(
-                self.loader, beginning, done, position, is_over=is_over and done > 0, is_read_ahead=is_read_ahead
-            )
-            return self._stateful
-        return ResumedLoader(self.loader, beginning, done) if done else self.loader
+        return move_batches(
+            batches,
+            lambda pair: (move(pair[0], 0), pair[1]),
+            run.strategy,
+            in_threads=can_prefetch(run, loader),
+            pins=pins,
+            ahead=ahead,
+        )
 
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -239,48 +209,17 @@ class Batches:
             current = following
 
 
-def device_batches(
-    batches: Iterable[tuple[Any, bool]],
-    move: Callable[[Any, int], Any],
-    *,
-    dataloader_idx: int = 0,
-    copies_ahead_to: torch.device | None = None,
-    prefetching: Strategy | None = None,
-) -> Iterator[tuple[Any, bool]]:
-    """Yield batches on the device, each with whether it is the last.
-
-    Args:
-        batches: Pairs of :class:`Batches`.
-        move: The result of :func:`batch_mover`: moves a batch (with the index of its loader) to the device.
-        dataloader_idx: Index of the loader.
-        copies_ahead_to: The result of :func:`device_to_copy_ahead_to`: the CUDA device to which the next batch is
-            copied during a step; None copies each batch before its step.
-        prefetching: The result of :func:`prefetching_strategy`: the strategy that prefetches batches in threads.
-    """
-    if prefetching is not None:
-        yield from prefetching.prefetch(batches, lambda pair: (move(pair[0], dataloader_idx), pair[1]))
-        return
-    if copies_ahead_to is not None:
-        yield from prefetch(batches, lambda batch: move(batch, dataloader_idx), copies_ahead_to)
-        return
-    for batch, is_last in batches:
-        yield move(batch, dataloader_idx), is_last
+def can_copy_ahead(run: Run) -> bool:
+    """Return whether batches can be copied to the device during the previous step."""
+    # Not with a user's transfer code, which may rely on the order of calls or on the stream.
+    return run.strategy.copies_ahead and not any(_hook_owners(run))
 
 
-def device_to_copy_ahead_to(run: Run) -> torch.device | None:
-    """Return the device to which batches can be copied during the previous step; None if they cannot."""
-    # Only with streams, and without a user's transfer code, which may rely on the order of calls or on the stream.
-    strategy = run.strategy
-    is_ours = not any(_hook_owners(run)) and not overrides(strategy, "batch_to_device", Strategy)
-    return strategy.root_device if is_ours and strategy.accelerator.has_streams else None
-
-
-def prefetching_strategy(run: Run, loader: Any) -> Strategy | None:
-    """Return the strategy if it prefetches a loader's batches in threads; otherwise None."""
+def can_prefetch(run: Run, loader: Any) -> bool:
+    """Return whether the strategy prefetches a loader's batches in threads."""
     # Not with transfer hooks, which are not called in threads, and not with a profiler, which measures one thread.
-    strategy = run.strategy
-    does = overrides(strategy, "prefetch", Strategy) and loads_in_workers(loader)
-    return strategy if does and run.profiler is None and not any(_hook_owners(run)) else None
+    does = run.strategy.prefetches and loads_in_workers(loader)
+    return does and run.profiler is None and not any(_hook_owners(run))
 
 
 def batch_mover(run: Run) -> Callable[[Any, int], Any]:

@@ -7,7 +7,8 @@ import logging
 import pickle
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,17 @@ from dstrat.data.combined_loader import CombinedLoader, map_leaves
 from dstrat.data.division import take_indices
 from dstrat.data.limits import limit_of, round_to_items
 from dstrat.data.loaders import as_list, length_of, prepare_evaluation_loader, sequential
-from dstrat.data.samplers import set_sampler_epoch
+from dstrat.data.prefetch import move_batches
+from dstrat.data.samplers import set_epoch
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.strategy import gather_objects
 from dstrat.launch.job import describe_unpicklable
 from dstrat.parallel.internals import RefusedCollectives
+from dstrat.parallel.layers import restored_modes
 from dstrat.training.hooks import hook_of
-from dstrat.training.loops.batches import batch_mover, device_batches, device_to_copy_ahead_to, prefetching_strategy
+from dstrat.training.loops.batches import batch_mover, can_copy_ahead, can_prefetch
+from dstrat.training.loops.sources import PURPOSES
 from dstrat.training.loops.steps import bind_step, count_arguments, requires_arguments
 from dstrat.training.loops.stopping import EvaluationVotes, stop_by
 from dstrat.training.metrics.logged import LoggedValues
@@ -34,18 +39,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dstrat.interfaces.strategy import StepName, Strategy
+    from dstrat.training.loops.sources import Source
     from dstrat.training.run import Run
 
 
 _log = logging.getLogger(__name__)
-
-Purpose = Literal["validation", "test", "predict"]
-
-_LIMITS = {
-    "validation": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
 
 
 class EvaluationLoop:
@@ -54,21 +52,21 @@ class EvaluationLoop:
     Args:
         run: Has the settings.
         loaders: The user's loader, or a list of them.
-        purpose: Determines the step and the hooks.
+        source: Source of the loaders, which determines the step, the hooks and the limit.
 
     Attributes:
         loaders: The loaders of this process.
         logged: The values that the module logs.
         batch_indices: Indices in the dataset of the samples of the current prediction batch, if a callback reads them
             and the loader has them; otherwise None.
-        keeps_outputs: Whether the results of the steps are kept for :meth:`predictions`.
         current_batches: Number of batches of each loader in the current or last evaluation; None for an unknown one.
         batches_seen: Number of batches in all completed evaluations, by the index of the loader; without sanity checks.
     """
 
-    def __init__(self, run: Run, loaders: Any, purpose: Purpose) -> None:
+    def __init__(self, run: Run, loaders: Any, source: Source) -> None:
+        purpose = PURPOSES[source]
         self._run, self._module, self._purpose = run, run.module, purpose
-        self._limit_name = _LIMITS[purpose]
+        self._limit_name = f"limit_{source}_batches"
         name: StepName = f"{purpose}_step"  # type: ignore[assignment]  # mypy does not join literals
         self._step = run.profiled(name, bind_step(run.strategy, run.module, name))
         module_step = getattr(run.module, name)
@@ -77,7 +75,7 @@ class EvaluationLoop:
         self._mover = run.profiled("transfer_batch", batch_mover(run))
         self._per_item = run.strategy.evaluation_batches_per_item()
         self.logged = LoggedValues(training=False)
-        self.keeps_outputs = purpose == "predict"
+        self._keeps_outputs = purpose == "predict" and run.return_predictions
         self._outputs: list[list[Any]] = []
         self._votes: EvaluationVotes | None = None
         self._at_most: int | None = None
@@ -112,6 +110,7 @@ class EvaluationLoop:
         self._limit_of_longest: Any = None
         self._are_known: list[bool] = []  # whether all ranks know the length of a loader
         self._reach_all_ranks: list[bool] = []  # whether each rank has a batch of a loader
+        self._takes_loader = self._num_arguments > 2 and (len(passed) > 1 or self._requires_index)
         self._divided = [divided for _, divided in prepared]
         for limited, count in zip(self._limited(), self.num_batches, strict=True):
             if limited != count:
@@ -157,7 +156,7 @@ class EvaluationLoop:
         if self.loaders and self._limit != 0:  # val_dataloader may have returned None
             if self._run.is_fitting:  # as in Lightning: samplers only, as a training may read the same dataset
                 for loader in self.loaders:
-                    set_sampler_epoch(loader, self._run.fit_loop.epoch)
+                    set_epoch(loader, self._run.fit_loop.epoch, datasets=False)
             with self._run.strategy.evaluation_context(), self._no_gradients():
                 self._evaluate(at_most, before_end)
 
@@ -174,9 +173,7 @@ class EvaluationLoop:
         self._votes = None
         if run.world_size > 1:
             self._votes = EvaluationVotes(run.strategy, run.interruption, beat=run.beat)
-        # Not restored by train(): frozen layers may be in evaluation mode during training too.
-        modes = [(submodule, submodule.training) for submodule in self._module.modules()]
-        try:
+        with restored_modes(self._module):  # also after an error, as another fit may follow
             hook_of(self._module, f"on_{purpose}_model_eval", TrainModule)()
             hooks.call(f"on_{purpose}_start")
             hooks.call(f"on_{purpose}_epoch_start")
@@ -199,9 +196,6 @@ class EvaluationLoop:
             self.logged.reset_metrics()
             for hook in hooks.late(f"on_{purpose}_end"):
                 hook()
-        finally:  # also after an error, as another fit may follow
-            for submodule, was_training in modes:
-                submodule.training = was_training
         hook_of(self._module, f"on_{purpose}_model_train", TrainModule)()
         run.is_evaluating = False
 
@@ -231,7 +225,7 @@ class EvaluationLoop:
         """Return the first rank of each share of the data; ranks of model parallelism read the same share."""
         strategy = self._run.strategy
         share = strategy.distributed_sampler_kwargs["rank"]
-        shares = [strategy.broadcast(share, src=rank) for rank in range(strategy.world_size)]
+        shares = gather_objects(strategy, share)
         return [shares.index(number) for number in range(strategy.distributed_sampler_kwargs["num_replicas"])]
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
@@ -266,10 +260,9 @@ class EvaluationLoop:
         self._outputs.append(outputs_of_loader)
         index_of_loader = (dataloader_idx,) if len(self.loaders) > 1 else ()
         takes_index = self._num_arguments > 1
-        takes_loader = self._num_arguments > 2 and (index_of_loader or self._requires_index)
-        index_for_step = (dataloader_idx,) if takes_loader else ()
+        index_for_step = (dataloader_idx,) if self._takes_loader else ()
         # Looked up once, as attributes cost time for each batch.
-        logged, keeps = self.logged, self.keeps_outputs
+        logged, keeps = self.logged, self._keeps_outputs
         step = self._step_for(dataloader_idx, num_missing)
         is_alone, interruption = self._votes is None, self._run.interruption
         publishes = bool(self._run.settings.output.log_every_n_steps and self._run.loggers)
@@ -354,8 +347,7 @@ class EvaluationLoop:
         self._last_batch = None
 
     def _run_padding_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        takes_loader = self._num_arguments > 2 and (len(self.loaders) > 1 or self._requires_index)
-        arguments = (batch, batch_idx, dataloader_idx) if takes_loader else (batch, batch_idx)
+        arguments = (batch, batch_idx, dataloader_idx) if self._takes_loader else (batch, batch_idx)
         with discard_results(self._run, batch):
             self._step(*arguments[: self._num_arguments])
 
@@ -388,15 +380,9 @@ class EvaluationLoop:
 
     def _batches_of_rank(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
         """Return the batches on the device."""
-        ahead = device_to_copy_ahead_to(self._run)
-        prefetching = prefetching_strategy(self._run, loader)
-        if ahead is None and prefetching is None:  # no generator in between, which would cost time per batch
-            return map(self._mover, host_batches, itertools.repeat(dataloader_idx))
-        pairs = ((batch, False) for batch in host_batches)
-        copied = device_batches(
-            pairs, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead, prefetching=prefetching
-        )
-        return (batch for batch, _ in copied)
+        run, move = self._run, partial(self._mover, dataloader_idx=dataloader_idx)
+        in_threads, ahead = can_prefetch(run, loader), can_copy_ahead(run)
+        return move_batches(host_batches, move, run.strategy, in_threads=in_threads, pins=ahead, ahead=ahead)
 
     def _batches_together(
         self, dataloader_idx: int, host_batches: Iterable[Any], items: int | None, votes: EvaluationVotes
@@ -406,8 +392,15 @@ class EvaluationLoop:
         if items is not None and self._longest is not None and self._are_known[dataloader_idx]:
             longest = (_smaller(self._longest[dataloader_idx], self._at_most) or 0) // self._per_item
         padded = pad_to_longest(host_batches, loader, run.strategy, longest)
-        ahead = None if longest is None else device_to_copy_ahead_to(run)  # votes keep their order
-        copied = device_batches(padded, self._mover, dataloader_idx=dataloader_idx, copies_ahead_to=ahead)
+        ahead = longest is not None and can_copy_ahead(run)  # votes keep their order
+        copied = move_batches(
+            padded,
+            lambda pair: (self._mover(pair[0], dataloader_idx), pair[1]),
+            run.strategy,
+            in_threads=False,
+            pins=ahead,
+            ahead=ahead,
+        )
         for index, (batch, counts) in enumerate(copied):
             if counts:
                 yield batch

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
+from dstrat.data.epoch_reader import has_shared_order
 from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import convert_position
 from dstrat.data.samplers import set_epoch
@@ -16,11 +17,11 @@ from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.optimizers import Optimization
 from dstrat.parallel.loss_weights import LossWeights
-from dstrat.training.elastic import admit_newcomers, newcomers_wait
 from dstrat.training.hooks import hook_of
 from dstrat.training.loops.batches import TrainingData
 from dstrat.training.loops.compiled import CompiledOptimization
 from dstrat.training.loops.manual_optimization import ManualOptimization
+from dstrat.training.loops.newcomers import admit_newcomers, newcomers_wait
 from dstrat.training.loops.optimization import AutomaticOptimization, NewOptimizers
 from dstrat.training.loops.position import Pending, Position, ResumeState, rank_state
 from dstrat.training.loops.schedules import SchedulerSteps, ValidationSchedule
@@ -136,8 +137,6 @@ class FitLoop(Position):
     def setup(self) -> None:
         """Prepare the training of the module, after the strategy's setup."""
         run, module = self._run, self._run.module
-        self.is_in_batch = False
-        self.pending.random_state = self.pending.logged = self.pending.metrics = None
         self.loss_weights = LossWeights(run.strategy)
         compiled = run.strategy.compiled_steps()
         self.logged.expect_weights(compiled is None and module.automatic_optimization)
@@ -273,7 +272,7 @@ class FitLoop(Position):
         """Train on the remaining batches of an epoch; return whether the epoch was completed."""
         run, logged, votes, interruption = self._run, self.logged, self._votes, self._run.interruption
         # A rank that is alone votes too where new processes may join it.
-        is_alone = run.world_size == 1 and run.settings.output.elastic != "replace"
+        is_alone = run.world_size == 1 and run.plan.elastic != "replace"
         is_timed = self._schedule.is_timed
         batch_start = run.hooks.of("on_train_batch_start")
         must_agree = self.pending.agreement_on_end
@@ -307,24 +306,16 @@ class FitLoop(Position):
 
     def _batches(self) -> Iterable[tuple[Any, bool]]:
         """Return the remaining batches of the epoch on the device, each with whether it is the last."""
-        beginning = position = None
-        if self.pending.resume is not None:
-            beginning, position = self.pending.resume.beginning, self.pending.resume.position
-        if beginning is None or not self.batches_done:
+        if self.data.reader.beginning is None or not self.batches_done:
             self.batches_done = self.in_group = 0
         if not self.in_group:
             self.group_weight = 0
         self.pending.resume = None
         self.group_divisor = self.group_divisor or self._accumulate  # 0 in checkpoints that lack it
         if isinstance(self._optimization, AutomaticOptimization):
-            if self.group_weight:
-                self._optimization.go_on_accumulating()
-            else:
-                # Discards gradients of the last epoch, which on_train_batch_start may have ended within a group.
-                self._optimization.start_group()
-        return self.data.batches(
-            done=self.batches_done, beginning=beginning, position=position, is_over=self.is_last_batch
-        )
+            # Without a weight, gradients are of the last epoch, which on_train_batch_start has ended within a group.
+            self._optimization.start_group(keeps_gradients=self.group_weight > 0)
+        return self.data.batches(done=self.batches_done, is_over=self.is_last_batch)
 
     def _look_up(self) -> None:
         """Look up once per epoch what every batch needs: attribute look-ups per batch cost measurable time."""
@@ -389,8 +380,7 @@ class FitLoop(Position):
             self._optimization = ManualOptimization(run)
         else:
             self._optimization = AutomaticOptimization(run)
-            if self.in_group:
-                self._optimization.go_on_accumulating()
+            self._optimization.start_group(keeps_gradients=self.in_group > 0)
         self._schedulers = SchedulerSteps(run)
         self._look_up()
 
@@ -508,7 +498,7 @@ class FitLoop(Position):
             validation.load(self._run.sources.loader("val", may_be_none=True))
         if frees_gradients:  # the next batch clears them anyway; freed now, they leave memory to the validation
             hook_of(self._run.module, "on_validation_model_zero_grad", TrainModule)()
-        self.data.record_position()  # of training, as validation may read the same dataset
+        self.data.reader.record_position()  # of training, as validation may read the same dataset
         # A validation that does not reach its end begins again: without what it has added to metric objects.
         metrics = self.pending.metrics = self._metric_states()
         try:
@@ -585,7 +575,6 @@ class FitLoop(Position):
             weights = self.loss_weights.state_dict() if self.in_group > 0 else None
         return rank_state(
             self._run,
-            self.data.beginning,
             random=self.pending.random_state or RankRandomState.capture(self._run.strategy, self._before_first_batch),
             logged=self.pending.logged or self._logged_state(),
             has_gradients=not self.is_in_backward and (manual is not None or self.in_group > 0),
@@ -605,7 +594,7 @@ class FitLoop(Position):
     @property
     def _before_first_batch(self) -> RandomState | None:
         """The random state before the epoch's order was drawn, during the first batch, which a resume reads again."""
-        beginning = self.data.beginning
+        beginning = self.data.reader.beginning
         return beginning.random if self.is_in_batch and not self.batches_done and beginning is not None else None
 
     @property
@@ -622,9 +611,7 @@ class FitLoop(Position):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a rank in a checkpoint, when the next epoch begins."""
         self.pending.resume = ResumeState(self._run, state)
-        beginning = self.pending.resume.beginning
-        # One process shuffles by torch's own sampler otherwise, in another order than several.
-        keeps_order = beginning is not None and any(seed is not None for seed in beginning.seeds)
+        keeps_order = has_shared_order(state)
         if keeps_order != self.data.keeps_order:
             self.data.keeps_order = keeps_order
             self.data.loader = None  # configure_optimizers may have read its length already

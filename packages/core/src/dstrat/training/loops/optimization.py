@@ -181,13 +181,9 @@ class AutomaticOptimization:
             return optimizer.zero_grad
         return lambda: module.optimizer_zero_grad(run.fit_loop.epoch, run.fit_loop.batch_idx, optimizer)
 
-    def start_group(self) -> None:
-        """Clear the gradients before the next batch, also accumulated ones."""
-        self._clears = True
-
-    def go_on_accumulating(self) -> None:
-        """Keep the current gradients, such as those of a checkpoint, for the next optimizer step."""
-        self._clears = False
+    def start_group(self, *, keeps_gradients: bool) -> None:
+        """Keep the current gradients, such as those of a checkpoint, for the next optimizer step, or clear them."""
+        self._clears = not keeps_gradients
 
     def run(self, arguments: tuple[Any, ...], *, applies: bool) -> Any:
         """Train on a batch; return the result of ``training_step``, with the loss divided by the group's divisor.
@@ -258,6 +254,13 @@ class AutomaticOptimization:
         if not torch.is_grad_enabled():  # the optimizer's step is under no_grad, and calls the closure there
             with torch.enable_grad():
                 return self._closure()
+        if self._outputs is not None and not self._divides:
+            raise MisuseError(
+                f"{type(self._optimizer).__name__} computes the loss of a batch several times in one step, between "
+                "which it changes parameters by the gradients of all of them, and a rank of "
+                f"{type(self._strategy).__name__} has those of its own layers: take another optimizer, or a layout "
+                "without stages"
+            )
         if self._clears:
             for hook in self._before_zero_grad:
                 hook(self._optimizer)

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from dstrat.data.epoch_reader import reshard_position
 from dstrat.data.random_state import RandomState, RankRandomState
-from dstrat.data.resume import (
-    Beginning,
-    generator_states,
-    is_stateful,
-    restore_end_position,
-    set_generator_states,
-    share_seeds,
-    shared_seeds,
-)
+from dstrat.data.resume import share_seeds, shared_seeds
 from dstrat.training.metrics.metric_objects import load_metric_states
 
 if TYPE_CHECKING:
@@ -143,7 +136,6 @@ _log = logging.getLogger(__name__)
 
 def rank_state(
     run: Run,
-    beginning: Beginning | None,
     *,
     random: RankRandomState,
     logged: dict[str, Any],
@@ -154,23 +146,20 @@ def rank_state(
 
     Args:
         run: In a fit.
-        beginning: The random state at the beginning of the epoch; None before the first one.
         random: The random state to resume with.
         logged: The logged values of the epoch until now.
         has_gradients: Whether gradients may be accumulated, or remain after an optimizer step.
         weights: The weights of the batches of which the accumulated gradients are; None if they have none.
     """
-    loop = run.fit_loop
+    loop, data = run.fit_loop, run.fit_loop.data
     # A batch in progress is repeated; if it is the first one, the resume starts the epoch again.
-    in_first = loop.is_in_batch and not loop.batches_done and beginning is not None
+    in_first = loop.is_in_batch and not loop.batches_done and data.reader.beginning is not None
+    items_done = 0 if _is_over(run) else loop.batches_done // data.batches_per_item
     return {
         "random": random.host.state_dict(),
         "device_random": random.device,
-        "generators": beginning.generators if in_first and beginning else generator_states(loop.data.loader),
-        "beginning": None if beginning is None else beginning.state_dict(),
-        "validation": [shared_seeds(loader) for loader in run.fit_loop.validation_loaders],
-        # The name of this key is part of the format.
-        "place": None if in_first else loop.data.position(None if _is_over(run) else loop.batches_done),
+        **data.reader.state_dict(data.loader, items_done, starts_again=in_first),
+        "validation": [shared_seeds(loader) for loader in loop.validation_loaders],
         "logged": logged,
         "gradients": _collect_gradients(run) if has_gradients else None,
         "weights": weights,
@@ -239,10 +228,8 @@ def reshard_rank_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     weights = [one for state in states if (one := state.get("weights")) is not None]  # absent in older checkpoints
     mean_weights = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]} if weights else None
-    nothing = dict.fromkeys(("random", "device_random", "logged", "place"))
-    of_all = {name: states[0].get(name) for name in ("generators", "beginning", "validation")}
-    if of_all["beginning"] is not None:  # the numbers of batches in it are those of the saved ranks
-        of_all["beginning"] = {**of_all["beginning"], "restarts": []}
+    nothing = dict.fromkeys(("random", "device_random", "logged"))
+    of_all = {**reshard_position(states[0]), "validation": states[0].get("validation")}
     return {**nothing, **of_all, "gradients": mean or None, "weights": mean_weights}
 
 
@@ -254,8 +241,6 @@ class ResumeState:
         state: The result of :func:`rank_state` or :func:`reshard_rank_states`.
 
     Attributes:
-        beginning: The random state at the beginning of the epoch; None if the state is from before the first epoch.
-        position: Position of a stateful loader; None for others.
         has_begun: Whether the state is of the first batch of an epoch, for which loaders had been made anew.
         batch_ratio: Number of batches, of all ranks together, that have as many samples as one of those of the ranks
             that saved.
@@ -265,10 +250,7 @@ class ResumeState:
     def __init__(self, run: Run, state: Mapping[str, Any]) -> None:
         self._run, self._state = run, state
         self.batch_ratio = 1.0
-        saved = state["beginning"]
-        self.beginning = None if saved is None else Beginning.from_state_dict(saved)
-        self.position = state.get("place")  # absent in older checkpoints
-        self.has_begun: bool = state.get("begun", False)  # the same
+        self.has_begun: bool = state.get("begun", False)  # absent in older checkpoints
         self.weights: Mapping[str, float] | None = state.get("weights")  # the same
 
     def restore(self) -> None:
@@ -281,15 +263,11 @@ class ResumeState:
         if state["logged"] is not None:
             run.fit_loop.logged.load_state_dict(state["logged"], strategy.module)
             load_metric_states(strategy.module, state["logged"].get("metrics", {}))  # absent in older checkpoints
-        loader = run.fit_loop.data.loader
-        if self.position is not None and _is_over(run) and is_stateful(loader):
-            restore_end_position(loader, self.position)
-        set_generator_states(loader, state["generators"])
-        if self.beginning is not None:
-            loop = run.fit_loop
-            self.beginning.derive_seed(loader, loop.epoch if loop.batches_done else loop.epoch - 1)
-            self.beginning.share_order(loader)
-        for validated, seeds in zip(run.fit_loop.validation_loaders, state.get("validation") or (), strict=False):
+        loop = run.fit_loop
+        loop.data.reader.load_state_dict(
+            loop.data.loader, state, epoch=loop.epoch, batches_done=loop.batches_done, is_over=_is_over(run)
+        )
+        for validated, seeds in zip(loop.validation_loaders, state.get("validation") or (), strict=False):
             share_seeds(validated, seeds)
         if state["device_random"] is not None:
             strategy.set_random_state(state["device_random"])

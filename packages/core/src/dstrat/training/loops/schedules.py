@@ -109,6 +109,8 @@ class ValidationSchedule:
         self._batches: int | None = None
         self._seconds: float | None = None
         self._last_time = time.monotonic()
+        if run.evaluation_loop is None:  # so that an interval that no epoch reaches is no error
+            return
         if isinstance(interval, int | float):
             if interval != 1.0 or isinstance(interval, int):  # 1.0 is the end of the epoch, 1 is each batch
                 self._batches = self._count(interval, num_batches)

@@ -19,7 +19,15 @@ from dstrat.training.module.train_module import TrainModule
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dstrat.training.run import Stage
+
 Source = Literal["train", "val", "test", "predict"]
+Purpose = Literal["validation", "test", "predict"]
+
+SOURCES: dict[Stage, Source] = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""Source of the loader that each method of the Trainer reads; a fit validates with ``"val"`` too."""
+PURPOSES: dict[Source, Purpose] = {"val": "validation", "test": "test", "predict": "predict"}
+"""Name of an evaluation in its step and hooks, by the source of its loaders."""
 
 _SURE = 0.9  # similarity of a misspelled step or loader; "evaluation_step" and "make_dataloader" have less
 _LIKELY = 0.75  # similarity of what may be one, or a method of the user's own
@@ -74,7 +82,7 @@ class DataSources:
         """Return whether a source has a loader; an empty list has none."""
         if source in self._passed:
             return not _is_empty(self._passed[source])
-        return self._owner(source) is not None
+        return self._owner_of(f"{source}_dataloader") is not None
 
     def has_step(self, name: str) -> bool:
         """Return whether the module implements a step."""
@@ -173,7 +181,7 @@ class DataSources:
         """
         if source in self._passed:
             return self._passed[source]
-        owner = self._owner(source)
+        owner = self._owner_of(f"{source}_dataloader")
         loaders = getattr(owner, f"{source}_dataloader")()
         origin = f"what {type(owner).__name__}.{source}_dataloader returned"
         if not may_be_none:
@@ -181,10 +189,6 @@ class DataSources:
         if loaders is not None:
             check_loaders(loaders, origin)
         return loaders
-
-    def _owner(self, source: Source) -> DataModule | TrainModule | None:
-        owner: DataModule | TrainModule | None = self._owner_of(f"{source}_dataloader")
-        return owner
 
     @property
     def _owners(self) -> list[tuple[Any, type]]:

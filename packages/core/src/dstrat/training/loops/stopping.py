@@ -141,13 +141,11 @@ def _act_on(number: int) -> None:
     """
     if signal.getsignal(number) is not signal.SIG_DFL:
         signal.raise_signal(number)
-    elif number == signal.SIGINT:
-        raise KeyboardInterrupt
     else:
-        raise SystemExit(128 + number)
+        end_by(number)
 
 
-def stop_by(number: int) -> None:
+def stop_by(number: int) -> NoReturn:
     """Raise the exception that stops the run on every rank after a signal.
 
     Raises:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dstrat.parallel.internals import change_count
 from dstrat.training.loggers.defaults import call_loggers
 from dstrat.training.metrics.logged import entry_of
 from dstrat.training.metrics.metric_objects import MetricEntry
 from dstrat.training.metrics.reduction import LocalSummary, exchange_epoch, exchange_steps
-from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, NumberEntry, version_of
+from dstrat.training.metrics.values import DATALOADER_SUFFIX, LoggedValue, NumberEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -171,11 +172,11 @@ class Metrics:
         """
         # By identity: "==" of tensors compares elements, and one value may have two names.
         tensors = {id(value): value for value in values.values() if isinstance(value, Tensor)}.values()
-        unread = [tensor for tensor in tensors if self._numbers.get(tensor, (None,))[0] != version_of(tensor)]
+        unread = [tensor for tensor in tensors if self._numbers.get(tensor, (None,))[0] != change_count(tensor)]
         if unread:
             numbers = self._strategy.read_values(unread)
             for tensor, number in zip(unread, numbers, strict=True):
-                self._numbers[tensor] = (version_of(tensor), number)
+                self._numbers[tensor] = (change_count(tensor), number)
         return {
             name: self._numbers[value][1] if isinstance(value, Tensor) else float(value)
             for name, value in values.items()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.strategy import gather_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -219,7 +220,7 @@ def _combine(share: Contribution, totals: Tensor, weights: Tensor) -> float:
 def _raise_mismatch(summary: LocalSummary, ranks: list[int], strategy: Strategy) -> None:
     """Raise an error with the ranks and names that differ; collective."""
     # The digests say only that names differ.  All ranks come here, as they all have the same table.
-    names_of = [strategy.broadcast(dict(summary.names), src=rank) for rank in range(strategy.world_size)]
+    names_of = gather_objects(strategy, dict(summary.names))
     first = ranks[0]
     for rank in ranks[1:]:
         for one, other in ((first, rank), (rank, first)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.internals import change_count
 from dstrat.training.metrics.reduction import Contribution
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class NumberEntry(LoggedValue):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._version = version_of(self.latest) if isinstance(self.latest, Tensor) else 0
+        self._version = change_count(self.latest) if isinstance(self.latest, Tensor) else 0
         self._last_weight, self.reduced = state["last_weight"], state["reduced"]
         self._total, self._device_total, self.weight = state["total"], state["device_total"], state["weight"]
 
@@ -273,7 +274,7 @@ class NumberEntry(LoggedValue):
             value = value.reshape(())
         if _CUDA_GRAPHS in sys.modules:
             value = value.clone()  # the next replay of a graph overwrites its outputs
-        self._version = version_of(value)  # the tensor is not copied, but must not change until it is read
+        self._version = change_count(value)  # the tensor is not copied, but must not change until it is read
         self.latest, self._last_weight = value, weight or 0.0
         if self.on_epoch and weight:
             self.weight += weight
@@ -319,7 +320,7 @@ class NumberEntry(LoggedValue):
         Raises:
             MisuseError: The tensor was changed in place since it was logged.
         """
-        if isinstance(self.latest, Tensor) and version_of(self.latest) != self._version:
+        if isinstance(self.latest, Tensor) and change_count(self.latest) != self._version:
             raise MisuseError(
                 f"the tensor that was logged as {self.name!r} has been changed in place since: log a copy, x.clone()"
             )
@@ -370,11 +371,6 @@ def _extreme(reduction: str, one: float, other: float) -> float:
     if math.isnan(one) or math.isnan(other):  # max and min of Python depend on the order of their arguments then
         return math.nan
     return max(one, other) if reduction == "max" else min(one, other)
-
-
-def version_of(value: Tensor) -> int:
-    """Return the number of in-place changes of a tensor; 0 for a tensor of inference mode, which does not count."""
-    return 0 if value.is_inference() else value._version  # noqa: SLF001 - documented by torch under this name
 
 
 def _number(name: str, value: Any) -> float:

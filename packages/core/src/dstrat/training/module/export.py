@@ -14,6 +14,7 @@ from torch import nn
 
 from dstrat.errors import MissingRequirementError, MisuseError
 from dstrat.interfaces.batch import move_to_device
+from dstrat.parallel.layers import restored_modes
 from dstrat.plugins.known import pip_command
 
 
@@ -74,7 +75,8 @@ class ExportMethods(nn.Module):
         """
         if method not in ("script", "trace"):
             raise MisuseError(f"to_torchscript(method={method!r}): the method is 'script' or 'trace'")
-        with _evaluating(self), traceable(self):
+        with restored_modes(self), traceable(self):
+            self.eval()
             if method == "script":
                 scripted: torch.jit.ScriptModule = torch.jit.script(self, **kwargs)
             else:
@@ -113,7 +115,8 @@ class ExportMethods(nn.Module):
         if file_path is not None:
             Path(file_path).parent.mkdir(parents=True, exist_ok=True)
         options = {"verbose": False, **({"kwargs": by_name} if by_name else {}), **kwargs}
-        with _evaluating(self):
+        with restored_modes(self):
+            self.eval()
             return torch.onnx.export(self, args, None if file_path is None else str(file_path), **options)
 
     def _inputs(self, sample: Any, method: str, argument: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -128,17 +131,6 @@ class ExportMethods(nn.Module):
         if isinstance(inputs, Mapping):
             return (), dict(inputs)
         return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for submodule, was_training in modes:
-            submodule.training = was_training
 
 
 @contextmanager

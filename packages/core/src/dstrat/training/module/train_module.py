@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.shards import is_distributed
 from dstrat.training.module.compiling import CompilingMethods
 from dstrat.training.module.export import ExportMethods
 from dstrat.training.module.hooks import DataHooks, ModuleHooks
@@ -95,9 +96,15 @@ class TrainModule(
 
     @property
     def device(self) -> torch.device:
-        """The device of the module's first parameter or buffer."""
-        tensor = next(chain(self.parameters(), self.buffers()), None)
-        return torch.device("cpu") if tensor is None else tensor.device
+        """The device of the module's first parameter or buffer with values; in a run, that on which it computes."""
+        device, is_shard = torch.device("cpu"), False
+        for tensor in chain(self.parameters(), self.buffers()):
+            device, is_shard = tensor.device, is_distributed(tensor)
+            if not tensor.is_meta:  # layers that other ranks compute have no values
+                break
+        # A shard may be offloaded to the host.
+        in_run = is_shard and self._trainer is not None and self._trainer.is_running
+        return self.trainer.strategy.root_device if in_run else device
 
     @property
     def dtype(self) -> torch.dtype:
