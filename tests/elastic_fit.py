@@ -133,7 +133,7 @@ class Diary(Callback):
         if missing <= 0 or group in self.waited_in:
             return
         self.waited_in.add(group)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while not Path(os.environ["DSTRAT_JOB"], f"newcomers-{group}").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
 

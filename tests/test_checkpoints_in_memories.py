@@ -56,7 +56,7 @@ class Machines:
     def wait_for_training(self, rank=0):
         """Return whether training has begun, and not ended, in this attempt."""
         begun = self.folder / f"start-{self.attempt}-{rank}"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while not begun.exists():
             if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
                 return False
@@ -111,7 +111,7 @@ class Machines:
 
     def wait_for_copies(self):
         """Wait until each machine has files of its ranks and of another machine's; until then it may not be lost."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and all(process.poll() is None for process in self.processes):
             saved = [self.saved(machine, "*.ckpt") for machine in range(len(self.ranks))]
             with suppress(FileNotFoundError):
@@ -121,7 +121,7 @@ class Machines:
             time.sleep(0.005)
 
     def wait_for_checkpoint(self, name, machine=0):
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while name not in self.checkpoints(machine):
             assert time.monotonic() < deadline, f"there is no {name}"
             time.sleep(0.002)
@@ -221,7 +221,7 @@ def break_at_random(job, num_faults, seed):
         time.sleep(chance.uniform(0, 0.6))
         kind = chance.choice(("rank", "ranks", "machine", "copy"))
         if kind == "copy":
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while not job.unfinished() and time.monotonic() < deadline:
                 time.sleep(0.0005)
         if kind == "machine":

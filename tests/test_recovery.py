@@ -42,7 +42,7 @@ def kill_ranks(process, folder, count, seed):
     for attempt in range(count):
         rank = chance.randrange(2)
         awaited = folder / f"{'pid' if chance.random() < 0.15 else 'start'}-{attempt}-{rank}"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while not awaited.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 return attempt

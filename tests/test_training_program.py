@@ -89,7 +89,7 @@ def seen(folder: Path) -> dict[str, str]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} has not come"
         time.sleep(0.02)

@@ -58,18 +58,19 @@ class WarmProgram:
         with suppress(ProcessLookupError):  # it has ended, and the fork server has taken notice before us
             os.kill(self._process.pid, number)
 
-    def run(self, timeout: float = 120.0) -> str:
+    def run(self, timeout: float = 300.0) -> str:
         """Return what it printed, after it has ended well."""
         out, err = self.communicate(timeout)
         assert self.returncode == 0, err
         return out
 
-    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
         """Wait for the end; return what was printed since, which is little."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            raise TimeoutError(f"the program has not ended in {timeout:.0f} s: {self.stdout.read()}")
+            printed = self.stdout.read() + self._stderr.read()
+            raise TimeoutError(f"the program has not ended in {timeout:.0f} s: {printed}")
         with self.stdout, self._stderr:
             return without_gloo(self.stdout.read()), self._stderr.read()
 

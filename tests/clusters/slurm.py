@@ -133,14 +133,14 @@ class Slurm:
             f"the nodes have not become idle, see the logs in {self.folder}",
         )
 
-    def run(self, *command: str, check: bool = True, timeout: float = 120, **environ: str) -> str:
+    def run(self, *command: str, check: bool = True, timeout: float = 300.0, **environ: str) -> str:
         """Run one of SLURM's programs, and return what it prints."""
         done = self.call(*command, timeout=timeout, **environ)
         assert not check or done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
     def call(
-        self, *command: str, timeout: float = 120, cwd: Path | None = None, **environ: str
+        self, *command: str, timeout: float = 300.0, cwd: Path | None = None, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         """Run one of SLURM's programs to its end."""
         return subprocess.run(
@@ -163,7 +163,7 @@ class Slurm:
         """Return the fields of a job that ``scontrol show job`` prints."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
-    def wait_for_state(self, job: str, *states: str, timeout: float = 100) -> dict[str, str]:
+    def wait_for_state(self, job: str, *states: str, timeout: float = 300.0) -> dict[str, str]:
         _wait_for(
             lambda: self.state(job)["JobState"] in states,
             lambda: f"job {job} has not become {states}: {self.state(job)}",
@@ -190,7 +190,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _wait_for(condition: object, message: object, timeout: float = 30) -> None:
+def _wait_for(condition: object, message: object, timeout: float = 300.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, message() if callable(message) else message

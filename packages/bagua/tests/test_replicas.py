@@ -238,7 +238,7 @@ def one_averaging(cluster):
     start(strategy, Net(), parts(cluster))
     steps(strategy, 0, 1)
     averaging = strategy.algorithm._averaging
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while averaging.rounds < 1 and time.monotonic() < deadline:  # of which a rank has made a copy in the step, or not
         averaging.after_step()
         time.sleep(0.001)

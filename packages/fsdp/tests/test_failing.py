@@ -40,7 +40,7 @@ class Hanging(BlockNet):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while not Path(self.told).exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
         return super().training_step(batch, batch_idx)

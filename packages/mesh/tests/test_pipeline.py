@@ -186,7 +186,7 @@ def waited_for_last_stage(cluster, returned, microbatches, **options):
     def wait(gradient):
         gradients.append(gradient)
         if len(gradients) == microbatches:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not returned.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
             ends.append(returned.exists())

@@ -38,7 +38,7 @@ def running_lighthouse(port=None, *, min_replicas=1, heartbeat_timeout=2.0, join
 
 
 def _wait_until_it_listens(port):
-    deadline = time.monotonic() + 120  # it imports torch
+    deadline = time.monotonic() + 300  # it imports torch
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return

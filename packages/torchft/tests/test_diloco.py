@@ -124,7 +124,7 @@ def test_a_group_that_is_killed_between_exchanges_joins_again(start, victim, dev
         killed, survivor = groups[victim], groups[1 - victim]
         killed.wait_for(has_reached(12))
         killed.kill_rank()
-        killed.process.wait(30)
+        killed.process.wait(300)
         begun = survivor.rows[-1]["step"]
         joined = start(victim, 2, address, *arguments, name="joined")
         for group in (survivor, joined):
@@ -178,7 +178,7 @@ def test_a_group_that_has_copied_one_that_dies_goes_on_with_its_changes(start, t
         copied, killed = (start(number, 2, address, *arguments, *dies) for number in range(2))
         killed.wait_for(has_reached(14))
         killed.kill_rank()
-        killed.process.wait(30)
+        killed.process.wait(300)
         joined = start(1, 2, address, *arguments, name="joined")
         wait_at_lighthouse(address, "[1/1 participants healthy]")  # it asks for a quorum
         file.touch()
@@ -219,7 +219,7 @@ def test_a_group_that_joins_in_the_last_exchange_has_its_result(start, tmp_path)
         survivor, killed = (start(number, 2, address, *arguments, "--wait-at", 16, "--file", file) for number in (0, 1))
         killed.wait_for(has_reached(16))
         killed.kill_rank()
-        killed.process.wait(30)
+        killed.process.wait(300)
         joined = start(1, 2, address, *arguments, name="joined")
         wait_at_lighthouse(address, "[1/1 participants healthy]")  # it asks for a quorum
         file.touch()
@@ -263,7 +263,7 @@ def test_a_round_is_resumed_exactly(start, tmp_path):
         for group in [start(number, 2, address, *arguments, "--wait-at", 12, "--file", file) for number in range(2)]:
             group.wait_for(has_reached(12))
             group.kill_rank()
-            group.process.wait(30)
+            group.process.wait(300)
         resumed = [start(number, 2, address, *arguments, name=f"resumed-{number}") for number in range(2)]
         for group in resumed:
             group.end()
@@ -325,7 +325,7 @@ def test_a_group_joins_again_in_a_loop_of_ones_own(start):
         groups = [start(number, 2, address, *command, program=OWN_LOOP) for number in range(2)]
         groups[1].wait_for(lambda group: bool(group.rows) and group.rows[-1]["groups"] == 2 and has_reached(12)(group))
         groups[1].kill_rank()
-        groups[1].process.wait(30)
+        groups[1].process.wait(300)
         joined = start(1, 2, address, *command, program=OWN_LOOP, name="joined")
         for group in (groups[0], joined):
             group.end()

@@ -110,7 +110,7 @@ def killed_and_joined(start, address, *arguments):
     survivor, killed = (start(number, 2, address, *arguments) for number in range(2))
     killed.wait_for(has_reached(8))
     killed.kill_rank()
-    killed.process.wait(30)
+    killed.process.wait(300)
     joined = start(1, 2, address, *arguments, name="joined")
     for group in (survivor, joined):
         group.end()
@@ -151,7 +151,7 @@ def test_a_group_that_is_killed_costs_the_other_no_batch_and_joins_again(start, 
         killed, survivor = groups[victim], groups[1 - victim]
         killed.wait_for(has_reached(15))
         killed.kill_rank()
-        killed.process.wait(30)
+        killed.process.wait(300)
         begun = survivor.rows[-1]["step"]
         joined = start(victim, 2, address, *arguments, name="joined")
         for group in (survivor, joined):
@@ -207,7 +207,7 @@ def test_a_group_waits_for_as_many_as_are_needed_without_taking_a_step(start):
         survivor, killed = (start(number, 2, address, *arguments) for number in range(2))
         killed.wait_for(has_reached(10))
         killed.kill_rank()
-        killed.process.wait(30)
+        killed.process.wait(300)
         time.sleep(6)  # several quorums, of one group
         taken = survivor.rows[-1]["step"]
         joined = start(1, 2, address, *arguments, name="joined")
@@ -225,7 +225,7 @@ def test_a_group_waits_for_as_many_as_are_needed_without_taking_a_step(start):
 def test_too_few_groups_are_an_error_that_says_what_was_waited_for(start):
     with running_lighthouse() as (_, address):
         group = start(0, 2, address, "--min-replica-size", 2, "--quorum-timeout", 4)
-        assert group.process.wait(60) != 0
+        assert group.process.wait(300) != 0
     assert "waited for min_replica_size=2 groups for quorum_timeout=4 s, and 1 of them came" in group.text
     assert group.rows == []
 
@@ -235,7 +235,7 @@ def test_too_few_groups_are_an_error_that_says_what_was_waited_for(start):
 def test_a_lighthouse_that_waits_for_more_groups_is_named(start):
     with running_lighthouse(min_replicas=2) as (_, address):
         group = start(0, 2, address, "--quorum-timeout", 4)
-        assert group.process.wait(60) != 0
+        assert group.process.wait(300) != 0
     assert f"got no quorum from the lighthouse {address} within quorum_timeout=4 s" in group.text
 
 
@@ -249,7 +249,7 @@ def test_a_lighthouse_that_dies_ends_the_groups_with_its_address(start):
         groups[0].wait_for(has_reached(5))
         lighthouse.kill()
         for group in groups:
-            assert group.process.wait(60) != 0
+            assert group.process.wait(300) != 0
     assert any(f"the lighthouse {address} does not answer any more" in group.text for group in groups)
 
 
@@ -314,7 +314,7 @@ def test_a_transfer_of_the_state_that_fails_is_repeated(start, devices, failing_
         survivor, killed = (start(number, 2, address, *arguments) for number in range(2))
         killed.wait_for(has_reached(10))
         killed.kill_rank()
-        killed.process.wait(30)
+        killed.process.wait(300)
         begun = survivor.rows[-1]["step"]
         joined = start(1, 2, address, *arguments, *failing, name="joined")
         for group in (survivor, joined):
@@ -399,7 +399,7 @@ def test_a_group_joins_again_in_a_loop_of_ones_own(start):
         groups = [start(number, 2, address, 120, program=OWN_LOOP) for number in range(2)]
         groups[1].wait_for(lambda group: bool(group.rows) and group.rows[-1]["groups"] == 2 and has_reached(15)(group))
         groups[1].kill_rank()
-        groups[1].process.wait(30)
+        groups[1].process.wait(300)
         joined = start(1, 2, address, 120, program=OWN_LOOP, name="joined")
         for group in (groups[0], joined):
             group.end()
@@ -419,7 +419,7 @@ def test_groups_that_have_all_died_go_on_from_the_checkpoint_with_the_most_steps
         groups[1].wait_for(has_reached(22))
         groups[1].kill_rank()
         for group in groups:
-            group.process.wait(30)
+            group.process.wait(300)
         again = [start(number, 2, address, *arguments, name=f"again-{number}") for number in range(2)]
         for group in again:
             group.end()
@@ -498,10 +498,10 @@ def test_no_process_outlives_the_command(tmp_path, number):
     try:
         command.wait_for(has_reached(3))
         command.process.send_signal(number)
-        code = command.process.wait(60)
+        code = command.process.wait(300)
         assert code == (-number if number == signal.SIGKILL else 128 + number)
         pids = {row["pid"] for row in command.rows}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -523,5 +523,5 @@ def test_groups_that_always_fail_end_the_command(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text("raise SystemExit(3)")
     command = run_command(tmp_path, "--max-restarts", 1, program)
-    assert command.process.wait(60) == 1
+    assert command.process.wait(300) == 1
     assert command.text.count("has exited with code 3; not started again: --max-restarts 1") == 2

@@ -31,7 +31,7 @@ class SlowCheckpointIO(CheckpointIO):
         self.written, self.removed = {}, []
 
     def save_checkpoint(self, checkpoint, path):
-        assert self.may_write.wait(60)
+        assert self.may_write.wait(300)
         if self.error is not None:
             raise self.error
         self.written[path] = checkpoint
@@ -148,7 +148,7 @@ def test_an_error_of_the_write_is_raised_by_the_next_call_and_only_once(caplog, 
     io.save_checkpoint({}, "a")
     io.remove_checkpoint("old")
     slow.may_write.set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while io.is_writing and time.monotonic() < deadline:
         time.sleep(0.001)
     with pytest.raises(CheckpointError, match="checkpoint 'a' was not written in the background: the disk is full"):

@@ -123,7 +123,7 @@ def test_the_all_reduce_has_a_time_limit_and_leaves_no_process(seconds, monkeypa
     monkeypatch.setenv("DSTRAT_TEST_OF_THE_LIMIT", "1")
     (finding,) = check_all_reduce(seconds)
     assert finding.text.startswith(f"no result after {seconds:g} s")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while (left := processes_with("DSTRAT_TEST_OF_THE_LIMIT")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
@@ -155,7 +155,7 @@ def temporary(monkeypatch, tmp_path):
 
 def wait_for_environment(pid):
     """Wait until the kernel shows the environment of a process, which it does a little after its start."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not Path(f"/proc/{pid}/environ").read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.01)

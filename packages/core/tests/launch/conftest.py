@@ -77,16 +77,16 @@ class Program:
         temporary.mkdir(exist_ok=True)
         return {**os.environ, "MARK": self.mark, "TMPDIR": str(temporary), **more}
 
-    def finish(self, timeout: float = 60.0) -> Outcome:
+    def finish(self, timeout: float = 300.0) -> Outcome:
         output, errors = self.process.communicate(timeout=timeout)
         print(output, errors, sep="\n")  # what pytest shows when the test fails
         return Outcome(self.process.returncode, output, errors)
 
-    def run(self, *words: str, timeout: float = 60.0, text: str | None = None, **environ: str) -> Outcome:
+    def run(self, *words: str, timeout: float = 300.0, text: str | None = None, **environ: str) -> Outcome:
         self.start(*words, text=text, **environ)
         return self.finish(timeout)
 
-    def wait_for(self, name: str, timeout: float = 60.0) -> str:
+    def wait_for(self, name: str, timeout: float = 300.0) -> str:
         """Wait for a file that a rank writes, and return what is in it."""
         deadline = time.monotonic() + timeout
         while not (self.folder / name).exists():
@@ -106,7 +106,7 @@ class Program:
         except OSError:  # it has ended meanwhile
             return ""
 
-    def wait_until_gone(self, timeout: float = 30.0) -> list[str]:
+    def wait_until_gone(self, timeout: float = 300.0) -> list[str]:
         """Return what is still there after a while: command lines, and folders of jobs."""
         deadline = time.monotonic() + timeout
         while (left := [*self.processes().values(), *self._folders()]) and time.monotonic() < deadline:

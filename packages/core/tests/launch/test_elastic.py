@@ -139,7 +139,7 @@ def test_rank_that_leaves_for_newcomers_waits_for_a_late_one(folder, monkeypatch
 
 def test_children_of_a_dead_rank_are_ended(regrouping, dead):
     regrouping.bury(process_of(0, dead.pid))
-    assert dead.wait(10) == -signal.SIGKILL
+    assert dead.wait(300) == -signal.SIGKILL
     regrouping.bury(process_of(0, dead.pid))  # nothing of it remains
 
 

@@ -94,7 +94,7 @@ def test_sigterm_takes_effect_within_a_step_only_after_the_end_of_a_peer(start_r
     time.sleep(2)
     assert sleeping.poll() is None  # it waits for the end of the step
     waiting.send_signal(signal.SIGKILL)
-    sleeping.communicate(timeout=20)
+    sleeping.communicate(timeout=300)
     assert sleeping.returncode == -signal.SIGTERM
 
 
@@ -105,7 +105,7 @@ def test_sigterm_ends_a_rank_in_native_code_only_after_the_end_of_a_peer(start_r
     time.sleep(2)
     assert blocking.poll() is None  # what it waits for may come
     waiting.send_signal(signal.SIGKILL)
-    blocking.communicate(timeout=20)
+    blocking.communicate(timeout=300)
     assert blocking.returncode == 128 + signal.SIGTERM
 
 
@@ -114,7 +114,7 @@ def test_processes_of_a_frozen_store_are_not_waited_for():
 
     class FrozenJob:
         def read_processes(self):
-            frozen.wait(60)
+            frozen.wait(300)
             return {}
 
     try:

@@ -108,7 +108,7 @@ def test_a_real_mpirun_is_understood(command, tmp_path):
         [command, "-n", "2", sys.executable, script, tmp_path],
         env={**inherited, **as_root, "OMPI_MCA_rmaps_base_oversubscribe": "1"},
         check=True,
-        timeout=60,
+        timeout=300,
         capture_output=True,
     )
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")

@@ -28,9 +28,9 @@ class Threads(Ranks):
 
     def exchange(self, message):
         self._messages[self.rank] = message
-        self._barrier.wait(60)
+        self._barrier.wait(300)
         heard = list(self._messages)
-        self._barrier.wait(60)
+        self._barrier.wait(300)
         self.told += len(message)
         return heard
 

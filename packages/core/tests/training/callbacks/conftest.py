@@ -74,7 +74,7 @@ def terminal(monkeypatch):
             patch.setattr(sys, "stderr", stream)
             yield screen
             assert sys.stdout is sys.stderr is stream
-        reader.join(60)
+        reader.join(300)
         os.close(master)
         screen.__init__(b"".join(received).decode())
 

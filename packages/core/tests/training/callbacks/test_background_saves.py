@@ -44,7 +44,7 @@ class Slow(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint, path):
         self.threads.append(threading.current_thread())
-        assert self.go.wait(60)
+        assert self.go.wait(300)
         if checkpoint["global_step"] in self.fails_at:
             raise CheckpointError("no space left on device")
         super().save_checkpoint(checkpoint, path)

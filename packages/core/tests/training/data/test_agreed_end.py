@@ -34,7 +34,7 @@ class Together(SingleDeviceStrategy):
 
 
 def read_together(*counts):
-    votes, barrier = [None] * len(counts), threading.Barrier(len(counts), timeout=60)
+    votes, barrier = [None] * len(counts), threading.Barrier(len(counts), timeout=300)
     strategies = [Together(rank, len(counts), votes, barrier) for rank in range(len(counts))]
     found = [None] * len(counts)
 
@@ -45,7 +45,7 @@ def read_together(*counts):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return found, strategies
 
 

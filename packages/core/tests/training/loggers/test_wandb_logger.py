@@ -43,7 +43,7 @@ def records(folder):
     """Return what the transaction logs of offline runs hold, oldest first, when W&B's own process has written all."""
     from wandb.proto import wandb_internal_pb2
 
-    deadline = monotonic() + 60
+    deadline = monotonic() + 300
     while True:
         logs = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns)
         found = [wandb_internal_pb2.Record.FromString(data) for log in logs for data in payloads(log.read_bytes())]
