@@ -177,15 +177,60 @@ def losses_of(loop, name):
     return losses
 
 
-def launched_losses(cluster, name):
-    strategy = dstrat.build(strategy="ddp", accelerator="cpu", devices=cluster.world_size, plugins=[cluster])
-    return OwnLoop(strategy).launch(losses_of, name)
+def losses_of_two_modules(loop, name):
+    torch.manual_seed(0)
+    generator, critic, losses = nn.Linear(6, 6), nn.Linear(6, 2), []
+    loop.setup([generator, critic], lambda *both: torch.optim.SGD(nn.ModuleList(both).parameters(), lr=0.5))
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    for (batch,) in loop.training_loader(DataLoader(TensorDataset(inputs), batch_size=8 // loop.world_size)):
+        if name == "no step":
+            loop.backward(critic(generator(batch)).square().mean())
+        elif name == "two losses of a step":
+            outputs = loop.compute(critic, loop.compute(generator, batch))
+            loop.strategy.backward(outputs[:, 0].square().mean(), retain_graph=True)
+            loop.backward(outputs[:, 1].square().mean())
+        else:
+            first, second = (loop.compute(critic, loop.compute(generator, half)) for half in batch.chunk(2))
+            loop.backward(first.square().mean())
+            loop.backward(second.square().mean())
+        loop.step()
+        with torch.no_grad():
+            losses.append(float(critic(generator(inputs)).square().mean()))
+    return losses
+
+
+def launched_losses(cluster, function, name, **options):
+    strategy = dstrat.build(
+        strategy=DDPStrategy(**options), accelerator="cpu", devices=cluster.world_size, plugins=[cluster]
+    )
+    return OwnLoop(strategy).launch(function, name)
 
 
 def test_gradients_of_each_backward_pass_are_averaged():
     names = ("method_of_the_module", "two_losses_of_a_step", "two_steps_before")
     one_device = dstrat.build(strategy="single_device", accelerator="cpu", devices=1)
     expected = {name: OwnLoop(one_device).launch(losses_of, name) for name in names}
-    for found in in_ranks(each, function=launched_losses, cases={name: {"name": name} for name in names}):
+    cases = {name: {"function": losses_of, "name": name} for name in names}
+    for found in in_ranks(each, function=launched_losses, cases=cases):
         for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_gradients_of_each_backward_pass_of_several_modules_are_averaged(options):
+    names = ("no step", "two losses of a step", "two steps before")
+    one_device = dstrat.build(strategy="single_device", accelerator="cpu", devices=1)
+    expected = {name: OwnLoop(one_device).launch(losses_of_two_modules, name) for name in names}
+    cases = {name: {"function": losses_of_two_modules, "name": name, **options} for name in names}
+    for found in in_ranks(each, function=launched_losses, cases=cases):
+        for name in names:
+            assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def refused_second_pass(cluster):
+    with pytest.raises(ConflictError, match="static_graph=True needs one backward pass after each training step"):
+        launched_losses(cluster, losses_of_two_modules, "two losses of a step", static_graph=True)
+
+
+def test_a_second_pass_of_several_modules_with_a_static_graph_is_refused():
+    in_ranks(refused_second_pass)

@@ -143,13 +143,7 @@ class ExpectedBackward:
         self._ran = self._ran or is_in_step
         if is_expected or not self._model.require_backward_grad_sync:  # false in no_sync, where nothing is reduced
             return
-        if self._model.static_graph:  # torch averages the first pass where it passes the output of the forward
-            raise ConflictError(
-                "static_graph=True needs one backward pass after each training step, and torch would not average the "
-                "gradients of another one, such as those of manual optimization, which runs them within the step: "
-                "leave static_graph out"
-            )
-        reducer.prepare_for_backward(self._model, loss)
+        expect_another(self._model, loss)
 
     def after_forward(self) -> None:
         """Re-enable the averaging of gradients and the broadcast of buffers for the next step."""
@@ -164,6 +158,21 @@ class ExpectedBackward:
             self._model.require_backward_grad_sync = False
         else:
             self._is_expected = torch.is_grad_enabled() and self._model.require_backward_grad_sync
+
+
+def expect_another(model: DistributedDataParallel, loss: Tensor) -> None:
+    """Prepare a wrapper for a backward pass that its forward has not announced.
+
+    Raises:
+        ConflictError: The wrapper has ``static_graph``.
+    """
+    if model.static_graph:  # torch averages the first pass where it passes the output of the forward
+        raise ConflictError(
+            "static_graph=True needs one backward pass after each training step, and torch would not average the "
+            "gradients of another one, such as those of manual optimization, which runs them within the step: "
+            "leave static_graph out"
+        )
+    reducer.prepare_for_backward(model, loss)
 
 
 # One DistributedDataParallel for each of several modules
@@ -187,6 +196,7 @@ class SeparateWrappers:
                 self._wrappers[id(module)] = wrap(steps)
         self._parallel = [one for one in self._wrappers.values() if isinstance(one, DistributedDataParallel)]
         self._explained = [ExplainedUnusedParameters(wrapper) for wrapper in self._parallel]
+        self._is_expected = False  # a backward pass, after a step
 
     def __call__(self, step: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step, which calls a function, in the wrappers of the modules that the function uses."""
@@ -195,7 +205,22 @@ class SeparateWrappers:
         for module in self._modules.used_by(function):
             if id(module) in self._wrappers:
                 run = partial(self._wrappers[id(module)], run)
-        return run(*args, **kwargs)
+        output = run(*args, **kwargs)
+        self._is_expected = torch.is_grad_enabled()
+        return output
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Prepare for the backward pass from a loss, unless it is the first one after a step.
+
+        All wrappers are prepared: one that the pass does not reach waits for nothing.
+
+        Raises:
+            ConflictError: The wrappers have ``static_graph``.
+        """
+        is_expected, self._is_expected = self._is_expected, False
+        for wrapper in () if is_expected else self._parallel:
+            if wrapper.require_backward_grad_sync:
+                expect_another(wrapper, loss)
 
     def explained(self) -> AbstractContextManager[Any]:
         """Return a context that names parameters without a gradient in torch's error about them."""

@@ -301,6 +301,7 @@ class DDPStrategy(ParallelStrategy):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.model, SeparateWrappers):
+            self.model.before_backward(loss)
             with self.model.explained():
                 super().backward(loss, *args, **kwargs)
                 self.model.check_finished()
