@@ -153,7 +153,12 @@ def saved(tmp_path_factory, worker_id):
     return made_once(save_each, "moving_checkpoints", tmp_path_factory, worker_id)
 
 
-REPEATED = {"ddp on 4", "fsdp on 4", "deepspeed, stage 1 on 3"}  # go on as others do; those go on from these too
+REPEATED = {
+    "ddp on 4",
+    "fsdp on 4",
+    "fsdp, two replicas",
+    "deepspeed, stage 1 on 3",
+}  # go on as others do; those go on from these too
 
 
 @pytest.mark.slow

@@ -166,7 +166,17 @@ def test_what_cannot_train_is_an_error_that_says_what_to_do(module, options, fit
         train(strategy(**options), module(), **fit)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_optimizer": True}, {"reuse_grad_buffers": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param({name: True}, marks=pytest.mark.variant)
+            for name in ("offload_optimizer", "reuse_grad_buffers")
+        ),
+    ],
+    ids=str,
+)
 def test_one_peer_trains_as_one_device_that_accumulates(options):
     expected, trained = Net(), Net()
     train("auto", expected, accumulate_grad_batches=2)
@@ -194,7 +204,7 @@ def test_schedulers_follow_the_epochs_of_the_collaboration():
         assert module.rates == pytest.approx(rates)
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.variant)])
 def test_one_peer_resumes_in_the_middle_of_an_epoch_to_the_last_bit(tmp_path, offload):
     unbroken = Net()
     train(strategy(32, offload_optimizer=offload), unbroken, max_epochs=2)

@@ -27,7 +27,6 @@ class TestTwoRanks(LayoutSuite):
     configure_model = staticmethod(split_heads)
     layouts: ClassVar = {
         "shards": Layout(processes=2, share=0.51),
-        "replicas": Layout(processes=2, options={"dp_replicate": 2}),
         "split layers": Layout(processes=2, options={"tp": 2}, share=0.7),
         "stages": Layout(processes=2, options={"pp": 2, "microbatches": 4}, share=0.6),
         "stages in turn": Layout(processes=2, options={"pp": 2, "schedule": "Interleaved1F1B"}, share=0.71),
@@ -41,14 +40,18 @@ class TestFourRanks(LayoutSuite):
     alias = "mesh"
     configure_model = staticmethod(split_heads)
     layouts: ClassVar = {
-        "stages and shards": Layout(processes=4, options={"pp": 2}, share=0.31),
         "zero bubble and shards": Layout(processes=4, options={"pp": 2, **ZERO_BUBBLE}, share=0.36),
         "stages and split layers": Layout(processes=4, options={"pp": 2, "tp": 2}, share=0.4),
-        "stages and sequences": Layout(processes=4, options={"pp": 2, "cp": 2}, share=0.31),
         "a ring and split layers": Layout(processes=4, options={"cp": 2, "tp": 2, **RING}, share=0.4),
-        "experts and shards": Layout(processes=4, options={"ep": 2}, share=0.26),
         "stages and experts": Layout(processes=4, options={"pp": 2, "ep": 2}, share=0.31),
     }
+
+
+@pytest.mark.variant
+class TestReplicas(LayoutSuite):
+    alias = "mesh"
+    configure_model = staticmethod(split_heads)
+    layouts: ClassVar = {"replicas": Layout(processes=2, options={"dp_replicate": 2})}
 
 
 @pytest.mark.variant
@@ -56,6 +59,9 @@ class TestMoreOfFourRanks(LayoutSuite):
     alias = "mesh"
     configure_model = staticmethod(split_heads)
     layouts: ClassVar = {
+        "stages and shards": Layout(processes=4, options={"pp": 2}, share=0.31),
+        "stages and sequences": Layout(processes=4, options={"pp": 2, "cp": 2}, share=0.31),
+        "experts and shards": Layout(processes=4, options={"ep": 2}, share=0.26),
         "stages, GPipe": Layout(processes=4, options={"pp": 4, "schedule": "GPipe"}, share=0.4),
         "stages in turn and experts": Layout(processes=4, options={"pp": 2, "ep": 2, **TURNS}, share=0.36),
         "sequences and shards": Layout(processes=4, options={"cp": 2}, share=0.26),

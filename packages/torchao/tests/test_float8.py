@@ -34,7 +34,8 @@ def plain_losses():
 @pytest.mark.parametrize(
     ("flag", "base"),
     [
-        *((flag, "bf16-mixed") for flag in FLAGS),
+        ("float8", "bf16-mixed"),
+        *(pytest.param(flag, "bf16-mixed", marks=pytest.mark.variant) for flag in FLAGS if flag != "float8"),
         pytest.param("float8", "32-true", marks=pytest.mark.variant),
         pytest.param("float8", "bf16-true", marks=pytest.mark.variant),
     ],

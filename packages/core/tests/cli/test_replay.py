@@ -157,7 +157,7 @@ def test_sizes_are_those_of_all_layers_and_a_few_run(kind, saved, device_type):
 
 
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("factory", [lambda: chain(Block), transformer])
+@pytest.mark.parametrize("factory", [lambda: chain(Block), pytest.param(transformer, marks=pytest.mark.variant)])
 def test_sizes_without_casts_of_parameters_are_those_of_all_layers(factory, saved):
     options = {"device_type": "cuda", "saved": SAVED[saved], "forward_dtype": torch.bfloat16}
     replayed, real = (measured(factory, replays=replays, **options)[0] for replays in (True, False))
@@ -373,7 +373,9 @@ def test_layers_that_read_their_number_all_run(kind):
     assert_equal(size, measured(factory, replays=False)[0])
 
 
-@pytest.mark.parametrize("kind", [Twice, Reversed, Secret, OfViews, WithOthersBetween])
+@pytest.mark.parametrize(
+    "kind", [Twice, pytest.param(Reversed, marks=pytest.mark.variant), Secret, OfViews, WithOthersBetween]
+)
 def test_sizes_are_right_however_layers_are_called(kind):
     def factory():
         return kind([Block(index) for index in range(LAYERS)]), torch.zeros(4, 8)

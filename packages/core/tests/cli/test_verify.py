@@ -287,7 +287,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("factory", ["deep", "telling", "late", *REASONS])
+@pytest.mark.parametrize(
+    "factory", ["deep", *(pytest.param(name, marks=pytest.mark.variant) for name in ("telling", "late")), *REASONS]
+)
 def test_a_reduced_module_keeps_the_first_layers_that_repeat(verify, caplog, factory):
     Block.num_made = 0
     shown = verify(factory, "averaging", "--layers", "2", "--json")
