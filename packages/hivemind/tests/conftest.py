@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def collect_garbage():
-    """Collect them before another package's test, among the objects of this test: all of torch's would take a second."""
+    """Collect them before another package's test, among the objects of this test: all of torch's take a second."""
     gc.freeze()
     yield
     if "hivemind" in sys.modules:
