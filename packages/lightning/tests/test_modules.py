@@ -50,6 +50,10 @@ def reference(tmp_path_factory):
     return run(tmp_path_factory.mktemp("lightning"), "lightning", "ddp")
 
 
+BESIDE_LIGHTNING = pytest.mark.xdist_group("beside lightning")  # tests that share its training
+
+
+@BESIDE_LIGHTNING
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.variant), "fsdp"])
 def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
     seen = run(tmp_path, "dstrat", strategy)
@@ -59,6 +63,7 @@ def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
     assert seen["score"] == pytest.approx(seen["val_losses"][0], abs=1e-6)
 
 
+@BESIDE_LIGHTNING
 @pytest.mark.parametrize("strategy", ["dstrat_ddp", "dstrat_fsdp"])
 def test_lightnings_trainer_runs_strategies_of_dstrat(tmp_path, reference, strategy):
     seen = run(tmp_path, "lightning", strategy)
