@@ -263,7 +263,7 @@ def third_party_environment() -> Path:
         *(("--no-build-isolation", *step) for steps in THIRD_PARTY.values() for step in steps),
         pip=bootstrap() / "pip",
         inputs=(CONSTRAINTS, ROOT / "pyproject.toml", *(package / "pyproject.toml" for package in installed)),
-        first_import=f"{COMPILED}, pytest",
+        first_import=f"{COMPILED}, dstrat_colossalai.strategy, pytest",
     )
 
 
