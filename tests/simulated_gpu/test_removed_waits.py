@@ -1,0 +1,340 @@
+"""Each wait that a GPU needs is removed once: without it, numbers are wrong, or the simulator refuses the race."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from packages.mesh.tests import context_fits
+from tests.ranks import in_ranks
+from tests.simulated_gpu import test_activation_offload as offload
+from tests.simulated_gpu.test_training import DEVICE, Net, copied, loader, make_trainer, weights
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dstrat import SingleDeviceStrategy
+from dstrat.checkpoint.async_io import AsyncCheckpointIO
+from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.checkpoint.torch_file import TorchCheckpointIO
+from dstrat.parallel.activation_memory import ActivationMemory
+from dstrat.parallel.process_group import DEFAULT_TIMEOUT, open_process_group
+from dstrat.testing import simulated_gpu
+from dstrat_bagua import BaguaStrategy
+from dstrat_diloco import DiLoCoStrategy
+from dstrat_mesh import MeshStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+WRONG = "the numbers are wrong"
+
+
+# Removal of a line
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of ours.
+
+    Attributes:
+        where: Module and function, or method, that waits.
+        line: What waits, which the function has once.
+        run: Computes on simulated GPUs, and raises an error where the numbers are not right.
+        ranks: Number of ranks.
+        instead: What stands there without the wait.
+    """
+
+    where: str
+    line: str
+    run: Callable[[Any], None]
+    ranks: int = 1
+    instead: str = "pass"
+
+
+@contextmanager
+def removed(wait: Wait) -> Iterator[None]:
+    """In this context the function of this process does not wait."""
+    module_name, names = wait.where.split(":")
+    module = importlib.import_module(module_name)
+    function = inspect.unwrap(functools.reduce(getattr, names.split("."), module))
+    source = inspect.getsource(function)
+    assert source.count(wait.line) == 1, source
+    text = inspect.getsource(module).replace(source, source.replace(wait.line, wait.instead))
+    code = dict(functions(compile(text, str(module.__file__), "exec")))[names]
+    with mock.patch.object(function, "__code__", code):
+        yield
+
+
+def functions(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
+    """Yield the functions of a module, and the methods of its classes, each with its qualified name and its code."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            name = prefix + constant.co_name
+            if constant.co_flags & inspect.CO_OPTIMIZED:
+                yield name, constant
+            else:
+                yield from functions(constant, f"{name}.")
+
+
+def check(found, expected):
+    if found != expected:
+        raise AssertionError(f"{WRONG}: {found} instead of {expected}")
+
+
+# What computes with the waits
+
+
+def batches(_cluster):
+    total, sums = torch.zeros(4, device=DEVICE), []
+    for batch in copied([torch.full((4,), float(index)) for index in range(6)]):
+        total = total + batch * 2
+        sums.append(total)
+        del batch
+    check([one[0].item() for one in sums], [0, 2, 6, 12, 20, 30])
+
+
+def offloaded_activations(_cluster):
+    found, expected = (offload.trained(SingleDeviceStrategy(**options)) for options in (offload.OFFLOAD, {}))
+    check([values.tolist() for values in found], [values.tolist() for values in expected])
+
+
+def interrupted_backward(_cluster):
+    module = offload.Net().to(DEVICE)
+    ActivationMemory(offloads=True).select(module, torch.device(DEVICE), has_streams=True)()
+
+    def hook(_layer, _inputs, output):
+        output.register_hook(mock.Mock(side_effect=ValueError))
+
+    handle = module.blocks[2].register_forward_hook(hook)
+    with pytest.raises(ValueError):  # noqa: PT011 - of the hook
+        module.training_step([torch.zeros(offload.BATCH, offload.WIDTH, device=DEVICE)], 0).backward()
+    handle.remove()
+    check(torch.ones(offload.BATCH, offload.WIDTH, device=DEVICE).sum().item(), offload.BATCH * offload.WIDTH)
+
+
+def saved(make_io):
+    layer, stream = nn.Linear(4, 4, device=DEVICE), torch.Stream(DEVICE)
+    with torch.no_grad():
+        layer.weight.fill_(2)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            layer.weight.fill_(3)
+        io = make_io()
+        io.save_checkpoint({"state_dict": layer.state_dict()}, "saved")
+        torch.accelerator.current_stream().wait_stream(stream)
+        layer.weight.fill_(4)
+    io.teardown()
+    check(io.load_checkpoint("saved")["state_dict"]["weight"].unique().tolist(), [3])
+
+
+def saved_at_once(_cluster):
+    saved(PortableCheckpointIO)
+
+
+def saved_in_the_background(_cluster):
+    saved(lambda: AsyncCheckpointIO(PortableCheckpointIO()))
+
+
+def one_file_saved_in_the_background(_cluster):
+    layer, io = nn.Linear(4, 4, device=DEVICE), AsyncCheckpointIO(TorchCheckpointIO())
+    with torch.no_grad():
+        layer.weight.fill_(3)
+        io.save_checkpoint({"state_dict": layer.state_dict()}, "saved")
+        layer.weight.fill_(4)
+    io.teardown()
+    check(io.load_checkpoint("saved")["state_dict"]["weight"].unique().tolist(), [3])
+
+
+def predictions(_cluster):
+    net, trainer = Net(), make_trainer()
+    found = trainer.predict(net, loader())
+    expected = make_trainer(accelerator="cpu").predict(net, loader())
+    check([one.tolist() for one in found], [one.tolist() for one in expected])
+
+
+def trained(cluster, make_strategy, accelerator):
+    net = Net()
+    make_trainer(cluster, accelerator, strategy=make_strategy()).fit(net, loader())
+    return weights(net)
+
+
+def as_on_processors(cluster, make_strategy):
+    found, expected = (trained(cluster, make_strategy, accelerator) for accelerator in ("simulated_gpu", "cpu"))
+    check(torch.allclose(nn.utils.parameters_to_vector(found), nn.utils.parameters_to_vector(expected)), True)
+
+
+def gradients_of_buckets(cluster):
+    as_on_processors(cluster, BaguaStrategy)
+
+
+def gradients_in_a_thread(cluster):
+    as_on_processors(cluster, lambda: BaguaStrategy("gradient_allreduce", hierarchical=True))
+
+
+def decentralized(cluster):
+    as_on_processors(cluster, lambda: BaguaStrategy("decentralized", hierarchical=False))
+
+
+def decentralized_in_pairs(cluster):
+    pairs = {"peer_selection_mode": "shift_one", "hierarchical": False}
+    as_on_processors(cluster, lambda: BaguaStrategy("decentralized", **pairs))
+
+
+def low_precision(cluster):
+    as_on_processors(cluster, lambda: BaguaStrategy("low_precision_decentralized", hierarchical=False))
+
+
+def averaged_beside_another_stream(cluster):
+    with torch.Stream(torch.device("simgpu", cluster.local_rank)):
+        net, strategy = Net(), BaguaStrategy("async", sync_interval_ms=1)
+        make_trainer(cluster, strategy=strategy, max_epochs=30).fit(net, loader())
+        check(all(values.isfinite().all() for values in weights(net)), True)
+
+
+def means_in_flight(cluster):
+    as_on_processors(cluster, lambda: DiLoCoStrategy(inner="single_device", groups=2, sync_every=4, delay=2))
+
+
+def fit_on_a_mesh(cluster, accelerator, options):
+    module = context_fits.Net()
+    options = {"strategy": MeshStrategy(**options), "max_epochs": 1, "gradient_clip_val": 0.5}
+    make_trainer(cluster, accelerator, **options).fit(module, DataLoader(context_fits.data(), 2))
+    return module.losses
+
+
+def mesh_as_on_processors(cluster, **options):
+    found, expected = (fit_on_a_mesh(cluster, accelerator, options) for accelerator in ("simulated_gpu", "cpu"))
+    check(found == pytest.approx(expected, rel=1e-5), True)
+
+
+def stages(cluster):
+    mesh_as_on_processors(cluster, pp=2, microbatches=2)
+
+
+def ring(cluster):
+    mesh_as_on_processors(cluster, cp=2, context_parallel="ring")
+
+
+def shared_batches(cluster):
+    mesh_as_on_processors(cluster, tp=2)
+
+
+PREFETCH = "dstrat.data.prefetch"
+SAVED = "dstrat.parallel.activation_offload:_SavedTensors"
+CHECKPOINT = "dstrat.checkpoint.portable"
+AVERAGE = "dstrat_bagua.async_model_average:BackgroundAveraging._average"
+SYNCHRONIZE = "torch.get_device_module(self._device).synchronize(self._device)"
+IN_FLIGHT = "copy_(data, non_blocking=True)"
+
+WAITS = {
+    "a batch's memory is free before the next copy": Wait(
+        f"{PREFETCH}:prefetch", "copies.wait_stream(torch.accelerator.current_stream(device))", batches
+    ),
+    "a batch is there before its step": Wait(
+        f"{PREFETCH}:_awaited", "torch.accelerator.current_stream(device).wait_event(event)", batches
+    ),
+    "activations are computed before they are copied": Wait(
+        f"{SAVED}._copy",
+        "stream.wait_stream(torch.accelerator.current_stream(self._offload.device))",
+        offloaded_activations,
+    ),
+    "activations are copied before their memory is free": Wait(
+        f"{SAVED}.free_device", "self._offload.wait(self._copied)", offloaded_activations
+    ),
+    "activations are back before the backward pass": Wait(
+        f"{SAVED}.restore", "self._offload.wait(self._copied)", offloaded_activations
+    ),
+    "memory is free before activations come back": Wait(
+        f"{SAVED}._fetch", "stream.wait_stream(torch.accelerator.current_stream(device))", offloaded_activations
+    ),
+    "an error frees activations that come back": Wait(
+        f"{SAVED}._fetch", "target.record_stream(stream)", interrupted_backward
+    ),
+    "a step has ended before threads save it": Wait(
+        f"{CHECKPOINT}.checkpoint_io:PortableCheckpointIO._prepare",
+        "wait_for_devices(prepared.shard.devices)",
+        saved_at_once,
+    ),
+    "bytes are there before they are written": Wait(
+        f"{CHECKPOINT}.payload:Payload.view", "copy_(data)", saved_at_once, instead=IN_FLIGHT
+    ),
+    "copies are there before a thread writes them": Wait(
+        f"{CHECKPOINT}.checkpoint_io:StagingMemory.copy", "wait_for_devices(shard.devices)", saved_in_the_background
+    ),
+    "copies are there before a thread writes one file": Wait(
+        "dstrat.checkpoint.async_io:_Copies.copy", "wait_for_devices(self._devices)", one_file_saved_in_the_background
+    ),
+    "predictions are there before they are read": Wait(
+        "dstrat.interfaces.strategy:Strategy.to_host",
+        "tensor.cpu()",
+        predictions,
+        instead="tensor.to('cpu', non_blocking=True)",
+    ),
+    "gradients are exchanged before the step": Wait(
+        "dstrat_bagua.buckets:GradientExchange._finish", "work.wait()", gradients_of_buckets, 2
+    ),
+    "gradients are computed before a thread exchanges them": Wait(
+        "dstrat_bagua.communication:CommunicationThread._run", "ready.wait()", gradients_in_a_thread, 2
+    ),
+    "a thread has exchanged gradients before the step": Wait(
+        "dstrat_bagua.communication:Exchange.wait", "self.finished.wait()", gradients_in_a_thread, 2
+    ),
+    "a thread has averaged weights before the step": Wait(
+        "dstrat_bagua.decentralized:DecentralizedAlgorithm.before_step", "exchange.wait()", decentralized, 2
+    ),
+    "a pair has exchanged weights before it averages them": Wait(
+        "dstrat_bagua.decentralized:DecentralizedAlgorithm._exchange", "work.wait()", decentralized_in_pairs, 2
+    ),
+    "changes of neighbors are there before they are added": Wait(
+        "dstrat_bagua.low_precision_decentralized:LowPrecisionDecentralizedAlgorithm._send_to_neighbors",
+        "work.wait()",
+        low_precision,
+        2,
+    ),
+    "weights are copied before a thread averages them": Wait(
+        AVERAGE, f"{SYNCHRONIZE}  # the copies", averaged_beside_another_stream, 2
+    ),
+    "a thread has averaged weights before they are applied": Wait(
+        AVERAGE, f"{SYNCHRONIZE}\n        self", averaged_beside_another_stream, 2, "pass\n        self"
+    ),
+    "means of groups are there before they are applied": Wait(
+        "dstrat.parallel.collectives:wait_for_collective", "work.wait()", means_in_flight, 2
+    ),
+    "the loss is there before stages return it": Wait(
+        "dstrat_mesh.runner:StageRunner._share_loss", "work.wait()", stages, 2
+    ),
+    "keys are there before queries attend to them": Wait("dstrat_mesh.attention:_Transfer.wait", "work.wait()", ring, 2),
+    "batches of ranks are there before they are compared": Wait(
+        "dstrat_fsdp.shared_batch:SharedBatchStrategy._raise_for_other_batches", "work.wait()", shared_batches, 2
+    ),
+}
+
+
+def run_without(cluster, name):
+    """Compute with all waits, then without one of them."""
+    simulated_gpu.load()
+    wait = WAITS[name]
+    wait.run(cluster)
+    print("without it:")
+    with removed(wait):
+        wait.run(cluster)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_without_a_wait_numbers_are_wrong(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pytest.fail.Exception, match=f"without it:(.|\n)*({WRONG}|race on the simulated GPU)"):
+        in_ranks(run_without, WAITS[name].ranks, name=name)
