@@ -199,12 +199,12 @@ def averaged_beside_another_stream(cluster):
 
 
 def means_in_flight(cluster):
-    as_on_processors(cluster, lambda: DiLoCoStrategy(inner="single_device", groups=2, sync_every=4, delay=2))
+    as_on_processors(cluster, lambda: DiLoCoStrategy(groups=2, every=4, delay=2))
 
 
 def fit_on_a_mesh(cluster, accelerator, options):
     module = context_fits.Net()
-    options = {"strategy": MeshStrategy(**options), "max_epochs": 1, "gradient_clip_val": 0.5}
+    options = {"strategy": MeshStrategy(**options), "max_epochs": 1}
     make_trainer(cluster, accelerator, **options).fit(module, DataLoader(context_fits.data(), 2))
     return module.losses
 

@@ -15,6 +15,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <thread>
 
 namespace {
 
@@ -593,6 +594,13 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
 
 // Collectives: over gloo, in a stream of their own, which waits for the current one
 
+void wait_quietly(const Started& transfer) {
+  try {
+    transfer->wait();
+  } catch (const std::exception&) {  // the other rank has ended
+  }
+}
+
 // The current stream waits for the collective's, and the host does not.
 class StreamWork final : public c10d::Work {
  public:
@@ -606,6 +614,10 @@ class StreamWork final : public c10d::Work {
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{c10::Device(kType, device)});
     future_->markCompleted(c10::IValue(results_));
   }
+  // What nobody has waited for still arrives.
+  ~StreamWork() override {
+    if (transfer_ != nullptr) std::thread([transfer = std::move(transfer_)] { wait_quietly(transfer); }).detach();
+  }
   bool isCompleted() override { return transfer_ == nullptr || transfer_->isCompleted(); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
@@ -614,6 +626,7 @@ class StreamWork final : public c10d::Work {
   }
   void synchronize() override {
     if (transfer_ != nullptr) transfer_->wait();
+    transfer_ = nullptr;
     stream_waits_for(current_stream(device_), clock_);
     if (opType_ != c10d::OpType::BARRIER) return;
     report_synchronization("barrier");
