@@ -18,11 +18,12 @@ import torch.distributed as dist
 from packages.mesh.tests import context_fits
 from tests.ranks import in_ranks
 from tests.simulated_gpu import test_activation_offload as offload
+from tests.simulated_gpu.test_mesh import Unsharded
 from tests.simulated_gpu.test_training import DEVICE, Net, copied, loader, make_trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dstrat import SingleDeviceStrategy
+from dstrat import SingleDeviceStrategy, build
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
@@ -223,7 +224,14 @@ def ring(cluster):
 
 
 def shared_batches(cluster):
-    mesh_as_on_processors(cluster, tp=2)
+    strategy = Unsharded(tp=2)
+    build(strategy=strategy, accelerator="simulated_gpu", devices=cluster.world_size, plugins=[cluster])
+    strategy.connect(context_fits.Net())
+    strategy.setup_environment()
+    strategy.setup(SimpleNamespace(is_fitting=False))
+    strategy.check_same_batch("validation_step", torch.ones(2))
+    strategy.finish_training()
+    strategy.teardown()
 
 
 PREFETCH = "dstrat.data.prefetch"
