@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ from dstrat.parallel.activation_memory import ActivationMemory
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT, open_process_group
 from dstrat.testing import simulated_gpu
 from dstrat_bagua import BaguaStrategy
+from dstrat_deepspeed.internals import scale_partial_gradients
+from dstrat_deepspeed.unused_parameters import GradientOrder
 from dstrat_diloco import DiLoCoStrategy
 from dstrat_mesh import MeshStrategy
 
@@ -234,11 +238,74 @@ def shared_batches(cluster):
     strategy.teardown()
 
 
+def accelerator_of_deepspeed():
+    """In this context DeepSpeed, whose modules need not be installed, computes on simulated GPUs."""
+    accelerator = SimpleNamespace(
+        resolves_data_dependency=lambda: False,
+        Event=torch.Event,
+        current_stream=torch.accelerator.current_stream,
+        synchronize=torch.accelerator.synchronize,
+    )
+    module = SimpleNamespace(get_accelerator=lambda: accelerator)
+    return mock.patch.dict(sys.modules, {"deepspeed.accelerator": module})
+
+
+def gradients_on_the_host(_cluster):
+    gradients = torch.rand(4)
+    offloaded = torch.zeros(4).pin_memory()
+    optimizer = SimpleNamespace(
+        grad_partitions_flat_buffer=offloaded, micro_step_id=0, _epilogue_ran_this_backward=True, offload_optimizer=True
+    )
+    offloaded.copy_(gradients.to(DEVICE), non_blocking=True)
+    with accelerator_of_deepspeed():
+        scale_partial_gradients(optimizer, 0.5)
+    torch.accelerator.synchronize()
+    check(offloaded.tolist(), (gradients * 0.5).tolist())
+
+
+def deferred_gradients(_cluster):
+    """Let DeepSpeed get a gradient of another stream too early, and free it when it has been sent."""
+    first, second = parameters = [nn.Parameter(torch.zeros(4, device=DEVICE)) for _ in range(2)]
+    sent = []
+    optimizer = SimpleNamespace(
+        bit16_groups=[parameters],
+        get_param_id=parameters_by_id(parameters),
+        get_gradient_for_reduction=lambda parameter: parameter.grad,
+        reduce_independent_p_g_buckets_and_remove_grads=lambda parameter, _group: sent.append(parameter.grad * 2),
+        overlapping_partition_gradients_reduce_epilogue=lambda: None,
+        reduce_bucket_size=1000,
+        ready_for_gradients=True,
+        dp_process_group=None,
+    )
+    GradientOrder(optimizer)
+    stream = torch.Stream(DEVICE)
+    alone = mock.patch.multiple(dist, all_reduce=mock.DEFAULT, broadcast=mock.DEFAULT, get_global_rank=mock.DEFAULT)
+    with accelerator_of_deepspeed(), alone:
+        for parameter in parameters:  # the order of later passes
+            parameter.grad = torch.ones(4, device=DEVICE)
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, 0)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
+        with stream:
+            second.grad = torch.full((4,), 3.0, device=DEVICE)
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads(second, 0)
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads(first, 0)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
+    second.grad = None
+    with stream:
+        torch.zeros(4, device=DEVICE)
+    check([gradient[0].item() for gradient in sent], [2, 2, 2, 6])
+
+
+def parameters_by_id(parameters):
+    return lambda parameter: next(index for index, one in enumerate(parameters) if one is parameter)
+
+
 PREFETCH = "dstrat.data.prefetch"
 SAVED = "dstrat.parallel.activation_offload:_SavedTensors"
 CHECKPOINT = "dstrat.checkpoint.portable"
 AVERAGE = "dstrat_bagua.async_model_average:BackgroundAveraging._average"
 SYNCHRONIZE = "torch.get_device_module(self._device).synchronize(self._device)"
+DEFERRED = "dstrat_deepspeed.unused_parameters:_wait_for"
 IN_FLIGHT = "copy_(data, non_blocking=True)"
 
 WAITS = {
@@ -318,10 +385,35 @@ WAITS = {
     "the loss is there before stages return it": Wait(
         "dstrat_mesh.runner:StageRunner._share_loss", "work.wait()", stages, 2
     ),
-    "keys are there before queries attend to them": Wait("dstrat_mesh.attention:_Transfer.wait", "work.wait()", ring, 2),
+    "keys are there before queries attend to them": Wait(
+        "dstrat_mesh.attention:_Transfer.wait", "work.wait()", ring, 2
+    ),
     "batches of ranks are there before they are compared": Wait(
         "dstrat_fsdp.shared_batch:SharedBatchStrategy._raise_for_other_batches", "work.wait()", shared_batches, 2
     ),
+    "a deferred gradient is computed before it is sent": Wait(DEFERRED, "stream.wait_event(event)", deferred_gradients),
+    "a deferred gradient is freed when it has been sent": Wait(
+        DEFERRED, "gradient.record_stream(stream)", deferred_gradients
+    ),
+    "gradients are on the host before they are scaled": Wait(
+        "dstrat_deepspeed.internals:_multiply",
+        'import_module("deepspeed.accelerator").get_accelerator().synchronize()',
+        gradients_on_the_host,
+    ),
+}
+
+# Waits that cannot be removed by themselves, or change no numbers
+CALLED_BY_THOSE = {
+    "torch.accelerator.current_stream(self.device).wait_event(event)": "of activations that are copied, and back",
+    "torch.accelerator.synchronize(device)": "in wait_for_devices",
+    "wait_for_collective(self._work)": "in both halves of a mean",
+    "pair = transfer.wait()": "of keys",
+    "pair, of_pair = transfer.wait(), _Transfer(of_pair, group).wait()": "of keys",
+}
+OF_NO_NUMBERS = {
+    "torch.accelerator.synchronize(self.device)": "in a measurement of times",
+    "work.wait()": "in measurements of times",
+    "send.work.wait()": "bounds memory: what is sent is kept until it has arrived",
 }
 
 
@@ -340,3 +432,25 @@ def test_without_a_wait_numbers_are_wrong(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pytest.fail.Exception, match=f"without it:(.|\n)*({WRONG}|race on the simulated GPU)"):
         in_ranks(run_without, WAITS[name].ranks, name=name)
+
+
+WAITING = re.compile(
+    r"\.(wait_stream|wait_event|record_stream|synchronize)\(|\bwait_for_(devices|collective)\(|"
+    r"\b(work|ready|finished|exchange|transfer)\.wait\(\)"
+)
+ON_SIMULATED_GPUS = ("bagua", "core", "ddp", "deepspeed", "diloco", "fsdp", "mesh")
+
+
+def waits_of(package):
+    """Return the lines of a package that wait for a device, without comments."""
+    for path in sorted((PACKAGES / package / "src").rglob("*.py")):
+        if "testing" not in path.parts:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if WAITING.search(line) and not line.lstrip().startswith("def "):
+                    yield line.partition("  # ")[0].strip()
+
+
+def test_every_wait_is_removed_or_has_a_reason():
+    lines = {line for package in ON_SIMULATED_GPUS for line in waits_of(package)}
+    in_cases = {line for line in lines for wait in WAITS.values() if line in wait.line}
+    assert lines - in_cases == CALLED_BY_THOSE.keys() | OF_NO_NUMBERS.keys() - in_cases
