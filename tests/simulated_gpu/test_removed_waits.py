@@ -30,7 +30,6 @@ from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.parallel.activation_memory import ActivationMemory
-from dstrat.parallel.process_group import DEFAULT_TIMEOUT, open_process_group
 from dstrat.testing import simulated_gpu
 from dstrat_bagua import BaguaStrategy
 from dstrat_deepspeed.internals import scale_partial_gradients
@@ -119,7 +118,7 @@ def interrupted_backward(_cluster):
         output.register_hook(mock.Mock(side_effect=ValueError))
 
     handle = module.blocks[2].register_forward_hook(hook)
-    with pytest.raises(ValueError):  # noqa: PT011 - of the hook
+    with pytest.raises(ValueError):
         module.training_step([torch.zeros(offload.BATCH, offload.WIDTH, device=DEVICE)], 0).backward()
     handle.remove()
     check(torch.ones(offload.BATCH, offload.WIDTH, device=DEVICE).sum().item(), offload.BATCH * offload.WIDTH)
