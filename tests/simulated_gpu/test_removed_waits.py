@@ -191,10 +191,6 @@ def decentralized_in_pairs(cluster):
     as_on_processors(cluster, lambda: BaguaStrategy("decentralized", **pairs))
 
 
-def low_precision(cluster):
-    as_on_processors(cluster, lambda: BaguaStrategy("low_precision_decentralized", hierarchical=False))
-
-
 def averaged_beside_another_stream(cluster):
     with torch.Stream(torch.device("simgpu", cluster.local_rank)):
         net, strategy = Net(), BaguaStrategy("async", sync_interval_ms=1)
@@ -364,13 +360,7 @@ WAITS = {
         "dstrat_bagua.decentralized:DecentralizedAlgorithm.before_step", "exchange.wait()", decentralized, 2
     ),
     "a pair has exchanged weights before it averages them": Wait(
-        "dstrat_bagua.decentralized:DecentralizedAlgorithm._exchange", "work.wait()", decentralized_in_pairs, 2
-    ),
-    "changes of neighbors are there before they are added": Wait(
-        "dstrat_bagua.low_precision_decentralized:LowPrecisionDecentralizedAlgorithm._send_to_neighbors",
-        "work.wait()",
-        low_precision,
-        2,
+        "dstrat_bagua.communication:Ranks.exchange", "work.wait()", decentralized_in_pairs, 2
     ),
     "weights are copied before a thread averages them": Wait(
         AVERAGE, f"{SYNCHRONIZE}  # the copies", averaged_beside_another_stream, 2
