@@ -345,7 +345,7 @@ def test_neighbours_are_connected_before_the_first_step():
 
 
 def groups_of_a_step(cluster, **options):
-    """Return the number of messages of a step by the groups that have them, and the names of groups with collectives."""
+    """Return the number of messages in a step by the names of groups, and the names of groups with collectives."""
     strategy = started(cluster, **options)
     groups = {group.group_name: group for group in strategy._pipeline._links.groups}
     before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
