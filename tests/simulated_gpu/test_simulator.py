@@ -88,6 +88,18 @@ def test_memory_that_another_stream_uses_is_not_free_yet():
         torch.empty(3, device=DEVICE)
 
 
+def test_memory_is_free_while_a_copy_of_it_has_not_run():
+    stream, used, host = torch.Stream(DEVICE), torch.ones(3, device=DEVICE), torch.zeros(3).pin_memory()
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        host.copy_(used, non_blocking=True)
+    del used
+    with pytest.raises(RuntimeError, match="an allocation on stream 0 reuses memory that aten::copy_"):
+        torch.empty(3, device=DEVICE)
+    stream.synchronize()
+    assert host.tolist() == [1, 1, 1]
+
+
 def test_recorded_memory_stays_until_its_stream_has_used_it():
     stream, used = torch.Stream(DEVICE), torch.ones(3, device=DEVICE)
     stream.wait_stream(torch.accelerator.current_stream())
@@ -227,9 +239,9 @@ def collectives(cluster):
         dist.all_gather(gathered, mean[:1] + rank)
         one = torch.full((1,), float(rank), device=device)
         received = torch.empty(1, device=device)
-        for request in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, one, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
-        ):
+        messages = [dist.P2POp(dist.isend, one, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        dist.batch_isend_irecv(messages)  # arrive also where nobody waits for them
+        for request in dist.batch_isend_irecv(messages):
             request.wait()
     assert waits == []
     values = [total.tolist(), mean.tolist(), torch.cat(gathered).tolist(), received.tolist()]

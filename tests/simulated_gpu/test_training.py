@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dstrat import Callback, Trainer, TrainModule
+from dstrat import Callback, OwnLoop, Trainer, TrainModule, build
 from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
@@ -115,6 +115,49 @@ def test_batches_of_all_epochs_are_copied_on_one_stream():
     for _ in range(3):
         assert [batch.tolist() for batch in prefetch([torch.ones(1)], move, torch.device(DEVICE))] == [[1]]
     assert len(streams) == 1
+
+
+class CountedSamples(TensorDataset):
+    """Counts the samples that this process has loaded."""
+
+    loaded = 0
+
+    def __getitem__(self, index):
+        self.loaded += 1
+        return super().__getitem__(index)
+
+
+class CountingNet(Net):
+    """Notes in each step how many samples have been loaded."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples, self.counts = samples, []
+
+    def training_step(self, batch, batch_idx):
+        self.counts.append(self.samples.loaded)
+        return super().training_step(batch, batch_idx)
+
+
+def counted_by_trainer(net, batches):
+    make_trainer(max_epochs=1).fit(net, batches)
+
+
+def counted_by_loop(net, batches):
+    def count(loop):
+        loop.setup(net, lambda net: torch.optim.SGD(net.parameters()))
+        for _ in loop.training_loader(batches):
+            net.counts.append(net.samples.loaded)
+
+    OwnLoop(build(strategy="single_device", accelerator="simulated_gpu", devices=1)).launch(count)
+
+
+@pytest.mark.parametrize("count", [counted_by_trainer, counted_by_loop])
+def test_samples_that_this_process_loads_are_not_read_ahead(count):
+    samples = CountedSamples(torch.zeros(12, 6), torch.zeros(12, 3))  # a resume would draw their random numbers again
+    net = CountingNet(samples)
+    count(net, DataLoader(samples, batch_size=4))
+    assert net.counts == [4, 8, 12]
 
 
 # Checkpoints

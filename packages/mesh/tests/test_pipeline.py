@@ -330,10 +330,9 @@ def test_messages_of_a_shared_parameter_have_a_group_without_other_ranks():
 
 
 def messages_before_a_step(cluster, **options):
-    """Return how many messages each further group of the pipeline has had on this rank after the setup."""
+    """Return how many messages each way of the pipeline has had on this rank after the setup."""
     strategy = started(cluster, **options)
-    further = strategy._pipeline._links.groups[1:]
-    counts = [group._get_sequence_number_for_group() for group in further]
+    counts = [group._get_sequence_number_for_group() for group in strategy._pipeline._links.groups]
     strategy.teardown()
     return counts
 
@@ -341,8 +340,28 @@ def messages_before_a_step(cluster, **options):
 @pytest.mark.on_cpu  # whose groups have sequence numbers
 def test_neighbours_are_connected_before_the_first_step():
     for counts in in_ranks(messages_before_a_step, pp=2, schedule="Interleaved1F1B"):
-        assert len(counts) == 3
+        assert len(counts) == 4
         assert min(counts) > 0
+
+
+def groups_of_a_step(cluster, **options):
+    """Return the number of messages in a step by the names of groups, and the names of groups with collectives."""
+    strategy = started(cluster, **options)
+    groups = {group.group_name: group for group in strategy._pipeline._links.groups}
+    before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+    train(strategy, steps=1)
+    counts = {name: group._get_sequence_number_for_group() - before[name] for name, group in groups.items()}
+    collective = {dist.group.WORLD.group_name, strategy.device_mesh.get_group("pp").group_name}
+    strategy.teardown()
+    return counts, collective
+
+
+@pytest.mark.on_cpu  # as above
+def test_activations_have_groups_without_collectives():
+    for counts, collective in in_ranks(groups_of_a_step, pp=2):
+        assert len(counts) == 2  # activations and gradients
+        assert min(counts.values()) > 0
+        assert not counts.keys() & collective
 
 
 class Unused(SharedNet):

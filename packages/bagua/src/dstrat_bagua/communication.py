@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from dstrat.errors import PeerError, RequestError
+from dstrat.parallel.collectives import uses_host_memory
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.process_group import wait_for_all_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -93,6 +94,21 @@ class Ranks:
         """Replace a tensor by its average over the ranks that run the algorithm, as an exchange of :meth:`run`."""
         dist.all_reduce(values, group=self.group)
         values.div_(self.size)  # not ReduceOp.AVG, which Gloo lacks
+
+    def exchange(self, values: Tensor, peers: Iterable[int]) -> dict[int, Tensor]:
+        """Send a tensor to other ranks that run the algorithm, and return what each of them sends; it blocks.
+
+        Args:
+            values: A tensor of the same shape and dtype on all of them.
+            peers: Their ranks in the job.
+        """
+        sent = values.cpu() if uses_host_memory() else values  # gloo sends from the memory of the host only
+        received = {peer: torch.empty_like(sent) for peer in peers}
+        operations = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in received]
+        operations += [dist.P2POp(dist.irecv, buffer, peer, self.group) for peer, buffer in received.items()]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return {peer: buffer.to(values.device) for peer, buffer in received.items()}
 
     def release(self) -> None:
         """Drop the groups, which end with that of the job."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from dstrat.errors import RequestError
 from dstrat_bagua.algorithm import Algorithm, check_choice, check_count, check_flag
@@ -81,14 +80,8 @@ class DecentralizedAlgorithm(Algorithm):
         ranks = self._ranks
 
         def average_pair(values: Tensor) -> None:
-            peer, received = ranks.members[shifted_peer(ranks.rank, ranks.size, exchanges)], torch.empty_like(values)
-            operations = [
-                dist.P2POp(dist.isend, values, peer, ranks.group),
-                dist.P2POp(dist.irecv, received, peer, ranks.group),
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            values.add_(received).div_(2)
+            peer = ranks.members[shifted_peer(ranks.rank, ranks.size, exchanges)]
+            values.add_(ranks.exchange(values, [peer])[peer]).div_(2)
 
         ranks.run(ranks.average if self.peer_selection_mode == "all" else average_pair, flat)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from dstrat_bagua.algorithm import Algorithm, check_count, check_flag, check_real
 from dstrat_bagua.buckets import divide_into_buckets
@@ -92,11 +91,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         """Return what the previous and the following rank have sent."""
         ranks = self._ranks
         previous, following = (ranks.members[(ranks.rank + shift) % ranks.size] for shift in (-1, 1))
-        received = {peer: torch.empty_like(sent) for peer in (previous, following)}  # one for both in a ring of two
-        operations = [dist.P2POp(dist.isend, sent, peer, ranks.group) for peer in received]
-        operations += [dist.P2POp(dist.irecv, buffer, peer, ranks.group) for peer, buffer in received.items()]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        received = ranks.exchange(sent, (previous, following))  # one message in a ring of two
         return received[previous], received[following]
 
     def rank_state(self) -> dict[str, Any]:

@@ -259,9 +259,11 @@ class PipelineRun:
         check_called(module, self._pipeline)
         self._stages = Stages.of(module, self._pipeline, axes.pp, schedule.stages_per_rank)
         groups = axes.groups(PIPELINE)
-        num_new = 3 if schedule.stages_per_rank > 1 else 1
+        num_ways = 4 if schedule.stages_per_rank > 1 else 2
         with new_connections():
-            further = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_new)]
+            # Not the group of the mesh, which is that of the job where a pipeline has all ranks: NCCL would send
+            # activations in turn with its collectives.
+            ways = [dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0] for _ in range(num_ways)]
             # Those of shared parameters have no other ranks: the first messages in a group of NCCL need all of them.
             self._groups_of_shared: dict[tuple[int, ...], Any] = {}
             for positions in sorted({shared.positions for shared in self._stages.shared}):
@@ -271,7 +273,8 @@ class PipelineRun:
         self._links = Links(
             position=mesh.get_local_rank(PIPELINE),
             ranks=next(group for group in groups if dist.get_rank() in group),
-            groups=[mesh.get_group(PIPELINE), *further],
+            groups=ways,
+            collective_group=mesh.get_group(PIPELINE),
             device=device,
         )
         self._layers_of_stages = self._stages.layers_at(self._links.position)
@@ -576,7 +579,7 @@ class PipelineRun:
             position = stage % len(links.ranks)
             modules = [inner for layer in layers for inner in layer.modules()]
             box = [[_state_beside_parameters(inner) for inner in modules] if position == links.position else None]
-            dist.broadcast_object_list(box, links.ranks[position], group=links.groups[0], device=links.device)
+            dist.broadcast_object_list(box, links.ranks[position], group=links.collective_group, device=links.device)
             for inner, (outlines, extra) in zip(modules, box[0] or [], strict=True):
                 if extra is not None and position != links.position:
                     inner.set_extra_state(extra)

@@ -44,12 +44,14 @@ class Links:
         ranks: The ranks in order.
         groups: Groups of these ranks: of activations and of gradients; and of both again between the last and the
             first rank, if each has several stages.  With NCCL, one group would wait for messages in the wrong order.
+        collective_group: Group of these ranks for what all of them take part in.
         device: The device of this rank.
     """
 
     position: int
     ranks: Sequence[int]
     groups: Sequence[ProcessGroup]
+    collective_group: ProcessGroup
     device: torch.device
 
     @property
@@ -86,7 +88,7 @@ class Links:
 
     def from_position(self, tensor: Tensor, position: int) -> Tensor:
         """Return a tensor, overwritten by that of the rank at a position, -1 for the last; collective over them."""
-        dist.broadcast(tensor, self.ranks[position], group=self.groups[0])
+        dist.broadcast(tensor, self.ranks[position], group=self.collective_group)
         return tensor
 
 
@@ -240,7 +242,7 @@ class StageRunner:
     def _share_loss(self, loss: Tensor) -> Tensor:
         """Return the loss that the last rank has, on every rank; collective over the ranks."""
         links = self._links
-        group = links.groups[0]
+        group = links.collective_group
         if not links.is_last:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, loss, links.ranks[-1], group=group)]):
                 work.wait()

@@ -201,6 +201,17 @@ def loads_in_workers(loader: Any) -> bool:
     return all(isinstance(leaf, DataLoader) and leaf.num_workers > 0 for leaf in source_leaves(loader))
 
 
+def reads_ahead(loader: Any, *, copies_ahead: bool) -> bool:
+    """Return whether the next batch is loaded and copied to the device before the step of the one before.
+
+    Args:
+        loader: The loader.
+        copies_ahead: Whether the device copies during a step.
+    """
+    # Else a checkpoint would have the random state after samples that a resume loads again.
+    return copies_ahead and loads_in_workers(loader)
+
+
 def length_of(loader: Any) -> int | None:
     """Return the number of batches of a loader, None where it is unknown."""
     try:

@@ -13,6 +13,7 @@ from dstrat.data.loaders import (
     loads_in_workers,
     prepare_evaluation_loader,
     prepare_training_loader,
+    reads_ahead,
 )
 from dstrat.data.prefetch import move_batches
 from dstrat.data.resume import convert_position, share_seeds, shared_seeds
@@ -58,7 +59,8 @@ class TrainingLoader:
         self._limit = self._agreed_limit()  # each epoch, as the length of a sampler may change
         if self._reader.beginning is None:  # as before a first epoch, or if a checkpoint lacks it
             self.batches_done = 0
-        is_read_ahead = _copies_ahead(self._strategy, self._loader) or not length_is_certain(self._loader)
+        copies_ahead = self._strategy.copies_ahead
+        is_read_ahead = reads_ahead(self._loader, copies_ahead=copies_ahead) or not length_is_certain(self._loader)
         loader = self._reader.read(self._loader, self.batches_done, is_read_ahead=is_read_ahead)
         remaining = itertools.count() if self._limit is None else range(self._limit - self.batches_done)
         # The loader comes first in the zip, as it may end before the limit.
@@ -171,12 +173,6 @@ class EvaluationLoader:
 def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
     """Return a loader's batches on the strategy's device; with streams, copies overlap with the previous step."""
     in_threads = strategy.prefetches and loads_in_workers(loader)
-    move = strategy.batch_to_device
-    ahead = _copies_ahead(strategy, loader)
-    return move_batches(batches, move, strategy, in_threads=in_threads, pins=strategy.copies_ahead, ahead=ahead)
-
-
-def _copies_ahead(strategy: Strategy, loader: Any) -> bool:
-    """Return whether the next batch is loaded and copied before the step of the one before."""
-    # Else a checkpoint would have the random state after samples that a resume loads again.
-    return strategy.copies_ahead and loads_in_workers(loader)
+    move, copies_ahead = strategy.batch_to_device, strategy.copies_ahead
+    ahead = reads_ahead(loader, copies_ahead=copies_ahead)
+    return move_batches(batches, move, strategy, in_threads=in_threads, pins=copies_ahead, ahead=ahead)

@@ -5,7 +5,8 @@ machine has two, and ``Trainer(accelerator="simulated_gpu", devices=2)`` trains 
 becomes an error or a wrong number:
 
 - a copy between pinned memory and the device that nobody waited for has not happened;
-- memory of another stream, used without waiting for that stream, raises;
+- memory of another stream, used without waiting for that stream, raises; so does an allocation that may reuse memory
+  which was freed while another stream still uses it;
 - each wait of the host for the device is counted, with its stack: :func:`synchronizations`;
 - tensors of the device and of the CPU do not mix; memory can be limited; a forked process cannot use the device;
 - collectives run in a stream of their own, over gloo.

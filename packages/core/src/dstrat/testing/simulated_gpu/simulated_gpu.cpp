@@ -15,6 +15,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <thread>
 
 namespace {
 
@@ -202,7 +203,7 @@ DeviceMemory memory_of[kMaxDevices];
 std::map<int, std::vector<Freed>> freed_blocks;  // by the stream that allocated them
 
 struct Block {
-  c10::DataPtr memory;
+  std::shared_ptr<c10::DataPtr> memory;  // shared with copies that have not run: they see what is freed meanwhile
   c10::DeviceIndex device;
   int64_t bytes;
   int stream;
@@ -227,7 +228,7 @@ bool is_ordered(const Clock& clock, int stream, const Access& access) {
 }
 
 Block::Block(c10::DataPtr&& held, c10::DeviceIndex on, int64_t size, const std::string& made_by)
-    : memory(std::move(held)), device(on), bytes(size), stream(current_stream(on)) {
+    : memory(std::make_shared<c10::DataPtr>(std::move(held))), device(on), bytes(size), stream(current_stream(on)) {
   const Lock lock;
   DeviceMemory& total = memory_of[device];
   TORCH_CHECK_WITH(
@@ -484,6 +485,18 @@ void before(const Operation& operation) {
 
 void call_kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) { handle.callBoxed(stack); }
 
+// A tensor of the CPU in the memory of one, which may be freed before: a copy keeps no memory of the device.
+at::Tensor in_memory_of(const at::Tensor& tensor) {
+  Block* block = is_on_device(tensor) ? block_of(tensor.storage().data_ptr()) : nullptr;
+  if (block == nullptr) return tensor;
+  using Memory = std::shared_ptr<c10::DataPtr>;
+  c10::DataPtr shared(
+      block->memory->get(), new Memory(block->memory), [](void* memory) { delete static_cast<Memory*>(memory); },
+      c10::Device(c10::DeviceType::CPU));
+  const size_t bytes = tensor.storage().nbytes();
+  return tensor_in(storage_of(std::move(shared), bytes, c10::GetCPUAllocator()), c10::DispatchKey::CPU, tensor);
+}
+
 constexpr size_t kStagedByDriver = 64 * 1024;  // bytes of pageable memory that a copy takes along without waiting
 
 // Two devices: both streams wait for each other, as torch's copies do.
@@ -517,17 +530,18 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (non_blocking && is_pinned(host.storage().data())) {
     const Lock lock;
     const int64_t operation = launch.enqueue();
-    state_of(stream).queue.push_back({operation, [stream, operation, source, target, to_host] {
+    const at::Tensor late_source = in_memory_of(from), late_target = in_memory_of(to);
+    state_of(stream).queue.push_back({operation, [stream, operation, to_host, late_source, late_target] {
       const BelowAutograd below;
       if (to_host) {
-        state_of(stream).host_writes.push_back({operation, [target, values = source.clone()] {
+        state_of(stream).host_writes.push_back({operation, [late_target, values = late_source.clone()] {
           const BelowAutograd still_below;
-          target.copy_(values);
+          late_target.copy_(values);
         }});
       } else {
         for (const auto& [other, reached] : state_of(stream).clock) write_host(other, reached);
         write_host(stream, operation);  // what the stream has copied to the same memory of the host
-        target.copy_(source);
+        late_target.copy_(late_source);
       }
     }});
     return to;
@@ -580,6 +594,13 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
 
 // Collectives: over gloo, in a stream of their own, which waits for the current one
 
+void wait_quietly(const Started& transfer) {
+  try {
+    transfer->wait();
+  } catch (const std::exception&) {  // the other rank has ended
+  }
+}
+
 // The current stream waits for the collective's, and the host does not.
 class StreamWork final : public c10d::Work {
  public:
@@ -593,6 +614,10 @@ class StreamWork final : public c10d::Work {
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{c10::Device(kType, device)});
     future_->markCompleted(c10::IValue(results_));
   }
+  // What nobody has waited for still arrives.
+  ~StreamWork() override {
+    if (transfer_ != nullptr) std::thread([transfer = std::move(transfer_)] { wait_quietly(transfer); }).detach();
+  }
   bool isCompleted() override { return transfer_ == nullptr || transfer_->isCompleted(); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
@@ -601,6 +626,7 @@ class StreamWork final : public c10d::Work {
   }
   void synchronize() override {
     if (transfer_ != nullptr) transfer_->wait();
+    transfer_ = nullptr;
     stream_waits_for(current_stream(device_), clock_);
     if (opType_ != c10d::OpType::BARRIER) return;
     report_synchronization("barrier");

@@ -13,7 +13,14 @@ from dstrat.data.epoch_reader import EpochReader
 from dstrat.data.equal_length import agreed_length
 from dstrat.data.global_batch import samples_per_batch
 from dstrat.data.limits import limit_of, round_to_items
-from dstrat.data.loaders import length_is_certain, length_of, loads_in_workers, prepare_training_loader, sequential
+from dstrat.data.loaders import (
+    length_is_certain,
+    length_of,
+    loads_in_workers,
+    prepare_training_loader,
+    reads_ahead,
+    sequential,
+)
 from dstrat.data.prefetch import move_batches
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import mover_to
@@ -143,8 +150,7 @@ class TrainingData:
         if num_remaining is not None:
             num_remaining = max(0, num_remaining // self.batches_per_item - done)
         pins = can_copy_ahead(run)
-        # Else a checkpoint would have the random state after samples that a resume loads again.
-        ahead = pins and loads_in_workers(self.loader)
+        ahead = reads_ahead(self.loader, copies_ahead=pins)
         is_read_ahead = ahead or num_remaining is None or not length_is_certain(self.loader)
         loader = self.reader.read(self.loader, done, is_read_ahead=is_read_ahead, is_over=is_over)
         move = run.profiled("transfer_batch", batch_mover(run))
