@@ -238,8 +238,9 @@ class ShardedModule:
             unit.set_reshard_after_backward(enabled, recurse=False)
 
     def begin_backward(self) -> None:
-        """Let a backward pass compute the gradients of those scalars that require them now, as it does for shards."""
+        """Let a backward pass compute the gradients of those parameters that require them now."""
         self._scalars.make_plain()
+        internals.set_gradient_dtypes(self._units)
 
     def end_backward(self) -> None:
         """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective.
