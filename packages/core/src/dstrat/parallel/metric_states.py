@@ -80,15 +80,8 @@ def _syncs_by_itself(metric: Any) -> bool:
 
 
 class _RankState(NamedTuple):
-    """The state of a metric on a rank that has updated it.
+    """The state of a metric on a rank that has updated it."""
 
-    Attributes:
-        reader: Index of the rank among those that read different data, or in a process group.
-        update_count: Number of its updates.
-        values: Its states by name.
-    """
-
-    reader: int
     update_count: int
     values: dict[str, Any]
 
@@ -98,23 +91,24 @@ def _merged_state(metric: Any, strategy: Strategy, group: Any) -> dict[str, Any]
 
     Ranks without an update are left out: defaults are no values for a mean, a maximum or a minimum.
 
-    A value that is computed from it in a step (``dist_sync_on_step=True``) may be a loss.  Each rank has the gradient
-    of its own state, multiplied by the number of ranks, which all compute the same value: the mean of their gradients
-    is that of one device.
+    A value that is computed in a step (``dist_sync_on_step=True``) may be a loss.  It is the same on all ranks, and
+    each has the gradient of its own data only, times the number of ranks: their mean is the gradient of one device.
     """
-    share = {"rank": 0, "num_replicas": 1} | strategy.distributed_sampler_kwargs
-    reader = share["rank"] if group is None else strategy.global_rank
-    rank_state = _RankState(reader, max(int(metric.update_count), 1), _states(metric))
+    local = _RankState(max(int(metric.update_count), 1), _states(metric))
     was_updated = _was_updated(metric)
     # Ranks that read the same data count once.
-    counts = was_updated and (group is not None or strategy.is_first_reader)
-    messages = _gather_bytes(_pack(rank_state if counts else None), strategy, group)
-    states = [state for state in (_unpack(message, metric.device) for message in messages) if state is not None]
+    reader = strategy.first_reader if group is None else strategy.global_rank
+    counts = was_updated and reader == strategy.global_rank
+    messages = _gather_bytes(_pack((reader, local if counts else None)), strategy, group)
+    of_ranks = [_unpack(message, metric.device) for message in messages]
+    num_readers = len({reader for reader, _ in of_ranks})
+    states = [
+        _with_gradients(state, local, num_readers) if was_updated and sender == reader else state
+        for sender, state in of_ranks
+        if state is not None
+    ]
     if not states:
         return {}
-    if was_updated:
-        num_readers = share["num_replicas"] if group is None else len(messages)
-        states = [_with_gradients(s, rank_state, num_readers) if s.reader == reader else s for s in states]
     takes_turns = _has_an_item_for_each_update(metric, states)
     return {
         name: _merged(reduction, [state.values[name] for state in states], states, takes_turns=takes_turns)
@@ -125,7 +119,7 @@ def _merged_state(metric: Any, strategy: Strategy, group: Any) -> dict[str, Any]
 def _with_gradients(sent: _RankState, local: _RankState, factor: int) -> _RankState:
     """Return a state that was sent, with the gradients of the local one multiplied by a factor."""
 
-    # Without a collective in the backward pass, which a rank may not run.
+    # Not by a collective in the backward pass, which some ranks may not run.
     def with_gradient(value: Any, source: Any) -> Any:
         if isinstance(source, list):
             return [with_gradient(item, source_item) for item, source_item in zip(value, source, strict=True)]
