@@ -92,7 +92,7 @@ class TrainerAccess:
         strategy = self.trainer.strategy
 
         def gather(tensor: Tensor) -> Tensor:
-            whole = tensor if sync_grads else full_value(tensor)
-            return strategy.all_gather(whole, group=group, sync_grads=sync_grads)
+            full = tensor if sync_grads else full_value(tensor)
+            return strategy.all_gather(full, group=group, sync_grads=sync_grads)
 
         return apply_to_tensors(numbers_to_tensors(data, strategy.root_device), gather)
