@@ -88,7 +88,8 @@ def set_gradient_dtypes(units: Iterable[FSDPModule]) -> None:
     """
     for unit in units:
         for group in _groups(unit._get_fsdp_state()):
-            if group._orig_dtype is None and any(param.sharded_param.requires_grad for param in group.fsdp_params):
+            has_none = getattr(group, "_orig_dtype", ...) is None  # absent before the first forward pass of the unit
+            if has_none and any(param.sharded_param.requires_grad for param in group.fsdp_params):
                 group._init_mp_dtypes()
 
 
