@@ -28,6 +28,7 @@ from dstrat_fsdp.checks import (
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
+from dstrat_fsdp.parameters import accept_full_tensors
 from dstrat_fsdp.scalars import ScalarParameters
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 _logger = logging.getLogger(__name__)
 
@@ -155,6 +157,7 @@ class ShardedModule:
         self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
         self._assignments: AssignmentGuard | None = None
+        self._load_hooks: Sequence[RemovableHandle] = ()
         self._gathers_root = gathers_root
         self._synchronizes, self._has_accumulated = True, False
         self._mesh, self._tensor_mesh, self._num_steps = sharding.mesh, sharding.tensor_mesh, 0
@@ -162,7 +165,8 @@ class ShardedModule:
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
     def guard_shards(self) -> None:
-        """Let steps detect assignments to shards from now on, as the parameters have their memory."""
+        """Let the module load full tensors, and steps detect assignments to shards, which have their memory now."""
+        self._load_hooks = accept_full_tensors(self._module)
         self._assignments = AssignmentGuard(self._module)
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -313,8 +317,8 @@ class ShardedModule:
         for unit in self._units:
             unit.__dict__.pop("__deepcopy__", None)
             internals.unwrap(unit)
-        for guard in self._output_guards:
-            guard.remove()
+        for handle in (*self._output_guards, *self._load_hooks):
+            handle.remove()
         self._scalars.remove_hooks()
         self._units, self._gathered_in_training = [], []
 
