@@ -317,8 +317,10 @@ class ShardedModule:
         for unit in self._units:
             unit.__dict__.pop("__deepcopy__", None)
             internals.unwrap(unit)
-        for handle in (*self._output_guards, *self._load_hooks):
-            handle.remove()
+        for guard in self._output_guards:
+            guard.remove()
+        for hook in self._load_hooks:
+            hook.remove()
         self._scalars.remove_hooks()
         self._units, self._gathered_in_training = [], []
 
