@@ -1,7 +1,8 @@
 """The losses of fsdp are those of one device, with the same global batches, in float32."""
 
 import pytest
-from tests.hand_loop import Block, BlockNet, losses_of, parts
+import torch
+from tests.hand_loop import Block, BlockNet, losses_of, parts, single_device_losses
 from tests.ranks import each, in_ranks
 from tests.ways_of_training import WAYS, losses_of_one_device
 from torch import nn
@@ -58,3 +59,29 @@ def test_replicas_of_shards_leave_the_losses_as_they_are(expected):
     cases = {way: {"options": options, "training": WAYS[way]} for way in SOME_WAYS}
     for losses in in_ranks(each, 4, function=fsdp_losses, cases=cases):
         assert losses == {way: expected[way] for way in SOME_WAYS}
+
+
+class Strided(BlockNet):
+    """One weight is transposed in memory, and one is that of a convolution in channels_last."""
+
+    def make_layers(self):
+        super().make_layers()
+        transposed = self.first.weight.detach().T.contiguous().T
+        self.first.weight = nn.Parameter(transposed)
+        self.convolution = nn.Conv2d(2, 10, 2).to(memory_format=torch.channels_last)
+
+    def layers(self, x):
+        x = self.first(x) + self.convolution(x[:, :4].reshape(-1, 2, 2, 1).expand(-1, -1, -1, 2)).flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def strided_losses(cluster):
+    return losses_of(FSDPStrategy(), Strided(), parts(cluster), **WAYS["accumulation"])
+
+
+def test_parameters_may_have_any_order_in_memory():
+    expected = single_device_losses(Strided(), **WAYS["accumulation"])
+    for losses in in_ranks(strided_losses):
+        assert losses == pytest.approx(expected, rel=1e-6)

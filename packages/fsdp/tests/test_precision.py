@@ -65,6 +65,44 @@ def test_losses_are_near_those_of_one_device_and_parameters_are_gathered_in_the_
             assert kept_in == {kept}
 
 
+class FrozenAtFirst(BlockNet):
+    """All layers of a block are frozen, and all layers outside of blocks."""
+
+    def make_layers(self):
+        super().make_layers()
+        for layer in (self.first, self.blocks[0], self.last):
+            layer.requires_grad_(False)
+
+
+def losses_of_unfrozen(cluster, flag, precedes=False):
+    """Train with frozen layers and then all, also after a forward pass in which none is frozen."""
+    strategy = SingleDeviceStrategy() if cluster is None else FSDPStrategy()
+    start(strategy, FrozenAtFirst(), given(cluster, flag))
+    frozen = [parameter for parameter in strategy.module.parameters() if not parameter.requires_grad]
+    if precedes:
+        strategy.module.requires_grad_(True)
+        strategy.validation_step(share(strategy, next(batches(1))), 0)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    losses = train(strategy, steps=2, clip=0.5)
+    strategy.module.requires_grad_(True)
+    losses += train(strategy, steps=STEPS, clip=0.5)
+    gradients = {str(parameter.grad.dtype) for parameter in strategy.module.parameters()}
+    strategy.teardown()
+    return losses, gradients
+
+
+def test_layers_that_are_unfrozen_later_have_the_gradients_of_layers_that_never_were_frozen():
+    flags = ("bf16-mixed", "16-mixed")
+    cases = {(flag, precedes): {"flag": flag, "precedes": precedes} for flag in flags for precedes in (False, True)}
+    for results in in_ranks(each, function=losses_of_unfrozen, cases=cases):
+        for flag in flags:
+            assert results[flag, False] == results[flag, True]
+            losses, gradients = results[flag, False]
+            assert losses == pytest.approx(losses_of_unfrozen(None, flag)[0], rel=PRECISIONS[flag][2])
+            assert gradients == {"torch.float32"}
+
+
 class Overflowing(BlockNet):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -352,3 +352,25 @@ def test_what_is_saved_before_the_first_step_is_no_step(tmp_path, saved_by):
         PortableCheckpointIO().save_checkpoint(values, tmp_path / "c")
     for losses in in_ranks(loaded_before_the_first_step, target=tmp_path / "c"):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def losses_after_loading(cluster, options):
+    """Load full tensors into a module, of which the whole and a layer, and train."""
+    strategy = SingleDeviceStrategy() if cluster is None else FSDPStrategy(**options)
+    start(strategy, Scaled(), parts(cluster))
+    for name in ("", "blocks.1"):
+        other = Scaled().get_submodule(name)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.7)
+        strategy.module.get_submodule(name).load_state_dict(other.state_dict())
+        losses = train(strategy, **MORE)
+    strategy.teardown()
+    return losses
+
+
+def test_full_tensors_can_be_loaded_into_a_sharded_module():
+    expected = losses_after_loading(None, {})
+    cases = {"shards": {"options": {}}, "gathered": {"options": {"sharding_strategy": "SHARD_GRAD_OP"}}}
+    for found in in_ranks(each, function=losses_after_loading, cases=cases):
+        assert found == dict.fromkeys(cases, pytest.approx(expected, rel=1e-6))

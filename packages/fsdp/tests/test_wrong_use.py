@@ -297,6 +297,26 @@ def test_a_parameter_that_is_replaced_is_named():
         assert message.startswith("parameter 'last.weight' was replaced after the module was sharded")
 
 
+def assigned(cluster):
+    messages = []
+    for before_training in (True, False):
+        strategy, module = FSDPStrategy(), BlockNet()
+        start(strategy, module, parts(cluster))
+        if before_training:
+            module.last.weight.data = module.last.weight.data * 0.5
+        else:
+            train(strategy, steps=1)
+            module.blocks[0].up.bias.data = module.blocks[0].up.bias.data * 0.5
+        messages.append(misuse_in_a_step(strategy))
+    return messages
+
+
+def test_an_assignment_to_the_data_of_a_shard_is_refused():
+    for messages in in_ranks(assigned):
+        for name, message in zip(("last.weight", "blocks.0.up.bias"), messages, strict=True):
+            assert message.startswith(f"parameter '{name}' was changed by an assignment to its .data")
+
+
 class Penalized(BlockNet):
     """A step whose loss has the norm of a gradient."""
 

@@ -245,12 +245,12 @@ class Unfrozen(FirstFrozen):
     configure_optimizers = PipeNet.configure_optimizers
 
 
-def unfrozen_losses(cluster=None, **options):
+def unfrozen_losses(cluster=None, precision="32-true", **options):
     if cluster is None:
         strategy = SingleDeviceStrategy()
-        start(strategy, Unfrozen(), parts())
+        start(strategy, Unfrozen(), parts(precision=precision))
     else:
-        strategy = started(cluster, module_class=Unfrozen, **options)
+        strategy = started(cluster, module_class=Unfrozen, precision=precision, **options)
     found = train(strategy, steps=2)
     strategy.module.requires_grad_(True)
     found += train(strategy, steps=3)
@@ -263,6 +263,12 @@ def test_stages_are_unfrozen_while_they_train():
     cases = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1F1B", "Interleaved1F1B")}
     for found in in_ranks(each, 2, function=unfrozen_losses, cases=cases):
         assert found == dict.fromkeys(cases, expected)
+
+
+def test_stages_are_unfrozen_while_they_train_in_mixed_precision():
+    expected = pytest.approx(unfrozen_losses(precision="bf16-mixed"), rel=0.02)
+    for found in in_ranks(unfrozen_losses, 2, precision="bf16-mixed", pp=2, microbatches=1):
+        assert found == expected
 
 
 def test_ranks_without_gradients_take_part_in_clipping_in_float64():

@@ -124,7 +124,6 @@ class GroupedStrategy(ParallelStrategy):
     evaluates_together = _of_inner("evaluates_together")
     allows_inference_mode = _of_inner("allows_inference_mode")
     replicas_per_process = _of_inner("replicas_per_process")
-    is_first_reader = _of_inner("is_first_reader")
     weighs_losses = _of_inner("weighs_losses")
     prefetches = _of_inner("prefetches")
     copies_ahead = _of_inner("copies_ahead")

@@ -183,6 +183,36 @@ class ParameterGuard:
         return f"{prefix}.{name}".lstrip(".")
 
 
+class AssignmentGuard:
+    """Detects shards to which ``parameter.data = tensor`` was assigned.
+
+    torch gives the ``DTensor`` another storage, which nothing reads, and goes on with the shard as it was.
+
+    Args:
+        module: The user's module, sharded; no unit is gathered.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._storages = [
+            (name, parameter, parameter.untyped_storage())
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, DTensor)
+        ]
+
+    def check(self) -> None:
+        """Check the shards, gathered or not.
+
+        Raises:
+            MisuseError: One was assigned to.
+        """
+        for name, parameter, storage in self._storages:
+            if parameter.untyped_storage() is not storage:  # torch returns the same object for a storage
+                raise MisuseError(
+                    f"parameter {name!r} was changed by an assignment to its .data, which has no effect on a shard: "
+                    "change it in place, with torch.no_grad(), as parameter.copy_(values) or parameter.mul_(0.9)"
+                )
+
+
 class ChangesInForward:
     """Hooks on units that check gathered parameters for changes in forward passes, during the first step.
 

@@ -79,6 +79,20 @@ def initialize_before_forward(unit: FSDPModule) -> None:
     unit._get_fsdp_state()._lazy_init()
 
 
+def set_gradient_dtypes(units: Iterable[FSDPModule]) -> None:
+    """Let units whose parameters were all frozen in their first forward pass reduce gradients in their dtypes.
+
+    torch chooses the dtypes of a unit's gradients in that pass, by its trained parameters, and not again when others
+    are unfrozen: gradients of mixed precision would stay in the dtype of the computation, which a shard refuses.
+    ``unit.unshard()`` is public and chooses them too, but gathers the unit.
+    """
+    for unit in units:
+        for group in _groups(unit._get_fsdp_state()):
+            has_none = getattr(group, "_orig_dtype", ...) is None  # absent before the first forward pass of the unit
+            if has_none and any(param.sharded_param.requires_grad for param in group.fsdp_params):
+                group._init_mp_dtypes()
+
+
 def forward_order(root: FSDPModule, units: Sequence[FSDPModule]) -> list[int]:
     """Return the numbers of the units that have computed forward passes since the last backward pass, in their order.
 

@@ -362,11 +362,19 @@ def _is_complete(parameter: DTensor) -> bool:
     return all(placement.is_replicate() or mesh.size(dim) == 1 for dim, placement in enumerate(parameter.placements))
 
 
+def _sharded_layers(module: Module) -> list[Module]:
+    return [*{layer: None for layer, _, _ in _sharded_parameters(module)}]
+
+
+def accept_full_tensors(module: Module) -> list[RemovableHandle]:
+    """Register hooks by which ``load_state_dict`` takes full tensors too, of which each rank copies its shards."""
+    return [layer.register_load_state_dict_pre_hook(_load_shards) for layer in _sharded_layers(module)]
+
+
 def _guard_between_runs(module: Module) -> list[RemovableHandle]:
     """Register hooks on layers with shards, which load full tensors and refuse uses that need communication."""
-    hooks: list[RemovableHandle] = []
-    for layer in {layer: None for layer, _, _ in _sharded_parameters(module)}:
-        hooks.append(layer.register_load_state_dict_pre_hook(_load_shards))
+    hooks = accept_full_tensors(module)
+    for layer in _sharded_layers(module):
         hooks.append(layer.register_state_dict_pre_hook(_refuse_state_dict))
         hooks.append(layer.register_forward_pre_hook(_refuse_forward))
     return hooks

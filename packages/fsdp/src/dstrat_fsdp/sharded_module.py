@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import (
+    AssignmentGuard,
     ChangesInForward,
     OutputGuard,
     ParameterGuard,
@@ -26,6 +28,7 @@ from dstrat_fsdp.checks import (
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
+from dstrat_fsdp.parameters import accept_full_tensors
 from dstrat_fsdp.scalars import ScalarParameters
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +81,7 @@ class Sharding:
 
         Those of the root are outside of blocks, and gathered for a full step.
         """
-        self._move_to_device(layer)
+        self._prepare_parameters(layer)
         unit = fully_shard(
             layer,
             mesh=self.meshes.get(layer, self.mesh),
@@ -88,12 +94,18 @@ class Sharding:
             unit.set_modules_to_backward_prefetch([unit])  # gathered already, so nothing is prefetched
         return unit
 
-    def _move_to_device(self, layer: Module) -> None:
-        """Move the parameters that are not sharded yet to the mesh's device, as fully_shard does on most devices."""
+    def _prepare_parameters(self, layer: Module) -> None:
+        """Prepare the parameters that are not sharded yet: they are contiguous, and on the mesh's device."""
+        unsharded = [tensor for tensor in layer.parameters() if not isinstance(tensor, DTensor)]
+        strided = [tensor for tensor in unsharded if not tensor.is_contiguous()]
+        for tensor in strided:  # transposed ones, or those of convolutions in channels_last, which fully_shard refuses
+            tensor.data = tensor.detach().contiguous()
+        if strided:
+            _logger.info("%d parameters of a %s are stored contiguously", len(strided), type(layer).__name__)
+        # As fully_shard does on most devices.
         device = internals.device_of(self.mesh)
         if device.type != "cpu":
-            plain = (tensor for tensor in layer.parameters() if not isinstance(tensor, DTensor) and not tensor.is_meta)
-            internals.move(plain, device)
+            internals.move((tensor for tensor in unsharded if not tensor.is_meta), device)
 
     def _policy_of(self, layer: Module, *, is_root: bool) -> MixedPrecisionPolicy:
         if keeps_statistics(layer):  # torch computes in the dtype of their buffers, and accepts inputs of any dtype
@@ -144,11 +156,18 @@ class ShardedModule:
         # Training keeps these gathered for the backward pass; evaluation has none, and frees them.
         self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
+        self._assignments: AssignmentGuard | None = None
+        self._load_hooks: Sequence[RemovableHandle] = ()
         self._gathers_root = gathers_root
         self._synchronizes, self._has_accumulated = True, False
         self._mesh, self._tensor_mesh, self._num_steps = sharding.mesh, sharding.tensor_mesh, 0
         self._input_dtype, self._output_dtype = sharding.input_dtype, sharding.precision_policy.output_dtype
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
+
+    def guard_shards(self) -> None:
+        """Let the module load full tensors, and steps detect assignments to shards, which have their memory now."""
+        self._load_hooks = accept_full_tensors(self._module)
+        self._assignments = AssignmentGuard(self._module)
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a training step of the module, which a backward pass follows, unless the step has no loss.
@@ -157,6 +176,8 @@ class ShardedModule:
             MisuseError: A parameter was replaced, changed while it was gathered, or used while it was sharded; or a
                 backward pass was not that of the strategy.
         """
+        if self._assignments is not None and self._is_comparing:
+            self._assignments.check()
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
         try:
@@ -238,8 +259,9 @@ class ShardedModule:
             unit.set_reshard_after_backward(enabled, recurse=False)
 
     def begin_backward(self) -> None:
-        """Let a backward pass compute the gradients of those scalars that require them now, as it does for shards."""
+        """Let a backward pass compute the gradients of those parameters that require them now."""
         self._scalars.make_plain()
+        internals.set_gradient_dtypes(self._units)
 
     def end_backward(self) -> None:
         """Reduce the gradients of scalars after a backward pass, which has reduced all others; collective.
@@ -297,6 +319,8 @@ class ShardedModule:
             internals.unwrap(unit)
         for guard in self._output_guards:
             guard.remove()
+        for hook in self._load_hooks:
+            hook.remove()
         self._scalars.remove_hooks()
         self._units, self._gathered_in_training = [], []
 

@@ -201,6 +201,7 @@ class ShardedStrategy(ParallelStrategy):
         )
         internals.move(module.buffers(), self.root_device)  # those that were on the meta device
         self._has_no_values = False
+        self._sharded.guard_shards()
         self.model = self._sharded.root
 
     def discard_values(self) -> None:

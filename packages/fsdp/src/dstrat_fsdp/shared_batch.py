@@ -108,9 +108,9 @@ class SharedBatchStrategy(ShardedStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": share}
 
     @property
-    def is_first_reader(self) -> bool:
-        """Whether this rank is the first of its group, all of which compute with the same data."""
-        return self.global_rank == self._data_group * self.tensor_parallel_size
+    def first_reader(self) -> int:
+        """The first rank of this rank's group, all of which compute with the same data."""
+        return self._data_group * self.tensor_parallel_size
 
     @property
     def _shares_batches(self) -> bool:

@@ -528,6 +528,7 @@ class MeshStrategy(SharedBatchStrategy):
             batch = self._sequences.cut_batch(batch)
 
         def before_backward(is_last: bool, is_awaited: bool) -> None:
+            sharded.begin_backward()
             # On CPU a collective ends before the backward pass goes on: it would delay the ranks before this one.  They
             # have passes to do after this rank's last one, and its collectives have that time.
             sharded.set_gradient_sync(is_last and not is_awaited and not self._defers_reduction)

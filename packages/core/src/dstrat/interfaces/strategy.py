@@ -533,9 +533,14 @@ class Strategy(ABC):
         return 1
 
     @property
+    def first_reader(self) -> int:
+        """Global rank of the first process of those that read the same data as this one; only its values are used."""
+        return self.global_rank
+
+    @property
     def is_first_reader(self) -> bool:
-        """Whether this process is the first of those that read the same data; only its values are used."""
-        return True
+        """Whether this process is the first of those that read the same data."""
+        return self.first_reader == self.global_rank
 
     # The module
 

@@ -21,6 +21,7 @@ from dstrat.own_loop.values import as_loggers, collect, log_metrics, open_logger
 from dstrat.parallel.layers import restored_modes
 from dstrat.parallel.metric_states import states_gathered_by
 from dstrat.parallel.separate_modules import SeparateModules
+from dstrat.parallel.shards import full_value
 from dstrat.resolve import Request, resolve_request
 
 if TYPE_CHECKING:
@@ -345,20 +346,26 @@ class OwnLoop:
 
         Args:
             data: A tensor, a number, or dicts, lists, tuples and dataclasses of them; the same structure everywhere.
+                Of a DTensor each process has the full value.
             group: The process group; None is all processes.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's.
         """
-        return collect(data, self.device, lambda tensor: self.strategy.reduce(tensor, group, reduce_op))
+        return collect(data, self.device, lambda tensor: self.strategy.reduce(full_value(tensor), group, reduce_op))
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Return a collection in which each tensor and number is replaced by the stacked values of all processes.
 
         Args:
-            data: As in :meth:`all_reduce`; a tensor of shape ``(*shape)`` becomes one of ``(world_size, *shape)``.
+            data: As in :meth:`all_reduce`, DTensors without ``sync_grads`` only; a tensor of shape ``(*shape)`` becomes
+                one of ``(world_size, *shape)``.
             group: The process group; None is all processes.
             sync_grads: Whether the result is differentiable.
         """
-        return collect(data, self.device, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
+
+        def gather(tensor: Tensor) -> Tensor:
+            return self.strategy.all_gather(tensor if sync_grads else full_value(tensor), group, sync_grads)
+
+        return collect(data, self.device, gather)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -392,14 +399,16 @@ class OwnLoop:
         """Write values of rank 0 to the loggers; values of all processes must be reduced before.
 
         Args:
-            metrics: Numbers, or tensors of one element, by name.
+            metrics: Numbers, or tensors of one element, by name.  Of a DTensor, such as a norm of a sharded parameter,
+                it is the full value, for which all processes of its mesh must call this method.
             step: Number of the step; None is :attr:`steps_done`.
         """
         self._check_launched("log")
         if not self.loggers:
             raise MisuseError("log was called without a logger: OwnLoop(strategy, loggers=CSVLogger())")
+        values = {name: full_value(value) for name, value in metrics.items()}
         if self.is_global_zero:
-            log_metrics(self.loggers, metrics, self.steps_done if step is None else step)
+            log_metrics(self.loggers, values, self.steps_done if step is None else step)
 
     # State
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, numbers_to_tensors
 
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
-    from torch import Tensor
 
     from dstrat.interfaces.strategy import Strategy
     from dstrat.training.loggers.logger import Logger
@@ -79,6 +80,6 @@ def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, Any], step: int
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise MisuseError(f"log({name!r}, ...) got {value!r}: pass a number, or a tensor of one element") from error

@@ -90,12 +90,23 @@ def _merged_state(metric: Any, strategy: Strategy, group: Any) -> dict[str, Any]
     """Return the state of a metric that has seen the data of all ranks; collective.
 
     Ranks without an update are left out: defaults are no values for a mean, a maximum or a minimum.
+
+    A value that is computed in a step (``dist_sync_on_step=True``) may be a loss.  It is the same on all ranks, and
+    each has the gradient of its own data only, times the number of ranks: their mean is the gradient of one device.
     """
-    rank_state = _RankState(max(int(metric.update_count), 1), _states(metric))
+    local = _RankState(max(int(metric.update_count), 1), _states(metric))
+    was_updated = _was_updated(metric)
     # Ranks that read the same data count once.
-    counts = _was_updated(metric) and (group is not None or strategy.is_first_reader)
-    messages = _gather_bytes(_pack(rank_state if counts else None), strategy, group)
-    states = [state for state in (_unpack(message, metric.device) for message in messages) if state is not None]
+    reader = strategy.first_reader if group is None else strategy.global_rank
+    counts = was_updated and reader == strategy.global_rank
+    messages = _gather_bytes(_pack((reader, local if counts else None)), strategy, group)
+    of_ranks = [_unpack(message, metric.device) for message in messages]
+    num_readers = len({reader for reader, _ in of_ranks})
+    states = [
+        _with_gradients(state, local, num_readers) if was_updated and sender == reader else state
+        for sender, state in of_ranks
+        if state is not None
+    ]
     if not states:
         return {}
     takes_turns = _has_an_item_for_each_update(metric, states)
@@ -103,6 +114,22 @@ def _merged_state(metric: Any, strategy: Strategy, group: Any) -> dict[str, Any]
         name: _merged(reduction, [state.values[name] for state in states], states, takes_turns=takes_turns)
         for name, reduction in metric._reductions.items()  # noqa: SLF001 - torchmetrics (1.x) has no public name
     }
+
+
+def _with_gradients(sent: _RankState, local: _RankState, factor: int) -> _RankState:
+    """Return a state that was sent, with the gradients of the local one multiplied by a factor."""
+
+    # Not by a collective in the backward pass, which some ranks may not run.
+    def with_gradient(value: Any, source: Any) -> Any:
+        if isinstance(source, list):
+            return [with_gradient(item, source_item) for item, source_item in zip(value, source, strict=True)]
+        if not isinstance(source, Tensor) or not source.requires_grad:
+            return value
+        copied = source.clone()
+        copied.register_hook(lambda gradient: gradient * factor)
+        return copied
+
+    return sent._replace(values={name: with_gradient(value, local.values[name]) for name, value in sent.values.items()})
 
 
 def _was_updated(metric: Any) -> bool:

@@ -81,6 +81,15 @@ def local_tensor(tensor: Tensor | FlatShard) -> Tensor:
     return local.detach()
 
 
+def full_value(value: Any) -> Any:
+    """Return the full tensor of a ``DTensor``, which is collective over its mesh, and any other value as it is."""
+    if not is_distributed(value):
+        return value
+    from dstrat.parallel.full_state import full_tensor  # which imports torch.distributed.tensor
+
+    return full_tensor(value)
+
+
 def with_local(like: Tensor | FlatShard, local: Tensor) -> Tensor | FlatShard:
     """Return a tensor that is sharded like another, of this process's elements."""
     if isinstance(like, FlatShard):

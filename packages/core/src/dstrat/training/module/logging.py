@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.shards import full_value
 from dstrat.training.module.trainer_access import TrainerAccess
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class LoggingMethods(TrainerAccess):
             value: A number, a tensor with one element, or a ``torchmetrics.Metric`` that is an attribute of this
                 module.  A metric's result for the batch is its step value.  It reduces its epoch value itself, also
                 over ranks, and is reset after the hooks at the end of the epoch, so that training and validation need
-                separate metrics.
+                separate metrics.  Of a DTensor, such as a norm of a sharded parameter, it is the full value, for which
+                all ranks of its mesh must call ``log``.
             prog_bar: Whether the progress bar shows the value.
             logger: Whether the loggers write the value.
             on_step: Whether to log step values; by default in training steps only.  Loggers write them every
@@ -111,7 +113,7 @@ class LoggingMethods(TrainerAccess):
         """
         if self._captured_logs is not None:
             options = {option: setting for option, setting in locals().items() if option not in _NO_OPTIONS}
-            self._captured_logs.append(LogCall(name=name, value=value, options=options))
+            self._captured_logs.append(LogCall(name=name, value=full_value(value), options=options))
             return
         trainer = self._trainer
         if trainer is None or trainer.barebones:
@@ -119,6 +121,8 @@ class LoggingMethods(TrainerAccess):
         run = trainer.run  # its attributes are faster than the properties of the Trainer
         if not run.is_running:
             return
+        if hasattr(value, "placements"):  # a DTensor; without a call, as log is called in every step
+            value = full_value(value)  # by all ranks, also for a value of rank 0 only
         if rank_zero_only and trainer.global_rank != 0:
             return
         if not isinstance(name, str):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, numbers_to_tensors
+from dstrat.parallel.shards import full_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from dstrat.training.loggers.logger import Logger
@@ -84,9 +85,14 @@ class TrainerAccess:
 
         Args:
             data: A tensor, a number, or a list, tuple, dict or dataclass of them; the result has the same structure.
+                Of a DTensor each rank has the full value, without ``sync_grads``.
             group: The process group; by default all ranks.
             sync_grads: Whether gradients flow back to each rank.
         """
         strategy = self.trainer.strategy
-        gather = partial(strategy.all_gather, group=group, sync_grads=sync_grads)
+
+        def gather(tensor: Tensor) -> Tensor:
+            full = tensor if sync_grads else full_value(tensor)
+            return strategy.all_gather(full, group=group, sync_grads=sync_grads)
+
         return apply_to_tensors(numbers_to_tensors(data, strategy.root_device), gather)
