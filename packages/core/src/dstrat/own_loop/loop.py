@@ -353,9 +353,12 @@ class OwnLoop:
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Return a collection in which each tensor and number is replaced by the stacked values of all processes.
 
+        Processes that share a batch, as those that divide a model do, count once, so that each sample comes once.
+
         Args:
-            data: As in :meth:`all_reduce`; a tensor of shape ``(*shape)`` becomes one of ``(world_size, *shape)``.
-            group: The process group; None is all processes.
+            data: As in :meth:`all_reduce`; a tensor of shape ``(*shape)`` becomes one of ``(world_size, *shape)``, or
+                with as many rows as there are different batches.
+            group: The process group, of which all processes count; None is all batches.
             sync_grads: Whether the result is differentiable.
         """
         return collect(data, self.device, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
