@@ -79,7 +79,7 @@ def gathering(rank_context: RankContext, subject: Subject, accelerator: str) -> 
             "reader": (reader, readers),
             "values": plain.tolist(),
             "scalars": _gathered_scalars(strategy, reader),
-            "of_processes": strategy.gather_from_processes(_tensor(strategy, float(rank_context.rank))).tolist(),
+            "of_processes": strategy.gather_from_processes(_tensor(strategy, [float(rank_context.rank)])).tolist(),
             "needs_gradient": plain.requires_grad,
             "gradient": None if leaf.grad is None else leaf.grad.tolist(),
         }

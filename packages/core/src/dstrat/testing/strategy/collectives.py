@@ -124,7 +124,7 @@ class Collectives(StrategyTests):
             )
         for rank, result in enumerate(self.collected("gathering", world_size)):
             _check_scalars(result["scalars"], rank, result["reader"][1])
-            if result["of_processes"] != [float(number) for number in range(world_size)]:
+            if result["of_processes"] != [[float(number)] for number in range(world_size)]:
                 fail(
                     f"gather_from_processes gave rank {rank} {result['of_processes']} for the number of each rank",
                     expected=f"those of all {world_size} ranks, in their order, also of those that share a batch.",
