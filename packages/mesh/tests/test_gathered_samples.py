@@ -66,9 +66,8 @@ def evaluated(cluster, readers=1, **options):
     strategy = MeshStrategy(**options) if cluster else "single_device"
     module, trainer = Net(), quiet_trainer(strategy, cluster)
     trainer.validate(module, DataLoader(numbered(), batch_size=4 // readers))
-    pairs = zip(
-        *(torch.cat([step[name].flatten() for step in module.steps]).tolist() for name in ("samples", "largest"))
-    )
+    samples, largest = (torch.cat([step[name].flatten() for step in module.steps]) for name in ("samples", "largest"))
+    pairs = zip(samples.tolist(), largest.tolist(), strict=True)
     return {name: tuple(value.shape) for name, value in module.steps[0].items()}, sorted(pairs)
 
 
