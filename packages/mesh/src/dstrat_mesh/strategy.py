@@ -37,17 +37,10 @@ from dstrat_mesh.axes import (
     layouts,
     similar_schedules,
 )
+from dstrat_mesh.checks import check_backward, check_estimated_module, check_pipeline, check_steps_stages
 from dstrat_mesh.estimate import MeshEstimate
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
-from dstrat_mesh.pipeline import (
-    PipelineRun,
-    check_backward,
-    check_estimated_module,
-    check_pipeline,
-    check_steps_stages,
-    estimated_stages,
-    number_of_layers,
-)
+from dstrat_mesh.pipeline import PipelineRun, estimated_stages, number_of_layers
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences, check_sequences
 from dstrat_mesh.stages import LayerRandomNumbers
