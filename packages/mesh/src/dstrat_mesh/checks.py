@@ -20,7 +20,7 @@ from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.memory import once_per_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -192,33 +192,39 @@ def refusing_calls(subjects: Mapping[Module, str], model: str) -> Iterator[None]
         subjects: What these modules are, for a message.
         model: Name of the class of the model.
     """
-
-    def refuse(subject: str, *_args: Any, **_kwargs: Any) -> Any:
-        raise MisuseError(
-            f"{subject} was called where a rank computes alone, as in a hook: call {model}, the model of "
-            "configure_pipeline, in a validation_step, test_step or predict_step, where all stages compute"
-        )
-
     with ExitStack() as stack:
         for module, subject in subjects.items():
-            refusing = functools.wraps(module.forward)(functools.partial(refuse, subject))
+            refusing = functools.wraps(module.forward)(functools.partial(_refuse_call, subject, model))
             stack.enter_context(replaced_forward(module, refusing))
         yield
+
+
+def _refuse_call(subject: str, model: str, *_args: Any, **_kwargs: Any) -> Any:
+    raise MisuseError(
+        f"{subject} was called where a rank computes alone, as in a hook: call {model}, the model of "
+        "configure_pipeline, in a validation_step, test_step or predict_step, where all stages compute"
+    )
 
 
 class HiddenWeights:
     """The weights of a pipeline's layers, of which no rank has all: in :meth:`hiding` their values cannot be used.
 
-    Shapes, dtypes and devices can.  On ranks that have a weight it is a shard, so that all of them get the same error.
+    Shapes, dtypes and devices can.  On ranks that have a weight it is a shard, so that all of them get the same error,
+    also for a call of a layer.
 
     Args:
         module: The user's module.
-        layers: All layers of the pipeline.
+        layers: All layers of the pipeline, and what they are, for a message.
         device: The device of this rank.
         model: Name of the class of the model.
     """
 
-    def __init__(self, module: Module, layers: Iterable[Module], device: torch.device, model: str) -> None:
+    def __init__(self, module: Module, layers: Mapping[Module, str], device: torch.device, model: str) -> None:
+        self._hooks = {
+            layer: functools.partial(_refuse_call, subject, model)
+            for layer, subject in layers.items()
+            if any(True for _ in layer.parameters())
+        }
         inside = {inner for layer in layers for inner in layer.modules()}
         hidden: dict[int, HiddenWeight] = {}
         self._entries = []
@@ -232,14 +238,20 @@ class HiddenWeights:
     @contextmanager
     def hiding(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """In this context the weights are hidden, but in that of the function that this one gives."""
-        current = [parameters[name] for parameters, name, _ in self._entries]
+        visible: list[Any] = []
+        handles: list[Any] = []
 
         def hide() -> None:
+            visible[:] = [parameters[name] for parameters, name, _ in self._entries]
             for parameters, name, weight in self._entries:
                 parameters[name] = weight
+            # Before the hooks of shards, which would gather the layer.
+            handles[:] = [layer.register_forward_pre_hook(hook, prepend=True) for layer, hook in self._hooks.items()]
 
         def show() -> None:
-            for (parameters, name, _), weight in zip(self._entries, current, strict=True):
+            for handle in handles:
+                handle.remove()
+            for (parameters, name, _), weight in zip(self._entries, visible, strict=True):
                 parameters[name] = weight
 
         @contextmanager
@@ -248,7 +260,6 @@ class HiddenWeights:
             try:
                 yield
             finally:
-                current[:] = [parameters[name] for parameters, name, _ in self._entries]
                 hide()
 
         hide()
@@ -256,46 +267,6 @@ class HiddenWeights:
             yield showing
         finally:
             show()
-
-
-class HiddenWeight(torch.Tensor):
-    """Shape, dtype and device of a weight, whose values are an error that names it."""
-
-    _message: str
-    _device: torch.device
-    _is_param = True  # for isinstance(weight, torch.nn.Parameter)
-
-    @classmethod
-    def of(cls, parameter: Tensor, name: str, module: str, model: str, device: torch.device) -> HiddenWeight:
-        """Return what stands for a parameter.
-
-        Args:
-            parameter: The parameter, of which this rank may have a shard or nothing.
-            name: Its name.
-            module: Name of the class of the user's module.
-            model: Name of the class of the model.
-            device: The device of this rank.
-        """
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        weight: HiddenWeight = torch.Tensor._make_subclass(cls, empty, parameter.requires_grad)  # noqa: SLF001 - torch's
-        weight._device = device
-        weight._message = (
-            f"an evaluation step of {module} has used {name!r}, a weight of one stage of the pipeline, which the ranks "
-            f"of others do not have: let a layer of {model} compute with it, which is called where all stages compute; "
-            "or read it in a hook such as on_validation_epoch_end, where it is on the meta device of other ranks"
-        )
-        return weight
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        weight = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, HiddenWeight))
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]  # of a descriptor
-            return weight._device
-        if func not in _OUTLINES:
-            raise MisuseError(weight._message)
-        return super().__torch_function__(func, types, args, dict(kwargs or {}))
 
 
 _OUTLINES = {
@@ -313,7 +284,57 @@ _OUTLINES = {
     torch.is_complex,
     torch.numel,
 }
-"""Functions of a tensor that need none of its values."""
+"""What can be asked of a tensor without its values."""
+
+
+class HiddenWeight(torch.Tensor):
+    """Shape, dtype and device of a weight, whose values are an error that names it.
+
+    Attributes:
+        message: The error.
+        rank_device: The device of this rank.
+    """
+
+    message: str
+    rank_device: torch.device
+    _is_param = True  # for isinstance(weight, torch.nn.Parameter)
+
+    @classmethod
+    def of(cls, parameter: Tensor, name: str, module: str, model: str, device: torch.device) -> HiddenWeight:
+        """Return what stands for a parameter.
+
+        Args:
+            parameter: The parameter, of which this rank may have a shard or nothing.
+            name: Its name.
+            module: Name of the class of the user's module.
+            model: Name of the class of the model.
+            device: The device of this rank.
+        """
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        weight: HiddenWeight = torch.Tensor._make_subclass(cls, empty, parameter.requires_grad)  # noqa: SLF001 - torch's
+        weight.rank_device = device
+        weight.message = (
+            f"an evaluation step of {module} has used {name!r}, a weight of one stage of the pipeline, which the ranks "
+            f"of others do not have: let a layer of {model} compute with it, which is called where all stages compute; "
+            "or read it in a hook such as on_validation_epoch_end, where it is on the meta device of other ranks"
+        )
+        return weight
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(DTensor, name):  # a tensor in shards, as a rank has it of its own stage
+            raise MisuseError(self.message)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        weight = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, HiddenWeight))
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]  # of a descriptor
+            return weight.rank_device
+        if func not in _OUTLINES:
+            raise MisuseError(weight.message)
+        return super().__torch_function__(func, types, args, dict(kwargs or {}))
 
 
 # Gradients

@@ -181,11 +181,19 @@ class PipelineRun:
         last = len(layers) - 1 if self._links.is_last else None
 
         outside = self._outside
-        self._guards.enter_context(refusing_calls(self._uncallable(), type(self._pipeline.model).__name__))
+        names = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
+        subjects = {layer: f"{name}, a layer of one stage," for layer, name in names}
+        model = type(self._pipeline.model).__name__
+        self._weights = HiddenWeights(self._module, subjects, self._links.device, model)
+        uncallable = {
+            layer: subject
+            for layer, subject in subjects.items()
+            if any(parameter.is_meta for parameter in layer.parameters())
+        }
+        if self._pipeline.compute is None:  # which may call the model
+            uncallable.setdefault(self._pipeline.model, f"{model}, divided into stages,")
+        self._guards.enter_context(refusing_calls(uncallable, model))
         self._guards.enter_context(refusing_to_clip(len(self._links.ranks)))
-        self._weights = HiddenWeights(
-            self._module, itertools.chain(*self._stages.layers), self._links.device, type(self._pipeline.model).__name__
-        )
 
         def compute(chunk: int, value: Any, batch: Any) -> Any:
             return chain(layers[chunk], value, batch)
@@ -200,18 +208,6 @@ class PipelineRun:
         common = self._links, self._schedule, self._loss_dtype
         self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
         self._evaluator = StageRunner(*common, lambda *args: evaluate(compute, *args))
-
-    def _uncallable(self) -> dict[Module, str]:
-        """Return what no rank can call by itself: layers of other ranks, and the model; with words for a message."""
-        layers = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
-        subjects = {
-            layer: f"{name}, a layer of other ranks,"
-            for layer, name in layers
-            if any(parameter.is_meta for parameter in layer.parameters())
-        }
-        if self._pipeline.compute is None:  # which may call the model
-            subjects.setdefault(self._pipeline.model, f"{type(self._pipeline.model).__name__}, divided into stages,")
-        return subjects
 
     # Steps
 
