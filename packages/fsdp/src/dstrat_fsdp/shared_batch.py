@@ -257,10 +257,10 @@ class SharedBatchStrategy(ShardedStrategy):
         groups = self._data_groups()
         for data_group in reversed(groups):  # the innermost dimension first
             tensor = super().all_gather(tensor, data_group, sync_grads)
-        of_parts = self._num_data_groups // self.data_parallel_size
-        values = tensor.flatten(0, len(groups) - 1).unflatten(0, (self.data_parallel_size, of_parts))
+        readers_of_batch = self._num_data_groups // self.data_parallel_size
+        values = tensor.flatten(0, len(groups) - 1).unflatten(0, (self.data_parallel_size, readers_of_batch))
         self._check_same_values(values)
-        return values[:, self._data_group % of_parts]
+        return values[:, self._data_group % readers_of_batch]
 
     def gather_from_processes(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         return super().all_gather(tensor, group)
