@@ -102,7 +102,7 @@ def test_the_last_batch_of_a_test_may_be_uneven():
         assert found == [pytest.approx(expected, rel=1e-6)]
 
 
-class Fitted(Net):
+class UsesWeights(Net):
     """Its step uses weights outside of the model."""
 
     def __init__(self, use):
@@ -137,7 +137,7 @@ USES = {
 def used(cluster, use):
     """Return what the steps of an evaluation have asked for, and its values; or its error."""
     data = TensorDataset(torch.ones(8, 6), torch.ones(8))
-    module, trainer = Fitted(use), quiet_trainer(MeshStrategy(pp=2), cluster)
+    module, trainer = UsesWeights(use), quiet_trainer(MeshStrategy(pp=2), cluster)
     try:
         values = trainer.validate(module, DataLoader(data, batch_size=4))
     except MisuseError as error:
@@ -145,7 +145,7 @@ def used(cluster, use):
     return module.outlines[: len([*module.parameters()])], values
 
 
-def test_values_of_weights_in_an_evaluation_step_are_an_error_of_all_ranks_that_names_the_weight():
+def test_use_of_weights_in_evaluation_steps_is_an_error_everywhere():
     names = {
         "first layer": "net.first.weight",
         "last layer": "net.last.bias",
@@ -156,7 +156,7 @@ def test_values_of_weights_in_an_evaluation_step_are_an_error_of_all_ranks_that_
     cases = {use: {"use": use} for use in names}
     for found in in_ranks(each, 2, function=used, cases=cases):
         for use, name in names.items():
-            assert found[use].startswith(f"an evaluation step of Fitted has used {name!r}, a weight of one stage")
+            assert found[use].startswith(f"an evaluation step of UsesWeights has used {name!r}, a weight of one stage")
 
 
 def test_outlines_of_weights_are_those_of_one_device_in_evaluation_steps():
