@@ -137,6 +137,7 @@ FAULTS = [
     ),
     Fault(target="communication:GathersInItsOwnOrder", test=GATHERS, case=TWO, words="in the wrong order of ranks"),
     Fault(target="communication:GathersFlat", test=GATHERS, case=TWO, words="not the stack"),
+    Fault(target="communication:GathersFromOneProcess", test=GATHERS, case=TWO, words="gather_from_processes gave"),
     Fault(
         target="communication:BroadcastsFromRank0",
         test="test_broadcast_sends_the_object_of_the_source_rank",

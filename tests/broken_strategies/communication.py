@@ -33,6 +33,11 @@ class GathersFlat(DDPStrategy):
         return super().all_gather(tensor, group, sync_grads).flatten(0, 1)
 
 
+class GathersFromOneProcess(DDPStrategy):
+    def gather_from_processes(self, tensor, group=None):
+        return super().gather_from_processes(tensor, group)[:1]
+
+
 class BroadcastsFromRank0(DDPStrategy):
     def broadcast(self, obj, src=0):
         return super().broadcast(obj, src=0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer
 from torch import nn
@@ -99,3 +100,70 @@ def test_the_last_batch_of_a_test_may_be_uneven():
     (expected,) = evaluated(None, **case)
     for found in in_ranks(evaluated, 2, **case):
         assert found == [pytest.approx(expected, rel=1e-6)]
+
+
+class UsesWeights(Net):
+    """Its step uses weights outside of the model."""
+
+    def __init__(self, use):
+        super().__init__("positional", has_compute=True)
+        self.use = use
+        self.outlines = []
+
+    def validation_step(self, batch, batch_idx):
+        USES[self.use](self, batch)
+        super().validation_step(batch, batch_idx)
+        USES[self.use](self, batch)
+
+
+def ask_for_outlines(module, batch):
+    for name, weight in module.named_parameters():
+        assert isinstance(weight, nn.Parameter)
+        of_weight = weight.shape, weight.dtype, weight.device.type, weight.requires_grad, weight.grad
+        module.outlines.append((name, *of_weight))
+    assert sum(weight.numel() for weight in {*module.parameters()}) == 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3
+
+
+USES = {
+    "first layer": lambda module, batch: nn.functional.linear(batch[0], module.net.first.weight),
+    "last layer": lambda module, batch: module.net.last.bias.square().sum().item(),
+    "all layers": lambda module, batch: torch.stack([weight.norm() for weight in module.parameters()]),
+    "shards": lambda module, batch: module.net.last.bias.full_tensor(),
+    "assigned": lambda module, batch: module.net.last.bias.data.zero_(),
+    "outlines": ask_for_outlines,
+}
+
+
+def used(cluster, use):
+    """Return what the steps of an evaluation have asked for, and its values; or its error."""
+    data = TensorDataset(torch.ones(8, 6), torch.ones(8))
+    module, trainer = UsesWeights(use), quiet_trainer(MeshStrategy(pp=2), cluster)
+    try:
+        values = trainer.validate(module, DataLoader(data, batch_size=4))
+    except MisuseError as error:
+        return str(error)
+    return module.outlines[: len([*module.parameters()])], values
+
+
+def test_use_of_weights_in_evaluation_steps_is_an_error_everywhere():
+    names = {
+        "first layer": "net.first.weight",
+        "last layer": "net.last.bias",
+        "all layers": "net.first.weight",
+        "shards": "net.last.bias",
+        "assigned": "net.last.bias",
+    }
+    cases = {use: {"use": use} for use in names}
+    for found in in_ranks(each, 2, function=used, cases=cases):
+        for use, name in names.items():
+            assert found[use].startswith(f"an evaluation step of UsesWeights has used {name!r}, a weight of one stage")
+
+
+def test_outlines_of_weights_are_those_of_one_device_in_evaluation_steps():
+    expected = [
+        (name, weight.shape, weight.dtype, ACCELERATOR, True, None)
+        for name, weight in Net("positional", has_compute=True).named_parameters()
+    ]
+    for outlines, values in in_ranks(used, 2, use="outlines"):
+        assert outlines == expected
+        assert values[0]["value"] > 0

@@ -11,6 +11,7 @@ from packages.mesh.tests.pipeline_fits import Net, data, fit, predictions
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import Saves, quiet_trainer
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from dstrat import GradientAccumulationScheduler, Pipeline, grad_norm
@@ -371,6 +372,11 @@ class ClippedByTorch(Net):
         torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
 
+class ClippedByImportedFunction(Net):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+
 class CallsInHook(Net):
     def on_train_epoch_end(self):
         self.net(torch.ones(2, 6))
@@ -387,8 +393,9 @@ PROGRAMS = {
     OwnForward: "Pipeline(model=Doubled) does not say in which order its layers are called",
     Perturbed: "Perturbing computes the loss of a batch several times in one step, between which it changes parameters",
     ClippedByTorch: "torch.nn.utils.clip_grad_norm_ takes the norm of the gradients of one rank, and the stages",
+    ClippedByImportedFunction: "torch.nn.utils.clip_grad_norm_ takes the norm of the gradients of one rank, and the",
     CallsInHook: "Sequential, divided into stages, was called where a rank computes alone, as in a hook",
-    CallsLayers: ", a layer of other ranks, was called where a rank computes alone, as in a hook: call Sequential",
+    CallsLayers: ", a layer of one stage, was called where a rank computes alone, as in a hook: call Sequential",
 }
 
 
@@ -404,6 +411,22 @@ def test_what_stages_would_compute_otherwise_is_refused():
     for found in in_ranks(each, function=error_of, cases=cases):
         for program, message in PROGRAMS.items():
             assert message in found[program]
+
+
+def clipped_after_stages(cluster):
+    """Return the losses of shards whose gradients torch clips, after a run with stages."""
+    quiet_trainer(MeshStrategy(pp=2), cluster).validate(Net(), DataLoader(data(16), 8))
+    module = ClippedByImportedFunction()
+    options = {"max_epochs": 2, "gradient_clip_val": 0.05}
+    quiet_trainer(MeshStrategy(), cluster, **options).fit(module, DataLoader(data(16), 4))
+    return module.losses
+
+
+def test_torch_clips_gradients_of_shards_after_a_run_with_stages():
+    module = Net()
+    quiet_trainer("single_device", max_epochs=2, gradient_clip_val=0.05).fit(module, DataLoader(data(16), 8))
+    for losses in in_ranks(clipped_after_stages):
+        assert losses == pytest.approx(module.losses, rel=1e-6)
 
 
 class Normalized(Net):

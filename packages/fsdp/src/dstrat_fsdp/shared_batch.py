@@ -56,10 +56,17 @@ class SharedBatchStrategy(ShardedStrategy):
     batches of some steps are compared.
     """
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._forget_comparisons()  # also for a loop of one's own that sets up no module
+
     def setup(self, trainer: TrainerLike) -> None:
+        self._forget_comparisons()
+        super().setup(trainer)
+
+    def _forget_comparisons(self) -> None:
         self._num_steps: Counter[str] = Counter()
         self._comparisons: list[Comparison] = []
-        super().setup(trainer)
 
     # Hooks of subclasses
 
@@ -234,6 +241,36 @@ class SharedBatchStrategy(ShardedStrategy):
             exact = None if reduced.is_floating_point() else "trunc"
             return torch.div(reduced, self.world_size // self._num_data_groups, rounding_mode=exact)
         return reduced
+
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all batches, stacked in the order of the data; ranks that share a batch count once.
+
+        A rank gets those of the ranks at its position in each group that shares a batch.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on every rank.
+            group: The ranks to gather from, which all count; None for all batches.
+            sync_grads: Whether gradients flow back: each rank gets the sum of those of its tensor.
+        """
+        if group is not None or not self._shares_batches:
+            return super().all_gather(tensor, group, sync_grads)
+        groups = self._data_groups()
+        for data_group in reversed(groups):  # the innermost dimension first
+            tensor = super().all_gather(tensor, data_group, sync_grads)
+        readers_of_batch = self._num_data_groups // self.data_parallel_size
+        values = tensor.flatten(0, len(groups) - 1).unflatten(0, (self.data_parallel_size, readers_of_batch))
+        self._check_same_values(values)
+        return values[:, self._data_group % readers_of_batch]
+
+    def gather_from_processes(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        return super().all_gather(tensor, group)
+
+    def _check_same_values(self, values: Tensor) -> None:
+        """Check that ranks with other parts of a batch have the same values for it.
+
+        Args:
+            values: Those of all ranks, of the shape ``(batches, parts, ...)``.
+        """
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the known name
         # The base class compares a sum of votes with the world size, and reduce counts ranks that share a batch once.

@@ -12,123 +12,46 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn import utils
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from dstrat.errors import ConflictError, DstratError, MisuseError
-from dstrat.interfaces.pipeline import Pipeline, batch_size, check_loss_of_stages, split_batch
+from dstrat.errors import DstratError, MisuseError
+from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.collectives import gather_tensors
 from dstrat.parallel.internals import new_connections
 from dstrat.parallel.job import current_job
-from dstrat.parallel.optimizer_checks import find_coupling
 from dstrat.parallel.process_group import noting_failed_steps
 from dstrat.parallel.shards import local_tensor, with_local
-from dstrat.training.metrics.metric_objects import is_metric
-from dstrat.training.module.compiling import plain_name, wrapped_module
 from dstrat_fsdp.memory import once_per_module
 from dstrat_fsdp.parameters import empty_on_meta, made_on_meta, replace_parameters
 from dstrat_mesh.axes import PIPELINE
+from dstrat_mesh.checks import (
+    HiddenWeights,
+    attributes_of,
+    changed_attribute,
+    changed_name,
+    check_called,
+    check_not_compiled,
+    refusing_calls,
+    refusing_changes_by_loss,
+    refusing_to_clip,
+    replaced_forward,
+    state_of,
+)
 from dstrat_mesh.runner import Links, StageRunner
 from dstrat_mesh.stages import Stages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
-    from torch.optim import Optimizer
 
-    from dstrat.interfaces.strategy import TrainerLike
     from dstrat_mesh.axes import Axes
     from dstrat_mesh.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
-
-
-def check_pipeline(module: Module, trainer: TrainerLike) -> None:
-    """Check that a module and its training can have stages.
-
-    Raises:
-        MisuseError: It defines no pipeline, or has statistics of batches.
-        ConflictError: Its optimization is manual.
-    """
-    check_module(module)
-    if trainer.is_fitting and not getattr(module, "automatic_optimization", True):
-        raise ConflictError(
-            f"{type(module).__name__} has automatic_optimization=False, and a pipeline runs forward and backward "
-            "passes together: leave it out, or leave pp out"
-        )
-
-
-def check_module(module: Module) -> None:
-    """Check that a module can have stages.
-
-    Raises:
-        MisuseError: It defines no pipeline, has another loss without it, or has statistics of batches.
-    """
-    name = type(module).__name__
-    if not hasattr(module, "configure_pipeline"):
-        raise MisuseError(
-            f"{name} has no configure_pipeline, which a pipeline (pp) needs: define it to return "
-            "dstrat.Pipeline(model=self.net, loss=lambda output, batch: mse_loss(output, batch[1]))"
-        )
-    check_loss_of_stages(module, "training_step")
-    for layer in module.modules():
-        if layer is module:
-            continue
-        if isinstance(layer, _BatchNorm):  # also without parameters or running statistics
-            reason = "normalizes over a batch"
-        elif {"running_mean", "weight"} & dict(layer.named_buffers(recurse=False)).keys() == {"running_mean"}:
-            # A frozen batch norm has its weight as a buffer too, and changes none of them.
-            reason = "keeps running statistics of batches"
-        else:
-            continue
-        raise MisuseError(
-            f"{name} has a {type(layer).__name__}, which {reason}, and a pipeline divides it into microbatches, so "
-            "that results would be others: use a layer norm or group norm, or leave pp out"
-        )
-
-
-check_estimated_module = once_per_module(check_module)
-"""Check a module that is estimated for many layouts, and does not change, once."""
-
-
-def check_backward(module: Module, module_backward: Callable[..., None] | None) -> None:
-    """Check that a module leaves it to the strategy to compute gradients.
-
-    Raises:
-        ConflictError: It has a ``backward`` of its own.
-    """
-    if module_backward is not None:
-        raise ConflictError(
-            f"{type(module).__name__} has a backward of its own, and a pipeline runs forward and backward passes "
-            "together, without a call of it: change the loss of configure_pipeline instead, or leave pp out"
-        )
-
-
-def check_steps_stages(optimizer: Optimizer, ranks: int) -> None:
-    """Check that an optimizer steps each parameter without the others, of which a rank has those of its stages only.
-
-    Args:
-        optimizer: The optimizer.
-        ranks: Number of ranks with other stages.
-
-    Raises:
-        MisuseError: It does not.
-    """
-    if getattr(optimizer, "steps_shards", False):
-        return
-    reason = find_coupling(optimizer, may_draw=True)
-    if reason is not None:
-        raise MisuseError(
-            f"{type(optimizer).__name__} cannot step the stages of a pipeline ({reason}), which are on {ranks} ranks: "
-            "take another optimizer, such as torch.optim.AdamW, with gradient_clip_val if gradients are to be divided "
-            "by their norm, or leave pp out"
-        )
 
 
 def pipeline_of(module: Any) -> Pipeline:
@@ -144,56 +67,6 @@ def pipeline_of(module: Any) -> Pipeline:
             "dstrat.Pipeline"
         )
     return pipeline
-
-
-def check_not_compiled(module: Module, pipeline: Pipeline, schedule: Schedule) -> None:
-    """Check that no compiled code has layers of several stages, or a backward pass that the schedule divides.
-
-    Raises:
-        MisuseError: A module is compiled that has several layers of the pipeline, or is its model; or any, and the
-            schedule has passes for gradients of weights.
-    """
-    for name, container in module.named_modules():
-        wrapped = wrapped_module(container)
-        if wrapped is None and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
-            continue
-        subject = plain_name(name) or type(module).__name__
-        inside = set((container if wrapped is None else wrapped).modules())
-        if pipeline.model in (container, wrapped) or len(inside.intersection(pipeline.chain)) > 1:
-            raise MisuseError(
-                f"{subject} is compiled as a whole, and a pipeline divides its "
-                "layers over ranks: compile each layer instead, for layer in layers: layer.compile()"
-            )
-        if schedule.splits_backward:
-            raise MisuseError(
-                f"{subject} is compiled, and compiled code computes its gradients in one pass, which "
-                f"schedule={schedule.name!r} divides: leave out to compile it, or choose 'Interleaved1F1B' or '1F1B'"
-            )
-
-
-def check_called(module: Module, pipeline: Pipeline) -> None:
-    """Check that no module has hooks that training steps would not call, as these call the layers alone.
-
-    Raises:
-        MisuseError: One has.
-    """
-    if pipeline.compute is not None:  # which may call the model
-        return
-    chain = set(pipeline.chain)
-    called = {inner for layer in chain for inner in layer.modules()}
-    within = set(pipeline.model.modules()) - called
-    for name, container in module.named_modules():
-        hooks = (
-            container._forward_hooks,  # noqa: SLF001 - torch's, and below
-            container._forward_pre_hooks,  # noqa: SLF001
-            container._backward_hooks,  # noqa: SLF001
-            container._backward_pre_hooks,  # noqa: SLF001
-        )
-        if container in within and any(hooks) and not chain.isdisjoint(container.modules()):
-            raise MisuseError(
-                f"{name or type(module).__name__} has hooks on its forward or backward pass, and stages call its "
-                "layers one after the other, without it: register them on the layers, or leave pp out"
-            )
 
 
 def number_of_layers(module: Any) -> int:
@@ -281,6 +154,7 @@ class PipelineRun:
         self.layers = self._stages.skeleton(self._links.position)
         self._runner: StageRunner | None = None
         self._evaluator: StageRunner | None = None
+        self._weights: HiddenWeights | None = None
         present = {inner for of_stage in self._stages.layers for layer in of_stage for inner in layer.modules()}
         self._outside = {name: inner for name, inner in module.named_modules() if inner not in present}
         self._has_trained = False
@@ -310,8 +184,19 @@ class PipelineRun:
         last = len(layers) - 1 if self._links.is_last else None
 
         outside = self._outside
-        self._guards.enter_context(self._refusing_calls())
-        self._guards.enter_context(_refusing_to_clip(len(self._links.ranks)))
+        names = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
+        subjects = {layer: f"{name}, a layer of one stage," for layer, name in names}
+        model = type(self._pipeline.model).__name__
+        self._weights = HiddenWeights(self._module, subjects, self._links.device, model)
+        uncallable = {
+            layer: subject
+            for layer, subject in subjects.items()
+            if any(parameter.is_meta for parameter in layer.parameters())
+        }
+        if self._pipeline.compute is None:  # which may call the model
+            uncallable.setdefault(self._pipeline.model, f"{model}, divided into stages,")
+        self._guards.enter_context(refusing_calls(uncallable, model))
+        self._guards.enter_context(refusing_to_clip(len(self._links.ranks)))
 
         def compute(chunk: int, value: Any, batch: Any) -> Any:
             return chain(layers[chunk], value, batch)
@@ -320,46 +205,12 @@ class PipelineRun:
             output = compute(chunk, value, batch)
             if chunk != last:
                 return output
-            before = _state_of(outside), _attributes_of(outside)
-            loss = loss_of(output, batch)
-            name = _changed_name(before[0], _state_of(outside))
-            name = name or _changed_attribute(before[1], _attributes_of(outside))
-            if name is not None:
-                raise MisuseError(
-                    f"the loss of the pipeline has changed {name!r}, which only the ranks of the last stage would "
-                    "have, once for each microbatch, and checkpoints and logs take that of rank 0: update metrics in "
-                    "validation_step, keep a buffer in the forward of a layer of the pipeline, and count batches in a "
-                    "hook"
-                )
-            return loss
+            with refusing_changes_by_loss(outside):
+                return loss_of(output, batch)
 
         common = self._links, self._schedule, self._loss_dtype
         self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))
         self._evaluator = StageRunner(*common, lambda *args: evaluate(compute, *args))
-
-    @contextmanager
-    def _refusing_calls(self) -> Iterator[None]:
-        """In this context a call of the model, or of a layer that other ranks have, is an error that says so."""
-        layers = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
-        refused = {
-            layer: f"{name}, a layer of other ranks,"
-            for layer, name in layers
-            if any(parameter.is_meta for parameter in layer.parameters())
-        }
-        if self._pipeline.compute is None:  # which may call the model
-            refused.setdefault(self._pipeline.model, f"{type(self._pipeline.model).__name__}, divided into stages,")
-        with ExitStack() as stack:
-            for module, subject in refused.items():
-                refuse = functools.wraps(module.forward)(functools.partial(self._refuse, subject))
-                stack.enter_context(_replaced_forward(module, refuse))
-            yield
-
-    def _refuse(self, subject: str, *_args: Any, **_kwargs: Any) -> Any:
-        raise MisuseError(
-            f"{subject} was called where a rank computes alone, as in a hook: call "
-            f"{type(self._pipeline.model).__name__}, the model of configure_pipeline, in a validation_step, test_step "
-            "or predict_step, where all stages compute"
-        )
 
     # Steps
 
@@ -404,7 +255,7 @@ class PipelineRun:
             factors, factor = weights / torch.where(total > 0, total, 1.0), weigh(total)
         inputs = self._inputs_of(microbatches)
         is_watched = not self._has_trained and len(microbatches) > 1
-        state = _state_of(dict(self.layers.named_modules())) if is_watched else {}
+        state = state_of(dict(self.layers.named_modules())) if is_watched else {}
         if not self._links.is_last:
             scale(torch.zeros((), device=device))  # the last rank's scale adapts with its losses, and this one alike
         with capture_logs() as logged, self._sending_messages():
@@ -418,7 +269,7 @@ class PipelineRun:
                 after_weights,
                 tuple(parameter.requires_grad for parameter in self._module.parameters()),
             )
-        if state and (name := _changed_name(state, _state_of(dict(self.layers.named_modules())))) is not None:
+        if state and (name := changed_name(state, state_of(dict(self.layers.named_modules())))) is not None:
             _logger.warning(
                 "%s is changed in each forward pass, so that with %d microbatches it changes as often in each batch, "
                 "and once on one device",
@@ -444,9 +295,9 @@ class PipelineRun:
             MisuseError: It has changed the module, too, for each of them.
         """
         first = self._pipeline.inputs(microbatches[0])
-        before = _attributes_of(self._outside)
+        before = attributes_of(self._outside)
         inputs = [first, *map(self._pipeline.inputs, microbatches[1:])]
-        name = _changed_attribute(before, _attributes_of(self._outside)) if len(inputs) > 1 else None
+        name = changed_attribute(before, attributes_of(self._outside)) if len(inputs) > 1 else None
         if name is not None:
             raise MisuseError(
                 f"inputs of the pipeline has changed {name!r}, and is called for all microbatches before the first "
@@ -457,19 +308,21 @@ class PipelineRun:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In this context the pipeline's model computes with all stages."""
-        model, evaluator = self._pipeline.model, self._evaluator
+        """In this context the pipeline's model computes with all stages, and nothing else with their weights."""
+        model, evaluator, weights = self._pipeline.model, self._evaluator, self._weights
         assert evaluator is not None  # noqa: S101 - from start on
+        assert weights is not None  # noqa: S101 - likewise
         earlier = vars(model).get("forward")  # of another library, whose loop calls the model, or one that refuses
 
         @functools.wraps(model.forward)  # by whose signature libraries decide what they pass, such as a mask
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             batch = self._called_with(args, kwargs)
             value = args[0] if args else self._pipeline.inputs(batch)
-            with _replaced_forward(model, earlier), self._sending_messages():  # a stage may call the model's own
+            # A stage may call the model's own.
+            with replaced_forward(model, earlier), showing_weights(), self._sending_messages():
                 return evaluator.evaluate(value, batch)
 
-        with _replaced_forward(model, forward):
+        with weights.hiding() as showing_weights, replaced_forward(model, forward):
             yield
 
     def check_messages(self) -> None:
@@ -564,7 +417,7 @@ class PipelineRun:
         self._guards.close()
         if self._runner is not None and not failed:
             self._runner.finish()
-        self._runner = self._evaluator = None
+        self._runner = self._evaluator = self._weights = None
 
     # State
 
@@ -596,93 +449,6 @@ def _state_beside_parameters(layer: Module) -> tuple[dict[str, tuple[torch.Size,
     outlines = {name: (buffer.shape, buffer.dtype) for name, buffer in layer.named_buffers(recurse=False)}
     has_extra = type(layer).get_extra_state is not torch.nn.Module.get_extra_state
     return outlines, layer.get_extra_state() if has_extra else None
-
-
-def _state_of(modules: Mapping[str, Module]) -> dict[str, tuple[Any, int]]:
-    """Return what shows a change of the state of modules: objects and versions by name; buffers, and metric objects."""
-    state: dict[str, tuple[Any, int]] = {}
-    module: Any
-    for prefix, module in modules.items():
-        for name, buffer in module.named_buffers(recurse=False):
-            state[f"{prefix}.{name}".lstrip(".")] = buffer, buffer._version  # noqa: SLF001 - torch's, for such checks
-        if is_metric(module):
-            state[prefix] = module, module.update_count
-    return state
-
-
-def _changed_name(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> str | None:
-    """Return the first name with another object or version in a state, None if there is none."""
-    for name, (value, version) in before.items():
-        now, latest = after.get(name, (None, 0))
-        if now is not value or latest != version:
-            return name
-    return None
-
-
-def _attributes_of(modules: Mapping[str, Module]) -> dict[str, tuple[Any, int]]:
-    """Return the tensors and numbers that modules have as plain attributes, with the versions of tensors, by name."""
-    return {
-        f"{prefix}.{name}".lstrip("."): (value, value._version if isinstance(value, torch.Tensor) else 0)  # noqa: SLF001 - as above
-        for prefix, module in modules.items()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) or type(value) in (int, float)
-    }
-
-
-def _changed_attribute(before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> str | None:
-    """Return the first name of an attribute with another value, None if there is none.
-
-    A tensor of another shape is no such value: it may be kept for inputs of a size, such as a mask.
-    """
-    for name, (value, version) in before.items():
-        now, latest = after.get(name, (value, version))
-        if isinstance(value, torch.Tensor):
-            is_same = now is value and latest == version
-            if not is_same and isinstance(now, torch.Tensor) and now.shape == value.shape:
-                return name
-        elif type(now) is type(value) and now != value:
-            return name
-    return None
-
-
-@contextmanager
-def _replaced_forward(module: Module, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """In this context a module has another ``forward``, or for None that of its class."""
-    earlier = vars(module).get("forward")
-
-    def assign(function: Callable[..., Any] | None) -> None:
-        vars(module).pop("forward", None)
-        if function is not None:
-            module.forward = function
-
-    assign(forward)
-    try:
-        yield
-    finally:
-        assign(earlier)
-
-
-@contextmanager
-def _refusing_to_clip(ranks: int) -> Iterator[None]:
-    """In this context torch's function that clips by a norm refuses gradients of stages, of which it sees some."""
-    clip = utils.clip_grad_norm_
-
-    @functools.wraps(clip)
-    def refuse(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise MisuseError(
-                "torch.nn.utils.clip_grad_norm_ takes the norm of the gradients of one rank, and the stages of the "
-                f"pipeline are on {ranks}: pass gradient_clip_val to the Trainer or to loop.setup, or call "
-                "strategy.clip_gradients(optimizer, value)"
-            )
-        return clip(parameters, *args, **kwargs)
-
-    utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = refuse
-    try:
-        yield
-    finally:
-        utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = clip
 
 
 def _names_of_positional(model: Module, count: int) -> list[str]:

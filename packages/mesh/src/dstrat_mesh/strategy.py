@@ -37,17 +37,10 @@ from dstrat_mesh.axes import (
     layouts,
     similar_schedules,
 )
+from dstrat_mesh.checks import check_backward, check_estimated_module, check_pipeline, check_steps_stages
 from dstrat_mesh.estimate import MeshEstimate
 from dstrat_mesh.experts import ExpertParallelism, common_number_of_experts, experts_of, with_experts
-from dstrat_mesh.pipeline import (
-    PipelineRun,
-    check_backward,
-    check_estimated_module,
-    check_pipeline,
-    check_steps_stages,
-    estimated_stages,
-    number_of_layers,
-)
+from dstrat_mesh.pipeline import PipelineRun, estimated_stages, number_of_layers
 from dstrat_mesh.schedule import Schedule
 from dstrat_mesh.sequences import Sequences, check_sequences
 from dstrat_mesh.stages import LayerRandomNumbers
@@ -631,6 +624,18 @@ class MeshStrategy(SharedBatchStrategy):
             tensor: This rank's part, whose second dimension is the sequence.
         """
         return tensor if self._sequences is None else self._sequences.join(tensor)
+
+    def _check_same_values(self, values: Tensor) -> None:
+        if self._cp == 1:
+            return
+        # It waits for the device: without it, values of the first tokens would be taken for those of whole samples.
+        if not torch.isclose(values, values[:, :1], equal_nan=True).all():
+            raise MisuseError(
+                f"all_gather got other values on the {self._cp} ranks of cp, which share each batch: those of the "
+                "tokens of a rank, or of the rank itself. Pass strategy.join_sequences(tensor) for a tensor with a "
+                "value for each token, compute values of samples from joined ones, take strategy.reduce for means, or "
+                "pass group=torch.distributed.group.WORLD for a value of each rank"
+            )
 
     def _run_stages(self, name: StepName, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if name == "training_step":

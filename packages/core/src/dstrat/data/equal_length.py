@@ -95,7 +95,7 @@ def agreed_length(strategy: Strategy, num_batches: int | None) -> int | None:
     if strategy.world_size == 1:
         return num_batches
     mine = torch.tensor(-1 if num_batches is None else num_batches, device=strategy.root_device)
-    lengths = strategy.all_gather(mine).flatten().tolist()
+    lengths = strategy.gather_from_processes(mine).flatten().tolist()
     if len(set(lengths)) == 1:
         return num_batches
     described = ", ".join(f"{'unknown' if n < 0 else n} on rank {rank}" for rank, n in enumerate(lengths))

@@ -934,11 +934,25 @@ class Strategy(ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all processes, stacked: ``(*shape)`` becomes ``(world_size, *shape)``; collective.
 
+        Of processes that read the same data, as ``num_replicas`` of :attr:`distributed_sampler_kwargs` says, one
+        counts, so that each sample comes once: the shape is ``(num_replicas, *shape)``, in the order of the data.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on every process, on :attr:`root_device`.
+            group: The processes to gather from, which all count; None for all.
+            sync_grads: Whether gradients flow back: each process gets the sum of those of its tensor.
+        """
+
+    def gather_from_processes(self, tensor: Tensor, group: Any | None = None) -> Tensor:
+        """Return the tensors of all processes, stacked, also of those that read the same data; collective.
+
+        It is for values of processes, such as their memory, and :meth:`all_gather` for those of samples.
+
         Args:
             tensor: A tensor of the same shape and dtype on every process, on :attr:`root_device`.
             group: The processes to gather from; None for all.
-            sync_grads: Whether gradients flow back: each process gets the sum of those of its tensor.
         """
+        return self.all_gather(tensor, group)
 
     def collectives_begun(self) -> int:
         """Return how many collectives this process has begun; always 0 where that is not counted.

@@ -355,10 +355,12 @@ class OwnLoop:
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Return a collection in which each tensor and number is replaced by the stacked values of all processes.
 
+        Processes that share a batch, as those that divide a model do, count once, so that each sample comes once.
+
         Args:
             data: As in :meth:`all_reduce`, DTensors without ``sync_grads`` only; a tensor of shape ``(*shape)`` becomes
-                one of ``(world_size, *shape)``.
-            group: The process group; None is all processes.
+                one of ``(world_size, *shape)``, or with as many rows as there are different batches.
+            group: The process group, of which all processes count; None is all batches.
             sync_grads: Whether the result is differentiable.
         """
 

@@ -216,7 +216,7 @@ def _unpack(message: bytes, device: Any) -> Any:
 def _gather_bytes(message: bytes, strategy: Strategy, group: Any) -> list[bytes]:
     """Return the messages of all ranks; collective."""
     device = strategy.root_device
-    lengths = strategy.all_gather(torch.tensor([len(message)], device=device), group=group).flatten().tolist()
+    lengths = strategy.gather_from_processes(torch.tensor([len(message)], device=device), group).flatten().tolist()
     padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8).to(device)
-    gathered = strategy.all_gather(padded, group=group).cpu()
+    gathered = strategy.gather_from_processes(padded, group).cpu()
     return [row[:length].numpy().tobytes() for row, length in zip(gathered, lengths, strict=True)]

@@ -141,7 +141,7 @@ def _memory_of_ranks(run: Run) -> list[dict[str, int]]:
     sizes = [on_device, float(_largest_host_memory()), float(run.host_memory)]
     # float32 is exact to a part in 16 million, and exists on all hardware.
     local = torch.tensor(sizes, dtype=torch.float32, device=strategy.root_device)
-    rows = [local.tolist()] if strategy.world_size == 1 else strategy.all_gather(local).tolist()
+    rows = [local.tolist()] if strategy.world_size == 1 else strategy.gather_from_processes(local).tolist()
     return [{"device": int(device), "host": int(host), "host_before": int(before)} for device, host, before in rows]
 
 

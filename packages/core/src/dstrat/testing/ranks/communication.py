@@ -70,16 +70,27 @@ def reductions(rank_context: RankContext, subject: Subject, accelerator: str) ->
 def gathering(rank_context: RankContext, subject: Subject, accelerator: str) -> dict[str, Any]:
     """Return the result of gathering, and the gradient through it."""
     with open_strategy(rank_context, subject, accelerator) as strategy:
-        plain = strategy.all_gather(_tensor(strategy, [rank_values(rank_context.rank)] * 2))
-        leaf = _tensor(strategy, [float(rank_context.rank), 1.0]).requires_grad_()
-        weights = torch.arange(1.0, rank_context.world_size + 1, device=strategy.root_device)[:, None]
+        reader, readers = _reader(strategy)
+        plain = strategy.all_gather(_tensor(strategy, [rank_values(reader)] * 2))
+        leaf = _tensor(strategy, [float(reader), 1.0]).requires_grad_()
+        weights = torch.arange(1.0, readers + 1, device=strategy.root_device)[:, None]
         (strategy.all_gather(leaf, sync_grads=True) * weights).sum().backward()
         return {
+            "reader": (reader, readers),
             "values": plain.tolist(),
-            "scalars": _gathered_scalars(strategy, rank_context.rank),
+            "scalars": _gathered_scalars(strategy, reader),
+            "of_processes": strategy.gather_from_processes(_tensor(strategy, [float(rank_context.rank)])).tolist(),
             "needs_gradient": plain.requires_grad,
             "gradient": None if leaf.grad is None else leaf.grad.tolist(),
         }
+
+
+def _reader(strategy: Strategy) -> tuple[int, int]:
+    """Return which of the ranks that read different data a rank is, and their number."""
+    share = strategy.distributed_sampler_kwargs
+    if share.get("num_replicas", strategy.world_size) < strategy.world_size:  # some share each batch
+        return share["rank"], share["num_replicas"]
+    return strategy.global_rank, strategy.world_size
 
 
 def _gathered_scalars(strategy: Strategy, rank: int) -> Any:

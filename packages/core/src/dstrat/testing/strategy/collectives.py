@@ -105,8 +105,9 @@ class Collectives(StrategyTests):
 
     @standard("processes", "collectives")
     def test_all_gather_stacks_in_the_order_of_ranks(self, world_size: int) -> None:
-        expected = [[rank_values(rank)] * 2 for rank in range(world_size)]
         for rank, result in enumerate(self.collected("gathering", world_size)):
+            _, readers = result["reader"]
+            expected = [[rank_values(reader)] * 2 for reader in range(readers)]
             values = result["values"]
             if values == expected:
                 continue
@@ -114,20 +115,26 @@ class Collectives(StrategyTests):
             if None not in order:
                 fail(
                     f"all_gather gave the tensors of ranks {order} to rank {rank}, in the wrong order of ranks",
-                    expected=f"those of ranks {list(range(world_size))}, whatever the rank.",
+                    expected=f"those of ranks {list(range(readers))}, whatever the rank.",
                 )
             fail(
                 f"all_gather gave rank {rank} a tensor that is not the stack of all ranks' tensors",
-                expected=f"the shape ({world_size}, *shape), also in a world of one.",
+                expected=f"the shape ({readers}, *shape), also in a world of one; ranks that share a batch count once.",
                 details=f"expected {expected}\ngot      {values}",
             )
         for rank, result in enumerate(self.collected("gathering", world_size)):
-            _check_scalars(result["scalars"], rank, world_size)
+            _check_scalars(result["scalars"], rank, result["reader"][1])
+            if result["of_processes"] != [[float(number)] for number in range(world_size)]:
+                fail(
+                    f"gather_from_processes gave rank {rank} {result['of_processes']} for the number of each rank",
+                    expected=f"those of all {world_size} ranks, in their order, also of those that share a batch.",
+                )
 
     @standard("processes", "collectives")
     def test_all_gather_lets_gradients_flow_back_only_when_asked(self, world_size: int) -> None:
         for rank, result in enumerate(self.collected("gathering", world_size)):
-            expected = [float(world_size * (rank + 1))] * 2  # each of the losses weights this rank's part so
+            reader, readers = result["reader"]
+            expected = [float(readers * (reader + 1))] * 2  # each of the losses weights this rank's part so
             if result["needs_gradient"]:
                 fail("all_gather returned a tensor that needs gradients though sync_grads is False: detach it")
             if result["gradient"] != expected:
@@ -191,12 +198,12 @@ class Collectives(StrategyTests):
                 )
 
 
-def _check_scalars(gathered: object, rank: int, world_size: int) -> None:
-    if gathered != [float(other) for other in range(world_size)]:
+def _check_scalars(gathered: object, rank: int, readers: int) -> None:
+    if gathered != [float(other) for other in range(readers)]:
         fail(
             f"all_gather gave rank {rank} {gathered} for a tensor without dimensions, which held "
             "the number of each rank",
-            expected=f"the shape ({world_size},): one new dimension, also where there was none.",
+            expected=f"the shape ({readers},): one new dimension, also where there was none.",
             fix="gather into a list and torch.stack it; torch.cat makes no new dimension.",
         )
 

@@ -178,7 +178,7 @@ def _gather(
     for index, value in enumerate(x for s in shares for x in (s.total, s.weight)):
         if isinstance(value, Tensor):
             sent[len(header) + index] = value
-    return strategy.all_gather(sent, group=group)
+    return strategy.gather_from_processes(sent, group)
 
 
 # Reducing

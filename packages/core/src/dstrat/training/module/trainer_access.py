@@ -83,10 +83,12 @@ class TrainerAccess:
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked along a new first dimension; collective.
 
+        Ranks that share a batch, as those that divide a model do, count once, so that each sample comes once.
+
         Args:
             data: A tensor, a number, or a list, tuple, dict or dataclass of them; the result has the same structure.
                 Of a DTensor each rank has the full value, without ``sync_grads``.
-            group: The process group; by default all ranks.
+            group: The process group, of which all ranks count; by default all batches.
             sync_grads: Whether gradients flow back to each rank.
         """
         strategy = self.trainer.strategy
