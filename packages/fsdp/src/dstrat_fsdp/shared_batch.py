@@ -258,7 +258,7 @@ class SharedBatchStrategy(ShardedStrategy):
         for data_group in reversed(groups):  # the innermost dimension first
             tensor = super().all_gather(tensor, data_group, sync_grads)
         readers_of_batch = self._num_data_groups // self.data_parallel_size
-        values = tensor.flatten(0, len(groups) - 1).unflatten(0, (self.data_parallel_size, readers_of_batch))
+        values: Tensor = tensor.flatten(0, len(groups) - 1).unflatten(0, (self.data_parallel_size, readers_of_batch))
         self._check_same_values(values)
         return values[:, self._data_group % readers_of_batch]
 

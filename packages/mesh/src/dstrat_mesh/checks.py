@@ -330,11 +330,11 @@ class HiddenWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         weight = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, HiddenWeight))
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]  # of a descriptor
+        if func == torch.Tensor.device.__get__:
             return weight.rank_device
         if func not in _OUTLINES:
             raise MisuseError(weight.message)
-        return super().__torch_function__(func, types, args, dict(kwargs or {}))
+        return super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
 
 
 # Gradients
@@ -357,7 +357,7 @@ def refusing_to_clip(ranks: int) -> Iterator[None]:
             )
         return total_norm(gradients, *args, **kwargs)
 
-    clip_grad._get_total_norm = refuse  # noqa: SLF001
+    clip_grad._get_total_norm = refuse  # type: ignore[assignment]  # noqa: SLF001
     try:
         yield
     finally:

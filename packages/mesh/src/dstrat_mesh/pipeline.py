@@ -184,8 +184,8 @@ class PipelineRun:
         last = len(layers) - 1 if self._links.is_last else None
 
         outside = self._outside
-        names = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
-        subjects = {layer: f"{name}, a layer of one stage," for layer, name in names}
+        named = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
+        subjects = {layer: f"{name}, a layer of one stage," for layer, name in named}
         model = type(self._pipeline.model).__name__
         self._weights = HiddenWeights(self._module, subjects, self._links.device, model)
         uncallable = {
