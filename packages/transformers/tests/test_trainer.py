@@ -281,6 +281,30 @@ def test_memory_that_runs_out_after_a_step_is_an_error_with_shards(tmp_path):
         run(tmp_path, "fsdp", scenario)
 
 
+SECOND_TRAINER = """
+import torch
+from dstrat.errors import MisuseError
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
+args = TrainingArguments("out", max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no")
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+for _ in range(2):
+    try:
+        dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=rows).train()
+    except MisuseError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_split_layers_that_another_trainer_has_trained_are_refused_with_advice(tmp_path):
+    use = "dstrat_transformers.use('mesh(tp=2)', accelerator='cpu', devices=2)\n"
+    ended = start_two(tmp_path, use + SECOND_TRAINER + END_TOGETHER)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("REFUSED LlamaForCausalLM was prepared before, such as by another Trainer") == 2
+    assert ended.stdout.count("pass a new one, such as LlamaForCausalLM.from_pretrained(folder)") == 2
+
+
 LONELY = """
 import time
 from datetime import timedelta
