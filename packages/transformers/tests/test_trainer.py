@@ -42,6 +42,9 @@ STRATEGIES = (
     *("ddp", "fsdp", "deepspeed_stage_3", "mesh(tp=2)", "mesh(pp=2)", "mesh(cp=2)"),
     pytest.param("deepspeed_stage_2", marks=pytest.mark.variant),
 )
+# Its state is of rows and columns of whole matrices.
+ADAFACTOR = {"adafactor": {"optim": "adafactor", "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 3}}
+HAS_ADAFACTOR = ("ddp", "fsdp", "mesh(tp=2)", "mesh(cp=2)")
 HAS_ADAPTERS = ("ddp", "fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "mesh(cp=2)")
 
 
@@ -83,6 +86,8 @@ BY_READER = {
     "by process": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2, "max_steps": 4},
     # Samples of similar lengths are those of one reader.
     "grouped": {"is_ragged": True, "train_sampling_strategy": "group_by_length", "eval_strategy": "no"},
+    # The last batch of an evaluation has fewer samples, which is known at its end only.
+    "stream": {"evaluates_stream": True, "max_steps": 2, "eval_strategy": "no"},
 }
 
 
@@ -92,12 +97,17 @@ SMALLER = {"smaller": {**ACCUMULATED, "per_device_train_batch_size": 3}}
 
 @pytest.fixture(scope="module")
 def own_ddp(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("own"), "own", {**SCENARIOS, **REPORTED, **IN_BFLOAT16, **SMALLER, **BY_READER})
+    return run(
+        tmp_path_factory.mktemp("own"),
+        "own",
+        {**SCENARIOS, **REPORTED, **IN_BFLOAT16, **SMALLER, **BY_READER, **ADAFACTOR},
+    )
 
 
 @pytest.fixture(scope="module")
 def own_process(tmp_path_factory):
-    scenarios = {name: {**one, "per_device_train_batch_size": 8} for name, one in BY_READER.items()}
+    batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    scenarios = {name: {**batch, **one} for name, one in BY_READER.items()}
     return run(tmp_path_factory.mktemp("one"), "own", scenarios, devices=1)
 
 
@@ -116,6 +126,9 @@ def trained(tmp_path_factory, strategy, own_ddp):
         "resumed_from_own": {"resume": str(own_ddp / "plain" / "checkpoint-5")},
         "resumed_adapters": {"adapters": True, "resume": str(folder / "adapters" / "checkpoint-5")},
     }
+    if strategy in HAS_ADAFACTOR:
+        resumed |= ADAFACTOR
+        resumed["resumed_adafactor"] = {**ADAFACTOR["adafactor"], "resume": str(folder / "adafactor" / "checkpoint-3")}
     return run(
         folder, strategy, of_strategy(strategy, {**SCENARIOS, **REPORTED, **IN_BFLOAT16, **BY_READER, **resumed})
     )
@@ -134,6 +147,13 @@ def test_a_training_is_that_of_its_own_ddp(own_ddp, trained, strategy, name):
         assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     for key in ("rates", "predicted", "number", "events", "accuracy", "tokens", "operations", "speeds"):
         assert seen[key] == expected[key], key
+
+
+@pytest.mark.parametrize("name", ["adafactor", "resumed_adafactor"])
+def test_adafactor_steps_whole_matrices(own_ddp, trained, strategy, name):
+    if strategy not in HAS_ADAFACTOR:
+        pytest.skip("stages and DeepSpeed have none of them")
+    assert result(trained, name)["losses"] == pytest.approx(result(own_ddp, "adafactor")["losses"], rel=1e-6)
 
 
 def reported(folder):
@@ -173,8 +193,9 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(tmp_path, ow
 @pytest.mark.parametrize("name", BY_READER)
 def test_processes_that_share_batches_are_one_reader(own_ddp, own_process, trained, strategy, name):
     # All processes of these layouts read the same batch.
-    expected = own_process if strategy.startswith("mesh") else own_ddp
-    assert result(trained, name)["losses"] == pytest.approx(result(expected, name)["losses"], rel=1e-6)
+    expected = result(own_process if strategy.startswith("mesh") else own_ddp, name)
+    for key in ("losses", "evaluations"):
+        assert result(trained, name)[key] == pytest.approx(expected[key], rel=1e-6), key
 
 
 def test_the_trained_model_is_streamed_as_it_is_saved(trained):
@@ -258,6 +279,30 @@ def test_memory_that_runs_out_after_a_step_is_an_error_with_shards(tmp_path):
     scenario = {"late": {**ACCUMULATED, "auto_find_batch_size": True, "failing": ["forward", 3]}}
     with pytest.raises(AssertionError, match="resume from a checkpoint, with per_device_train_batch_size below 4"):
         run(tmp_path, "fsdp", scenario)
+
+
+SECOND_TRAINER = """
+import torch
+from dstrat.errors import MisuseError
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+rows = [{"input_ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4])}] * 16
+args = TrainingArguments("out", max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no")
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+for _ in range(2):
+    try:
+        dstrat_transformers.DstratTrainer(model=model, args=args, train_dataset=rows).train()
+    except MisuseError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_split_layers_that_another_trainer_has_trained_are_refused_with_advice(tmp_path):
+    use = "dstrat_transformers.use('mesh(tp=2)', accelerator='cpu', devices=2)\n"
+    ended = start_two(tmp_path, use + SECOND_TRAINER + END_TOGETHER)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("REFUSED LlamaForCausalLM was prepared before, such as by another Trainer") == 2
+    assert ended.stdout.count("pass a new one, such as LlamaForCausalLM.from_pretrained(folder)") == 2
 
 
 LONELY = """

@@ -162,7 +162,17 @@ class PreparedModel:
             self.module.prepare(strategy)
         strategy.step_methods = FunctionSteps
         make_optimizers = self._with_new_parameters if names else None
-        strategy.setup(Settings(strategy=strategy, make_optimizers=make_optimizers))
+        try:
+            strategy.setup(Settings(strategy=strategy, make_optimizers=make_optimizers))
+        except MisuseError as error:
+            if earlier is None:
+                raise
+            name = type(model).__name__
+            raise MisuseError(
+                f"{name} was prepared before, such as by another Trainer, and {type(strategy).__name__} cannot set it "
+                f"up again: save it, as trainer.save_model(folder) does, and pass a new one, such as "
+                f"{name}.from_pretrained(folder). The reason: {error}"
+            ) from error
         if names:
             strategy.check_set_up()
         self._runs_steps = runs_steps

@@ -17,11 +17,14 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from packaging.version import Version
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.optimization import Adafactor
+from transformers.trainer_pt_utils import find_batch_size
 
 from dstrat.checkpoint.formats import io_for
 from dstrat.checkpoint.strategy_state import read_checkpoint, restore_optimization
 from dstrat.errors import CheckpointError, ConflictError, MissingRequirementError
 from dstrat.own_loop import checkpoint
+from dstrat.parallel.gathered_optimizer import GatheredOptimizer
 from dstrat.parallel.process_group import noting_failed_steps, wait_for_all_ranks
 from dstrat.plugins.known import pip_command
 from dstrat_transformers.accelerate import DstratAccelerator, StrategyOptimizer
@@ -223,6 +226,16 @@ class StrategyTrainer:
         super().store_flos()  # type: ignore[misc]
         self.state.total_flos = before + (self.state.total_flos - before) / self.get_tp_size()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        strategy = self.strategy
+        # It reads rows and columns of whole matrices, which engines that step flat pieces do not have.
+        has_matrices = strategy.allows_new_optimizers and strategy.compiled_steps() is None
+        if is_new and isinstance(optimizer, Adafactor) and not strategy.replicates_state and has_matrices:
+            self.optimizer = GatheredOptimizer(Adafactor, optimizer.param_groups, **optimizer.defaults)
+        return self.optimizer
+
     def _has_mixed_mesh_grads(self, model: Module) -> bool:  # noqa: ARG002 - the Trainer's signature
         return False  # the accelerator computes the norm over all meshes
 
@@ -380,6 +393,20 @@ class StrategyTrainer:
             output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         self._num_steps_evaluated = math.ceil(output.num_samples / (self.args.eval_batch_size * self._num_readers))
         return output
+
+    def prediction_step(self, model: Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._count_last_batch(inputs)
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _count_last_batch(self, inputs: Any) -> None:
+        """Tell Accelerate how many samples the last batch of a stream has, of which the Trainer repeats the loss.
+
+        Where Accelerate divides batches among processes, it counts them itself.
+        """
+        loader = self.accelerator.gradient_state.active_dataloader
+        is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
+        if is_last and self._num_readers == 1 < self.strategy.world_size:
+            loader.remainder = find_batch_size(inputs) or -1
 
     # The Trainer counts a batch of an evaluation for each of its processes, in the rate that it logs or returns.
 

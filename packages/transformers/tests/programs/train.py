@@ -61,6 +61,16 @@ def rows(number):
     return made
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Sequences whose number is not known."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __iter__(self):
+        return iter(rows(self.number))
+
+
 def shortened(row, length):
     return {name: value[:length] for name, value in row.items()}
 
@@ -197,6 +207,7 @@ def train(
     failing=None,
     has_loss=False,
     is_ragged=False,
+    evaluates_stream=False,
     dies_at=None,
     **options,
 ):
@@ -211,7 +222,7 @@ def train(
         if is_ragged
         else rows(48),
         data_collator=pad if is_ragged else None,
-        eval_dataset=rows(16),
+        eval_dataset=Stream(11) if evaluates_stream else rows(16),
         compute_loss_func=loss_of if has_loss else None,
         compute_metrics=accuracy,
         callbacks=[events],
