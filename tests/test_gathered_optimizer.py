@@ -236,19 +236,32 @@ class PartlyFrozen(Net):
         return GatheredOptimizer(TwoSided, [one for one in self.parameters() if one.requires_grad])
 
 
-def unfrozen(cluster, make):
+class OneGroup(Net):
+    def __init__(self):
+        super().__init__("TwoSided")
+
+    def configure_optimizers(self):
+        return GatheredOptimizer(TwoSided, self.parameters())
+
+
+def fit_module(cluster, make, module_class, readers=1):
     losses = Losses()
     trainer = quiet_trainer(make(), cluster, callbacks=[losses, Unfreezes(3)])
     inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
-    readers = 1 if cluster is None else cluster.world_size
     loader = DataLoader(TensorDataset(inputs, inputs.roll(1, 1) - inputs), batch_size=GLOBAL_BATCH // readers)
-    trainer.fit(PartlyFrozen(), loader)
+    trainer.fit(module_class(), loader)
     return losses.losses
 
 
 def test_a_group_that_is_added_while_training_is_stepped():
-    expected = unfrozen(None, SingleDeviceStrategy)
-    for losses in in_ranks(unfrozen, make=FSDPStrategy):
+    expected = fit_module(None, SingleDeviceStrategy, PartlyFrozen)
+    for losses in in_ranks(fit_module, make=FSDPStrategy, module_class=PartlyFrozen, readers=2):
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def test_one_group_with_the_parameters_of_all_stages_is_stepped():
+    expected = fit_module(None, SingleDeviceStrategy, OneGroup)
+    for losses in in_ranks(fit_module, make=partial(MeshStrategy, pp=2), module_class=OneGroup):
         assert losses == pytest.approx(expected, rel=1e-6, abs=0)
 
 

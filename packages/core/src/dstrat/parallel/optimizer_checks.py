@@ -109,7 +109,9 @@ def _shared_keys(optimizer: Optimizer) -> list[Any]:
         parameter = next(iter(group["params"]), None)
         if parameter is None:
             continue
-        stepped = torch.ones(_SHAPE, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+        # That of another stage of a pipeline is on the meta device, and a step with it would be collective.
+        device = "cpu" if parameter.is_meta else parameter.device
+        stepped = torch.ones(_SHAPE, dtype=parameter.dtype, device=device, requires_grad=True)
         with contextlib.suppress(Exception):  # any error of a third-party optimizer; its state is unknown then
             probe = _step_copy(optimizer, number, [stepped], [[torch.zeros_like(stepped)]])
             keys += [key for key in probe.state if not isinstance(key, torch.Tensor)]
