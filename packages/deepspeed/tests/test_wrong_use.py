@@ -4,12 +4,14 @@ import json
 import logging
 import os
 import resource
+import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed_loop import Net, Run, parts, start
+from tests.warm_program import WarmProgram
 
 from dstrat import Trainer
 from dstrat.errors import ConflictError, RequestError
@@ -131,6 +133,31 @@ def test_a_lock_for_which_torch_would_wait_is_logged_with_what_to_do(tmp_path, c
     lock.touch()
     check_prerequisites("cpu_adam", "offload_optimizer", environ)
     assert caplog.messages == [f"{lock} exists: a process is compiling, or was killed; if none is, rm {lock}"]
+
+
+TRAINING = """
+import logging
+import sys
+import torch
+import dstrat
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+def train(loop):
+    loop.setup(torch.nn.Linear(2, 1), lambda net: torch.optim.AdamW(net.parameters()))
+dstrat.OwnLoop(dstrat.build(strategy="deepspeed", accelerator="cpu", devices=1)).launch(train)
+"""
+
+
+def test_a_lock_that_deepspeed_waits_for_when_it_starts_is_named(tmp_path):
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    lock = build_folder("deepspeed_shm_comm", {"TORCH_EXTENSIONS_DIR": str(tmp_path)}) / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    process = WarmProgram(script, environ={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    (line,) = process.next_lines(1)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert line == f"{lock} exists: a process is compiling, or was killed; if none is, rm {lock}\n"
 
 
 def test_nvme_without_libaio(tmp_path):

@@ -102,6 +102,8 @@ def running(
         local_size: Number of processes on the machine.
         timeout: How long a collective waits.
     """
+    if local_rank == 0:  # before the ranks of this job compile what DeepSpeed communicates with on CPUs
+        warns_of_lock(build_folder(_COMMUNICATION, os.environ))
     # DeepSpeed reads the local rank from the environment.  Without LOCAL_SIZE it runs the program numactl on CPUs, in
     # each step of stage 3.
     variables = {"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}
@@ -144,7 +146,7 @@ def quiet_warnings() -> Iterator[None]:
 
 # Extensions that DeepSpeed compiles on first use
 
-_ASYNC_IO, _PIN_MEMORY = "async_io", "pin_memory"
+_ASYNC_IO, _PIN_MEMORY, _COMMUNICATION = "async_io", "pin_memory", "deepspeed_shm_comm"
 _EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
 _CAP_IPC_LOCK = 14  # Linux's number of the capability to lock any amount of memory
 
@@ -166,11 +168,18 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str],
     # The tools are needed in either case: torch runs ninja on a compiled operation too, to see whether it is current.
     for name in (_PIN_MEMORY, operation) if operation == _ASYNC_IO else (operation,):
         folder = build_folder(name, environ)
-        lock = folder / "lock"
-        if lock.exists():  # torch waits for it silently, and forever if the process that made it was killed
-            _logger.warning("%s exists: a process is compiling, or was killed; if none is, rm %s", lock, lock)
-        elif not (folder / f"{name}.so").exists():
+        if not warns_of_lock(folder) and not (folder / f"{name}.so").exists():
             _logger.info("%s needs DeepSpeed's %s, which is compiled into %s, for some minutes", option, name, folder)
+
+
+def warns_of_lock(folder: Path) -> bool:
+    """Return whether a process compiles in a folder, or has been killed while it did, and warn of it."""
+    lock = folder / "lock"
+    if not lock.exists():
+        return False
+    # torch waits for it silently, and forever if the process that made it was killed.
+    _logger.warning("%s exists: a process is compiling, or was killed; if none is, rm %s", lock, lock)
+    return True
 
 
 def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
