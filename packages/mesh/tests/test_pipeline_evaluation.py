@@ -121,6 +121,9 @@ def ask_for_outlines(module, batch):
         assert isinstance(weight, nn.Parameter)
         of_weight = weight.shape, weight.dtype, weight.device.type, weight.requires_grad, weight.grad
         module.outlines.append((name, *of_weight))
+        assert not weight.is_meta
+        assert not hasattr(weight, "placements")
+    assert module.device == module.trainer.strategy.root_device
     assert sum(weight.numel() for weight in {*module.parameters()}) == 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3
 
 

@@ -271,10 +271,6 @@ class HiddenWeights:
 
 _OUTLINES = {
     *(
-        getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "is_sparse", "grad", "_grad")
-    ),
-    *(
         getattr(torch.Tensor, name)
         for name in ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex")
     ),
@@ -284,7 +280,13 @@ _OUTLINES = {
     torch.is_complex,
     torch.numel,
 }
-"""What can be asked of a tensor without its values."""
+"""Functions of a tensor that need no values."""
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that have its values."""
+
+
+class HiddenAttributeError(MisuseError, AttributeError):
+    """A hidden weight has no shard; for ``hasattr``, by which libraries ask for one, it is a plain tensor."""
 
 
 class HiddenWeight(torch.Tensor):
@@ -292,11 +294,11 @@ class HiddenWeight(torch.Tensor):
 
     Attributes:
         message: The error.
-        rank_device: The device of this rank.
+        on_device: A tensor of its dtype on the device of this rank.
     """
 
     message: str
-    rank_device: torch.device
+    on_device: Tensor
     _is_param = True  # for isinstance(weight, torch.nn.Parameter)
 
     @classmethod
@@ -312,7 +314,7 @@ class HiddenWeight(torch.Tensor):
         """
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         weight: HiddenWeight = torch.Tensor._make_subclass(cls, empty, parameter.requires_grad)  # noqa: SLF001 - torch's
-        weight.rank_device = device
+        weight.on_device = torch.empty(0, dtype=parameter.dtype, device=device)
         weight.message = (
             f"an evaluation step of {module} has used {name!r}, a weight of one stage of the pipeline, which the ranks "
             f"of others do not have: let a layer of {model} compute with it, which is called where all stages compute; "
@@ -322,7 +324,7 @@ class HiddenWeight(torch.Tensor):
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(DTensor, name):  # a tensor in shards, as a rank has it of its own stage
-            raise MisuseError(self.message)
+            raise HiddenAttributeError(self.message)
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     @classmethod
@@ -330,9 +332,14 @@ class HiddenWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         weight = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, HiddenWeight))
-        if func == torch.Tensor.device.__get__:
-            return weight.rank_device
-        if func not in _OUTLINES:
+        if getattr(func, "__name__", "") == "__get__":
+            attribute = getattr(func.__self__, "__name__", "")
+            if attribute == "device" or attribute.startswith("is_"):  # is_meta, is_cuda ...
+                return getattr(weight.on_device, attribute)
+            is_outline = attribute not in _VALUES
+        else:
+            is_outline = func in _OUTLINES
+        if not is_outline:
             raise MisuseError(weight.message)
         return super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
 
