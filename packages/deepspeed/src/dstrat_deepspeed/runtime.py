@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -173,13 +173,23 @@ def check_prerequisites(operation: str, option: str, environ: Mapping[str, str],
 
 
 def warns_of_lock(folder: Path) -> bool:
-    """Return whether a process compiles in a folder, or has been killed while it did, and warn of it."""
+    """Return whether a folder is locked for compiling by no process of this machine, and warn of it."""
     lock = folder / "lock"
-    if not lock.exists():
+    if not lock.exists() or _is_open(lock):
         return False
     # torch waits for it silently, and forever if the process that made it was killed.
     _logger.warning("%s exists: a process is compiling, or was killed; if none is, rm %s", lock, lock)
     return True
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether a process has a file open, as torch has a lock that it made; False where that cannot be seen."""
+    path = path.resolve()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if any(descriptor.readlink() == path for descriptor in (process / "fd").iterdir()):
+                return True
+    return False
 
 
 def build_folder(operation: str, environ: Mapping[str, str]) -> Path:
