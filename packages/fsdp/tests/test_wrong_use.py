@@ -317,6 +317,43 @@ def test_an_assignment_to_the_data_of_a_shard_is_refused():
             assert message.startswith(f"parameter '{name}' was changed by an assignment to its .data")
 
 
+PARTS = (
+    lambda p: p[0].zero_(),
+    lambda p: p.data[0].fill_(1.0),
+    lambda p: p.detach()[1:3].mul_(2.0),
+    lambda p: p.data[:2].copy_(p.data[2:4]),
+    lambda p: p.view(-1)[3].fill_(1.0),
+    lambda p: p.chunk(2)[1].zero_(),
+    lambda p: p.data.diagonal().add_(1.0),
+    lambda p: p.narrow(0, 1, 2)[0].zero_(),
+)
+
+
+def written_in_part(cluster):
+    strategy, module = FSDPStrategy(), BlockNet()
+    start(strategy, module, parts(cluster))
+    train(strategy, steps=1)
+    weight, messages = module.blocks[0].up.weight, []
+    with torch.no_grad():
+        for write in PARTS:
+            with pytest.raises(MisuseError) as caught:
+                write(weight)
+            messages.append(str(caught.value))
+        rows = weight[:2].full_tensor().clone()
+        before = weight.full_tensor().clone()
+        weight[:, 0].zero_()  # each rank has its rows of it
+        weight.mul_(2.0)
+        difference = weight.full_tensor() - 2 * before
+    train(strategy, steps=1)
+    return messages, torch.equal(rows, before[:2]), difference[:, 0].abs().min() > 0, not difference[:, 1:].any()
+
+
+def test_a_write_to_a_part_of_a_shard_is_refused_where_torch_loses_it():
+    for messages, *results in in_ranks(written_in_part):
+        assert all("of a part of parameter 'blocks.0.up.weight' has no effect" in message for message in messages)
+        assert all(results)
+
+
 class Penalized(BlockNet):
     """A step whose loss has the norm of a gradient."""
 

@@ -222,6 +222,40 @@ def test_a_loss_that_changes_state_of_the_module_is_refused(state):
     assert f"the loss of the pipeline has changed {state!r}, which only the ranks of the last" in str(failure.value)
 
 
+class Penalized(Net):
+    """Its loss has a penalty on weights of the first stage, or on all.
+
+    Attributes:
+        penalty: The function of the module that returns it.
+    """
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.penalty = penalty
+
+    def loss(self, output, batch):
+        return super().loss(output, batch) + self.penalty(self)
+
+
+PENALTIES = {
+    "the first weight": lambda module: 0.1 * module.net[0].weight.square().sum(),
+    "all weights": lambda module: sum(weight.norm() for weight in module.parameters()),
+    "a number": lambda module: module.net[0].weight.norm().item(),
+}
+
+
+def penalized(cluster, penalty):
+    quiet_trainer(MeshStrategy(pp=2), cluster).fit(Penalized(PENALTIES[penalty]), batches())
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_weights_of_other_stages_in_a_loss_are_refused(penalty):
+    with pytest.raises(pytest.fail.Exception) as failure:
+        in_ranks(penalized, penalty=penalty)
+    assert "rank 1 of 2" in str(failure.value)
+    assert "the loss of the pipeline of Penalized has used weights of other stages" in str(failure.value)
+
+
 # Loss scaling
 
 

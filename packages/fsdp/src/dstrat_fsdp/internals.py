@@ -6,6 +6,7 @@ They are those of torch 2.9 and 2.13, which are tested.  Where the two differ, o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from datetime import timedelta
 
     from torch import Tensor
+    from torch._ops import OpOverload
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
@@ -249,6 +252,65 @@ def clamp(tensors: list[Tensor], largest: float) -> None:
     """Limit the values of tensors in place, in two calls."""
     torch._foreach_clamp_min_(tensors, -largest)
     torch._foreach_clamp_max_(tensors, largest)
+
+
+# Dispatch of operations on DTensors
+
+
+VIEWS: tuple[OpOverload, ...] = (
+    torch.ops.aten.diagonal.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.unfold.default,
+    torch.ops.aten.view.default,
+)
+"""Operations that return views, and of a ``DTensor`` views of a copy if their result spans several shards."""
+
+
+@cache
+def mutating_operations() -> tuple[OpOverload, ...]:
+    """Return torch's operations that change their first argument, a tensor."""
+    operations = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten" and packet.endswith("_") and not packet.startswith("_"):
+            operations.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return tuple(operations)
+
+
+def set_dispatch_handler(operations: Iterable[OpOverload], handler: Callable[..., Any] | None) -> None:
+    """Let a function handle operations on DTensors of this process; torch itself handles them without one.
+
+    Args:
+        operations: The operations, none of which torch gives a handler.
+        handler: It gets the operation, its arguments and its keyword arguments, and returns the result.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for operation in operations:
+        if handler is None:
+            handlers.pop(operation, None)
+        else:
+            handlers[operation] = handler
+
+
+def dispatch(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Do what torch does for an operation without its handler."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operation, None)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[operation] = handler
+
+
+def shard_memory(tensor: Any) -> StorageWeakRef:
+    """Return a reference to the memory of a shard, also of a ``DTensor`` whose gathering has not been waited for."""
+    local: Any = tensor._local_tensor
+    return StorageWeakRef(getattr(local, "elem", local).untyped_storage())  # elem: of an asynchronous result
 
 
 # Process groups and meshes

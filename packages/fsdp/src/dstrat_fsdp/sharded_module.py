@@ -15,10 +15,7 @@ from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import (
-    AssignmentGuard,
-    ChangesInForward,
     OutputGuard,
-    ParameterGuard,
     check_dtypes,
     check_replicas,
     check_same_use,
@@ -28,6 +25,7 @@ from dstrat_fsdp.checks import (
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
+from dstrat_fsdp.lost_writes import AssignmentGuard, ChangesInForward, ParameterGuard, SliceGuard
 from dstrat_fsdp.parameters import accept_full_tensors
 from dstrat_fsdp.scalars import ScalarParameters
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
@@ -157,6 +155,7 @@ class ShardedModule:
         self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
         self._assignments: AssignmentGuard | None = None
+        self._slices: SliceGuard | None = None
         self._load_hooks: Sequence[RemovableHandle] = ()
         self._gathers_root = gathers_root
         self._synchronizes, self._has_accumulated = True, False
@@ -165,9 +164,9 @@ class ShardedModule:
         self._buffers = _BuffersInSteps(module, sharding.buffer_dtype)
 
     def guard_shards(self) -> None:
-        """Let the module load full tensors, and steps detect assignments to shards, which have their memory now."""
+        """Let the module load full tensors, and detect writes that would be lost; shards have their memory now."""
         self._load_hooks = accept_full_tensors(self._module)
-        self._assignments = AssignmentGuard(self._module)
+        self._assignments, self._slices = AssignmentGuard(self._module), SliceGuard(self._module)
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a training step of the module, which a backward pass follows, unless the step has no loss.
@@ -178,6 +177,8 @@ class ShardedModule:
         """
         if self._assignments is not None and self._is_comparing:
             self._assignments.check()
+        if self._slices is not None:
+            self._slices.drop_copies()
         if self._guard is None:
             return self._train_first(step, *args, **kwargs)
         try:
@@ -321,6 +322,8 @@ class ShardedModule:
             guard.remove()
         for hook in self._load_hooks:
             hook.remove()
+        if self._slices is not None:
+            self._slices.remove()
         self._scalars.remove_hooks()
         self._units, self._gathered_in_training = [], []
 

@@ -344,6 +344,31 @@ class HiddenWeight(torch.Tensor):
         return super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def explaining_foreign_weights(module: str, model: str) -> Iterator[None]:
+    """In this context, where a loss is computed, torch's errors for weights of other stages say what they are.
+
+    Args:
+        module: Name of the class of the user's module.
+        model: Name of the class of the model.
+    """
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):  # the device of these weights, which torch names in several ways
+            raise
+        raise foreign_weights_error(module, model) from error
+
+
+def foreign_weights_error(module: str, model: str) -> MisuseError:
+    """Return the error for a loss that has used weights of other stages, by the arguments of the context."""
+    return MisuseError(
+        f"the loss of the pipeline of {module} has used weights of other stages, which the ranks of the last one do "
+        f"not have: let a layer of {model} compute with them, whose output the loss gets, or leave pp out; for a "
+        "penalty on all weights take weight_decay of the optimizer"
+    )
+
+
 # Gradients
 
 

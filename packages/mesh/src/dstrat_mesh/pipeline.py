@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dstrat.errors import DstratError, MisuseError
+from dstrat.interfaces.batch import tensors_in
 from dstrat.interfaces.pipeline import Pipeline, batch_size, split_batch
 from dstrat.parallel.collectives import gather_tensors
 from dstrat.parallel.internals import new_connections
@@ -30,6 +31,8 @@ from dstrat_mesh.checks import (
     changed_name,
     check_called,
     check_not_compiled,
+    explaining_foreign_weights,
+    foreign_weights_error,
     refusing_calls,
     refusing_changes_by_loss,
     refusing_to_clip,
@@ -186,7 +189,7 @@ class PipelineRun:
         outside = self._outside
         named = zip(itertools.chain(*self._stages.layers), itertools.chain(*self._stages.names), strict=True)
         subjects = {layer: f"{name}, a layer of one stage," for layer, name in named}
-        model = type(self._pipeline.model).__name__
+        module, model = type(self._module).__name__, type(self._pipeline.model).__name__
         self._weights = HiddenWeights(self._module, subjects, self._links.device, model)
         uncallable = {
             layer: subject
@@ -205,8 +208,11 @@ class PipelineRun:
             output = compute(chunk, value, batch)
             if chunk != last:
                 return output
-            with refusing_changes_by_loss(outside):
-                return loss_of(output, batch)
+            with refusing_changes_by_loss(outside), explaining_foreign_weights(module, model):
+                loss = loss_of(output, batch)
+            if any(tensor.is_meta for tensor in tensors_in(loss)):
+                raise foreign_weights_error(module, model)
+            return loss
 
         common = self._links, self._schedule, self._loss_dtype
         self._runner = StageRunner(*common, lambda *args: train(compute_loss, *args))

@@ -231,8 +231,8 @@ class StrategyTrainer:
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         strategy = self.strategy
         # It reads rows and columns of whole matrices, which engines that step flat pieces do not have.
-        has_matrices = strategy.allows_new_optimizers and strategy.compiled_steps() is None
-        if is_new and isinstance(optimizer, Adafactor) and not strategy.replicates_state and has_matrices:
+        has_matrices = strategy.allows_new_optimizers and not strategy.replicates_state
+        if is_new and isinstance(optimizer, Adafactor) and has_matrices:
             self.optimizer = GatheredOptimizer(Adafactor, optimizer.param_groups, **optimizer.defaults)
         return self.optimizer
 

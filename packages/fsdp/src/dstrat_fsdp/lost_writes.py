@@ -1,0 +1,226 @@
+"""Detection of changes to parameters that torch would lose, as they do not reach a shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dstrat.errors import MisuseError
+from dstrat.parallel.shards import local_tensor
+from dstrat_fsdp import internals
+from dstrat_fsdp.checks import untraced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.nn import Module
+    from torch.utils.hooks import RemovableHandle
+
+
+class ParameterGuard:
+    """Detects parameters that were replaced, or changed while they were gathered, as such a change would be lost.
+
+    Args:
+        module: The user's module, sharded; no unit is gathered.
+        fsdp_params: torch's records (``FSDPParam``) of its parameters.
+    """
+
+    def __init__(self, module: Module, fsdp_params: Iterable[Any]) -> None:
+        self._module, self._fsdp_params = module, list(fsdp_params)
+        self._versions: list[int | None] = [None] * len(self._fsdp_params)
+        self._sharded = [
+            (layer, name, parameter)
+            for layer in module.modules()
+            for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        self._stores = [(internals.parameter_store(layer), name, parameter) for layer, name, parameter in self._sharded]
+
+    def check_not_replaced(self) -> None:
+        """Check that no parameter was replaced; no unit is gathered now.
+
+        Raises:
+            MisuseError: A parameter was replaced.
+        """
+        for index, (store, name, parameter) in enumerate(self._stores):
+            if store.get(name) is not parameter:
+                raise MisuseError(
+                    f"parameter {self._name(index)!r} was replaced after the module was sharded, and the old "
+                    "parameter is still the one that is trained: change its values in place, or replace it in "
+                    "configure_model"
+                )
+
+    def check_not_changed(self) -> None:
+        """Compare the version counters of gathered parameters with those of the last call.
+
+        torch's gathering does not increase them, and neither does a change of ``parameter.data``.
+
+        Raises:
+            MisuseError: A parameter was changed in place while it was gathered.
+        """
+        versions = internals.gathered_versions(self._fsdp_params)
+        before, self._versions = self._versions, versions
+        for param, old, new in zip(self._fsdp_params, before, versions, strict=True):
+            if old not in (None, new):
+                # By identity: a tied parameter has one record, and several layers.
+                index = next(i for i, (_, _, one) in enumerate(self._sharded) if one is param.sharded_param)
+                raise self._lost(index, "in the step before")
+
+    def gathered(self, unit: Module) -> dict[int, Tensor]:
+        """Return the sum of each parameter of a unit that is gathered now, by its index."""
+        layers = {id(layer) for layer in unit.modules()}
+        sums = {}
+        for index, (layer, name, parameter) in enumerate(self._sharded):
+            current = getattr(layer, name) if id(layer) in layers else parameter
+            if current is not parameter and current.dim():  # no change of a scalar is lost
+                sums[index] = local_tensor(current).sum().nan_to_num()  # NaN would differ from itself
+        return sums
+
+    def check_unchanged(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:
+        """Compare what :meth:`gathered` returned before and after a forward pass.
+
+        Raises:
+            MisuseError: A sum has changed.
+        """
+        for index, value in before.items():
+            if index in after and not torch.equal(value, after[index]):
+                raise self._lost(index, "in a forward pass")
+
+    def _lost(self, index: int, when: str) -> MisuseError:
+        return MisuseError(
+            f"parameter {self._name(index)!r} was changed {when}, while it was gathered: freeing it loses the change; "
+            "change it where it is sharded, such as in on_train_batch_end"
+        )
+
+    def _name(self, index: int) -> str:
+        layer, name, _ = self._sharded[index]
+        prefix = next((key for key, submodule in self._module.named_modules() if submodule is layer), "")
+        return f"{prefix}.{name}".lstrip(".")
+
+
+class AssignmentGuard:
+    """Detects shards to which ``parameter.data = tensor`` was assigned.
+
+    torch gives the ``DTensor`` another storage, which nothing reads, and goes on with the shard as it was.
+
+    Args:
+        module: The user's module, sharded; no unit is gathered.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._storages = [
+            (name, parameter, parameter.untyped_storage())
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, DTensor)
+        ]
+
+    def check(self) -> None:
+        """Check the shards, gathered or not.
+
+        Raises:
+            MisuseError: One was assigned to.
+        """
+        for name, parameter, storage in self._storages:
+            if parameter.untyped_storage() is not storage:  # torch returns the same object for a storage
+                raise MisuseError(
+                    f"parameter {name!r} was changed by an assignment to its .data, which has no effect on a shard: "
+                    "change it in place, with torch.no_grad(), as parameter.copy_(values) or parameter.mul_(0.9)"
+                )
+
+
+class ChangesInForward:
+    """Hooks on units that check gathered parameters for changes in forward passes, during the first step.
+
+    Args:
+        guard: The guard of the parameters.
+        units: The units.
+    """
+
+    def __init__(self, guard: ParameterGuard, units: Sequence[Module]) -> None:
+        self._guard = guard
+        self._before: dict[int, dict[int, Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+        for unit in units:
+            self._handles.append(unit.register_forward_pre_hook(untraced(self._remember)))
+            compare = untraced(self._compare)
+            self._handles.append(unit.register_forward_hook(compare, prepend=True))  # before they are freed
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._before = [], {}
+
+    def _remember(self, unit: Module, _args: Any) -> None:
+        self._before[id(unit)] = self._guard.gathered(unit)
+
+    def _compare(self, unit: Module, _args: Any, _output: Any) -> None:
+        self._guard.check_unchanged(self._before.pop(id(unit), {}), self._guard.gathered(unit))
+
+
+class SliceGuard:
+    """Refuses in-place operations on parts of a shard: rows, slices, diagonals and the like.
+
+    Where a part of a ``DTensor`` spans the shards of several ranks, torch takes it from a copy that it gathers, and
+    what is written there changes no shard.  Parts that each rank has in its own shard can be written.  Gradients are
+    not watched, as optimizers use the memory of their parts for other values.
+
+    Args:
+        module: The user's module, sharded; no unit is gathered.
+    """
+
+    # Of all sharded modules of the process, as torch has one dispatcher for DTensors.  References keep no memory.
+    _names: ClassVar[dict[StorageWeakRef, str]] = {}  # of parameters, by their shards
+    _copies: ClassVar[dict[StorageWeakRef, str]] = {}  # likewise, by copies of parts
+
+    def __init__(self, module: Module) -> None:
+        self._shards = {
+            internals.shard_memory(parameter): name
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+        self._names.update(self._shards)
+        internals.set_dispatch_handler(internals.VIEWS, self._take_slice)
+
+    def drop_copies(self) -> None:
+        """Forget copies that no longer exist; without any, in-place operations are not looked at."""
+        for memory in [memory for memory in self._copies if memory.expired()]:
+            del self._copies[memory]
+        if not self._copies:
+            internals.set_dispatch_handler(internals.mutating_operations(), None)
+
+    def remove(self) -> None:
+        """Stop watching the shards of this module."""
+        for memory in self._shards:
+            self._names.pop(memory, None)
+        if not self._names:
+            self._copies.clear()
+            internals.set_dispatch_handler((*internals.VIEWS, *internals.mutating_operations()), None)
+
+    @classmethod
+    def _take_slice(cls, operation: OpOverload, args: Any, kwargs: Any) -> Any:
+        views = internals.dispatch(operation, args, kwargs)
+        shard = internals.shard_memory(args[0])
+        if shard in cls._names:
+            for view in views if isinstance(views, (list, tuple)) else (views,):
+                memory = internals.shard_memory(view)
+                if memory != shard:
+                    cls._copies[memory] = cls._names[shard]
+                    internals.set_dispatch_handler(internals.mutating_operations(), cls._write)
+        return views
+
+    @classmethod
+    def _write(cls, operation: OpOverload, args: Any, kwargs: Any) -> Any:
+        name = cls._copies.get(internals.shard_memory(args[0]))
+        if name is not None:
+            write = operation.overloadpacket.__name__
+            raise MisuseError(
+                f"{write} of a part of parameter {name!r} has no effect: the part spans the shards of several ranks, "
+                "and torch has gathered a copy of it. Change the whole parameter, with a mask that is sharded "
+                "likewise: parameter.mul_(distribute_tensor(mask, parameter.device_mesh, parameter.placements))"
+            )
+        return internals.dispatch(operation, args, kwargs)
