@@ -71,17 +71,20 @@ def python_hooks(sharded: ShardedTraining, *, microbatches: int = 1) -> int:
     Measured with torch 2.13 on a CPU: gathering, freeing or reducing a block takes as long as ten, the collective for
     it as long again, and the optimizer's step of a sharded parameter as long as 2.5.  Both passes of a gathered block
     take as long as 4.5, and those of a matrix that is split as 9.  ``microbatches`` is the number of parts of each
-    batch, for all of which a block is gathered once.
+    batch, for all of which a block is gathered once.  On one rank nothing is gathered.
     """
     batches = sharded.training.accumulate_grad_batches
     passes, total = batches * microbatches, 0
     for unit, division, count in sharded.units:
         matrices = sum(parameter.dim() > 1 for parameter in unit.parameters) if division.splits > 1 else 0
-        total += count * (9 * (passes - batches) // 2 + 9 * passes * matrices)
+        total += count * (9 * passes * matrices + 5 * len(unit.trainable) // 2)
+        if sharded.replicates_all:
+            continue
+        total += count * (9 * (passes - batches) // 2)
         gathers = batches * sharded.gathers(unit)
         sums = int(bool(unit.trainable))
         collectives = (gathers + sums if division.shards > 1 else 0) + (sums if sharded.num_replicas > 1 else 0)
-        total += count * (10 * (gathers + sums + collectives) + 5 * len(unit.trainable) // 2)
+        total += count * 10 * (gathers + sums + collectives)
     return total
 
 

@@ -313,6 +313,16 @@ def shard_memory(tensor: Any) -> StorageWeakRef:
     return StorageWeakRef(getattr(local, "elem", local).untyped_storage())  # elem: of an asynchronous result
 
 
+def shard_of(tensor: Any) -> Tensor:
+    """Return the shard of a ``DTensor`` in the same memory, without the time that ``to_local`` takes, or a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like_shard(tensor: Any, local: Tensor) -> Tensor:
+    """Return a ``DTensor`` of a shard, in the layout of another one."""
+    return DTensor(local, tensor._spec, requires_grad=False)  # without the checks of from_local
+
+
 # Process groups and meshes
 
 

@@ -163,6 +163,13 @@ class ShardedTraining:
         module = self.training.module if self.layers is None else self.layers
         return _divided_units(module, self.blocks, self.divisions)
 
+    @property
+    def replicates_all(self) -> bool:
+        """Whether nothing is gathered, as :attr:`~dstrat_fsdp.sharded_module.Sharding.replicates_all` decides it."""
+        has_own_dtypes = self.policy.param_dtype is self.policy.reduce_dtype is None
+        divides_nothing = self.divisions.usual.shards == self.num_replicas == 1 and self.divisions.of_experts is None
+        return divides_nothing and has_own_dtypes and not self.offloads
+
     def gathers(self, unit: Unit) -> int:
         """Return how often a unit is gathered for a batch; parameters outside of blocks stay for a full step."""
         return 2 if self.frees_blocks and not unit.is_root else 1
@@ -187,9 +194,12 @@ def sharded_layout(sharded: ShardedTraining, *, num_stages: int = 1) -> MemoryLa
         summed += count * _bytes_in(unit, division, "summed", policy)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
     accumulates = training.accumulate_grad_batches > 1
-    step_buffers, reduction_buffer = _buffers(
-        units, policy, frees_blocks=sharded.frees_blocks, num_stages=num_stages, accumulates=accumulates
-    )
+    if sharded.replicates_all:
+        step_buffers, reduction_buffer, summed = _largest_gradient(units) if accumulates else 0, 0, 0
+    else:
+        step_buffers, reduction_buffer = _buffers(
+            units, policy, frees_blocks=sharded.frees_blocks, num_stages=num_stages, accumulates=accumulates
+        )
     accumulated = summed // num_stages if accumulates else 0
     layout = MemoryLayout(
         parameters=shards + module_buffers,
@@ -269,6 +279,12 @@ def _buffers(
             working.append((gradients + (2 if frees_blocks else 0) * gathered, summed))
     largest, summed = max(working, key=sum, default=(summed_of_root, 0))
     return resident + of_blocks // num_stages + largest, summed
+
+
+def _largest_gradient(units: Sequence[tuple[Unit, Division, int]]) -> int:
+    """Return the bytes of the largest gradient, which is added to the one of earlier batches when it is computed."""
+    sizes = (division.gathered(one) * one.element_size() for unit, division, _ in units for one in unit.trainable)
+    return max(sizes, default=0)
 
 
 def _unit_gradients(unit: Unit, division: Division, policy: MixedPrecisionPolicy, *, accumulates: bool) -> int:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
@@ -27,7 +27,7 @@ from dstrat_fsdp.checks import (
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
 from dstrat_fsdp.lost_writes import AssignmentGuard, ChangesInForward, ParameterGuard, SliceGuard
 from dstrat_fsdp.parameters import accept_full_tensors
-from dstrat_fsdp.scalars import ScalarParameters
+from dstrat_fsdp.replicated import ReplicatedParameters
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -74,12 +74,21 @@ class Sharding:
     meshes: Mapping[Module, DeviceMesh] = field(default_factory=dict)
     tensor_mesh: DeviceMesh | None = None
 
+    @property
+    def replicates_all(self) -> bool:
+        """Whether a rank has all of each parameter, on its device and in its dtype, so that nothing is gathered."""
+        policy = self.precision_policy
+        has_own_dtypes = policy.param_dtype is policy.reduce_dtype is None
+        return (
+            self.mesh.size() == 1 and has_own_dtypes and not self.meshes and type(self.offload_policy) is OffloadPolicy
+        )
+
     def apply_to(self, layer: Module, *, is_root: bool = False) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together.
 
         Those of the root are outside of blocks, and gathered for a full step.
         """
-        self._prepare_parameters(layer)
+        self.prepare_parameters(layer)
         unit = fully_shard(
             layer,
             mesh=self.meshes.get(layer, self.mesh),
@@ -92,7 +101,7 @@ class Sharding:
             unit.set_modules_to_backward_prefetch([unit])  # gathered already, so nothing is prefetched
         return unit
 
-    def _prepare_parameters(self, layer: Module) -> None:
+    def prepare_parameters(self, layer: Module) -> None:
         """Prepare the parameters that are not sharded yet: they are contiguous, and on the mesh's device."""
         unsharded = [tensor for tensor in layer.parameters() if not isinstance(tensor, DTensor)]
         strided = [tensor for tensor in unsharded if not tensor.is_contiguous()]
@@ -131,7 +140,18 @@ class ShardedModule:
 
     def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, gathers_root: bool) -> None:
         check_split_shapes(module)
-        self._scalars = ScalarParameters(module, sharding.mesh, sharding.offload_policy)
+        has_own_units = any(isinstance(layer, FSDPModule) for layer in module.modules())
+        replicates_all = sharding.replicates_all and not has_own_units
+        if replicates_all:
+            sharding.prepare_parameters(module)
+        self._replicated = ReplicatedParameters(
+            module,
+            sharding.mesh,
+            sharding.offload_policy,
+            blocks if replicates_all else None,
+            has_several_passes=not gathers_root,
+        )
+        blocks = [] if replicates_all else blocks
         names = {id(submodule): name or "the module itself" for name, submodule in module.named_modules()}
         if sharding.precision_policy.param_dtype is not None:
             blocks = [*(layer for layer in layers_with_statistics(module) if layer not in blocks), *blocks]
@@ -140,7 +160,7 @@ class ShardedModule:
         units = [sharding.apply_to(block) for block in blocks]
         self._module = module
         self.root: Any = (_SelfShardedSteps if isinstance(module, FSDPModule) else StepModule)(module)
-        if gathers_root:
+        if gathers_root and not replicates_all:
             sharding.apply_to(self.root, is_root=True)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         self._unit_names = [names.get(id(unit), "the module itself") for unit in self._units]
@@ -188,7 +208,7 @@ class ShardedModule:
             self._guard.check_not_replaced()
         self._guard.check_not_changed()
         if not self._has_accumulated:
-            self._scalars.check_reduced()
+            self._replicated.check_reduced()
         return self.run(step, *args, **kwargs)
 
     def _train_first(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -216,12 +236,12 @@ class ShardedModule:
     def run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass; further ones of a training step, as for microbatches, while units may be gathered."""
         self._buffers.cast()
-        self._scalars.make_plain()
+        self._replicated.make_plain()
         if self._input_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self._input_dtype)
         with explain_shards():
             output = self.root(step, *args, **kwargs)
-        if self._is_comparing and self._gathers_root:
+        if self._is_comparing and self._gathers_root and self._units:
             self._computed = [self._unit_names[index] for index in internals.forward_order(self.root, self._units)]
         return output if self._output_dtype is None else _in_dtype(output, self._output_dtype)
 
@@ -229,7 +249,7 @@ class ShardedModule:
         """Free all gathered units."""
         for unit in self._units:
             unit.reshard()
-        self._scalars.make_sharded()
+        self._replicated.make_sharded()
 
     def leave_low_precision(self) -> None:
         """Convert buffers back to their original dtype, until the next step."""
@@ -240,12 +260,14 @@ class ShardedModule:
         if enabled == self._synchronizes:
             return
         self._synchronizes, self._has_accumulated = enabled, self._has_accumulated or not enabled
+        self._replicated.set_gradient_sync(enabled)
         for unit in self._units:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
     def reduce_gradients(self) -> None:
         """Reduce what a backward pass without synchronization has accumulated; collective over the ranks of a shard."""
-        internals.reduce_gradients(self.root)
+        if self._units:
+            internals.reduce_gradients(self.root)
 
     def accumulate_gradients(self) -> None:
         """Accumulate in their dtype what the engine has added to gathered parameters beside a backward pass of units.
@@ -261,7 +283,7 @@ class ShardedModule:
 
     def begin_backward(self) -> None:
         """Let a backward pass compute the gradients of those parameters that require them now."""
-        self._scalars.make_plain()
+        self._replicated.make_plain()
         internals.set_gradient_dtypes(self._units)
 
     def end_backward(self) -> None:
@@ -272,8 +294,8 @@ class ShardedModule:
                 parameter, which all of them have.
         """
         if self._synchronizes:
-            self._scalars.reduce_gradients()
-        self._scalars.make_sharded()
+            self._replicated.reduce_gradients()
+        self._replicated.make_sharded()
         if not self._synchronizes:
             return
         # In a few steps only, as the results take a wait for the device.
@@ -293,13 +315,13 @@ class ShardedModule:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""
         self.free()
         pending = pending_gradients(self._units, self._module, has_shards=not self._gathers_root)
-        scalars = self._scalars.pending_gradients(self._names())
+        scalars = self._replicated.pending_gradients(self._names())
         return {**pending, "scalars": scalars} if pending or scalars else {}
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restore the gradients that :meth:`pending_gradients` returned on the same mesh; collective."""
         restore_gradients(self._units, self._module, saved)
-        self._scalars.restore_gradients(saved.get("scalars", {}), self._names())
+        self._replicated.restore_gradients(saved.get("scalars", {}), self._names())
         self._has_accumulated = True  # so that zero_grad clears them, too
 
     def drop_accumulated(self, optimizer: Optimizer) -> None:
@@ -307,7 +329,7 @@ class ShardedModule:
         if self._has_accumulated:
             parameters = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
             drop_accumulated(self._units, parameters)
-            self._scalars.drop_gradients(parameters)
+            self._replicated.drop_gradients(parameters)
 
     def undo(self) -> None:
         """Turn the units into plain modules again; their parameters stay sharded."""
@@ -324,7 +346,7 @@ class ShardedModule:
             hook.remove()
         if self._slices is not None:
             self._slices.remove()
-        self._scalars.remove_hooks()
+        self._replicated.remove_hooks()
         self._units, self._gathered_in_training = [], []
 
     def _names(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Scalar parameters, which torch cannot shard, train, save and move as all others."""
+"""Scalars, which torch cannot shard, and all parameters of one rank train, save and move as all others."""
 
 from functools import partial
 
@@ -9,6 +9,7 @@ from tests.ranks import each, in_ranks
 from tests.trainer_runs import Saves, loader, quiet_trainer, same_when_resumed
 from tests.ways_of_training import WAYS, losses_of_one_device
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from dstrat import TrainModule
 from dstrat.builtin.single_device import SingleDeviceStrategy
@@ -89,9 +90,10 @@ def expected():
     return losses_of_one_device(ScaledNet)
 
 
-def test_losses_with_scalars_are_those_of_one_device(expected):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_with_scalars_are_those_of_one_device(expected, ranks):
     cases = {way: {"training": training} for way, training in WAYS.items()}
-    for found in in_ranks(each, function=losses_and_scalars, cases=cases):
+    for found in in_ranks(each, ranks, function=losses_and_scalars, cases=cases):
         assert {way: losses for way, (losses, _) in found.items()} == expected
         assert {unused for _, (_, unused) in found.values()} == {2.0}  # no gradient, so no weight decay
 
@@ -223,6 +225,48 @@ def test_a_backward_pass_that_leaves_scalars_as_those_of_one_rank_is_refused():
         assert message.startswith("a backward pass left the gradients of scalar parameters as those of one rank: call")
 
 
+class Alone(BlockNet):
+    """Its steps call ``backward`` themselves."""
+
+    automatic_optimization = False
+
+
+def units_and_gradients(cluster, module, **options):
+    strategy, net = FSDPStrategy(**options), module()
+    start(strategy, net, parts(cluster))
+    memory = [local_tensor(parameter).data_ptr() for parameter in net.parameters()]
+    (loss,) = [strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)]
+    in_step = [parameter.data_ptr() for parameter in net.parameters()]
+    loss.backward()
+    strategy.local_weights()  # which leaves the step
+    gradients = [parameter.grad is not None for parameter in net.parameters()]
+    outside = net.blocks[0](torch.ones(1, 10)).requires_grad
+    strategy.teardown()
+    return any(isinstance(layer, FSDPModule) for layer in net.modules()), memory == in_step, all(gradients), outside
+
+
+@pytest.mark.parametrize("module", [BlockNet, Alone])
+def test_parameters_of_one_rank_are_not_copied_for_steps(module):
+    [(has_units, is_same_memory, *results)] = in_ranks(units_and_gradients, 1, module=module)
+    assert not has_units
+    assert is_same_memory
+    assert all(results)
+
+
+def kinds(cluster, options):
+    strategy = FSDPStrategy(**options)
+    start(strategy, BlockNet(), parts(cluster))
+    has_units = any(isinstance(layer, FSDPModule) for layer in strategy.module.modules())
+    strategy.teardown()
+    return has_units
+
+
+def test_dtypes_and_offloading_gather_the_parameters_of_one_rank():
+    dtypes = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    cases = {name: {"options": options} for name, options in (("dtypes", dtypes), ("host", {"cpu_offload": True}))}
+    assert in_ranks(each, 1, function=kinds, cases=cases) == [{"dtypes": True, "host": True}]
+
+
 # Trainer and checkpoints
 
 
@@ -313,15 +357,16 @@ def weights_after(cluster, module):
     return {name: value.tolist() for name, value in trained.items()}
 
 
-def assert_trains_as_on_one_device(module):
+def assert_trains_as_on_one_device(module, ranks):
     expected = fit(None, "auto", module())
-    for found in in_ranks(weights_after, module=module.__name__):
+    for found in in_ranks(weights_after, ranks, module=module.__name__):
         for name, value in expected.items():
             torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_that_are_turned_off_before_the_backward_pass_go_to_no_optimizer():
-    assert_trains_as_on_one_device(Adversarial)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_are_turned_off_before_the_backward_pass_go_to_no_optimizer(ranks):
+    assert_trains_as_on_one_device(Adversarial, ranks)
 
 
 class Lending(nn.Module):
@@ -353,8 +398,9 @@ class TwicePerStep(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_layer_may_use_scalars_of_layers_that_it_does_not_call_again_after_a_backward_pass():
-    assert_trains_as_on_one_device(TwicePerStep)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_may_use_scalars_of_layers_that_it_does_not_call_again_after_a_backward_pass(ranks):
+    assert_trains_as_on_one_device(TwicePerStep, ranks)
 
 
 GROUPS = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
@@ -377,7 +423,8 @@ def resumed(cluster, folder, module, **options):
 
 
 @pytest.mark.slow
-def test_scalars_resume_exactly_and_move_from_and_to_one_device(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scalars_resume_exactly_and_move_from_and_to_one_device(tmp_path, ranks):
     alone = {
         name: partial(fit, None, "auto", **{**case, "module": globals()[case["module"]]()})
         for name, case in CASES.items()
@@ -387,7 +434,7 @@ def test_scalars_resume_exactly_and_move_from_and_to_one_device(tmp_path):
         for name, fit_alone in alone.items()
     }
     cases = {name: {"folder": tmp_path / name, **case} for name, case in CASES.items()}
-    for found in in_ranks(each, function=resumed, cases=cases):
+    for found in in_ranks(each, ranks, function=resumed, cases=cases):
         for name, (same, weights) in found.items():
             assert same == {2: True, 4: True}
             for key, value in weights.items():
