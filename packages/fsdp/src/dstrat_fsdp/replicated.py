@@ -15,9 +15,10 @@ from dstrat.errors import MisuseError
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
+from dstrat_fsdp.gradients import described_placements, placed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -148,20 +149,25 @@ class ReplicatedParameters:
 
     # Gradients that accumulate without communication
 
-    def pending_gradients(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return this rank's gradients that are not reduced yet, by the names of parameters.
+    def pending_gradients(self, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return this rank's gradients that are not reduced yet, and placements of those of split layers, by name.
 
         Args:
             names: The names of the module's parameters by their ids.
         """
-        return {names[id(one.sharded)]: one.local_gradient for one in self._replicas if one.gradient is not None}
+        gradients = {names[id(one.sharded)]: one.gradient for one in self._replicas if one.gradient is not None}
+        placements = {name: described_placements(one) for name, one in gradients.items() if isinstance(one, DTensor)}
+        return {name: local_tensor(gradient) for name, gradient in gradients.items()}, placements
 
-    def restore_gradients(self, saved: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
+    def restore_gradients(
+        self, saved: Mapping[str, Tensor], placements: Mapping[str, Any], names: Mapping[int, str]
+    ) -> None:
         """Restore the gradients that :meth:`pending_gradients` returned."""
         self.make_plain()
         for replica in self._replicas:
-            if names[id(replica.sharded)] in saved:
-                replica.local_gradient = saved[names[id(replica.sharded)]]
+            name = names[id(replica.sharded)]
+            if name in saved:
+                replica.restore_gradient(saved[name], placements.get(name))
         self.make_sharded()
 
     def drop_gradients(self, parameters: Container[int]) -> None:
@@ -261,18 +267,9 @@ class _Replica:
         if self._plain is not None:
             self._plain.grad = gradient
 
-    @property
-    def local_gradient(self) -> Tensor:
-        """This rank's elements of the gradient; collective over the ranks of a split layer that have summands of it."""
-        gradient: Any = self.gradient
-        if self._is_split and gradient.placements != self.sharded.placements:
-            gradient = gradient.redistribute(placements=self.sharded.placements)
-        return local_tensor(gradient)
-
-    @local_gradient.setter
-    def local_gradient(self, local: Tensor) -> None:
+    def restore_gradient(self, local: Tensor, placements: Sequence[Any] | None) -> None:
         local = local.to(self._device, self.sharded.dtype)
-        self.gradient = internals.like_shard(self.sharded, local) if self._is_split else local
+        self.gradient = local if placements is None else placed(local, placements, self.sharded)
 
     @property
     def zero(self) -> Tensor:
@@ -280,9 +277,13 @@ class _Replica:
 
     @torch.no_grad()
     def take_gradient(self) -> None:
-        """Let the DTensor have the gradient, if there is one."""
-        if self.gradient is not None:
-            self.add_reduced(self.local_gradient)
+        """Let the DTensor have the gradient, if there is one; collective over ranks that have summands of it."""
+        gradient: Any = self.gradient
+        if gradient is None:
+            return
+        if self._is_split and gradient.placements != self.sharded.placements:
+            gradient = gradient.redistribute(placements=self.sharded.placements)
+        self.add_reduced(internals.shard_of(gradient))
 
     def add_reduced(self, gradient: Tensor) -> None:
         local = gradient.to(self.sharded.device, self.sharded.dtype)

@@ -315,13 +315,16 @@ class ShardedModule:
         """Return this rank's gradients that are pending for an optimizer step; empty if there are none."""
         self.free()
         pending = pending_gradients(self._units, self._module, has_shards=not self._gathers_root)
-        scalars = self._replicated.pending_gradients(self._names())
-        return {**pending, "scalars": scalars} if pending or scalars else {}
+        replicated, placements = self._replicated.pending_gradients(self._names())
+        if not (pending or replicated):
+            return {}
+        return {**pending, "scalars": replicated, "placements": {**pending.get("placements", {}), **placements}}
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restore the gradients that :meth:`pending_gradients` returned on the same mesh; collective."""
         restore_gradients(self._units, self._module, saved)
-        self._replicated.restore_gradients(saved.get("scalars", {}), self._names())
+        replicated, placements = saved.get("scalars", {}), saved.get("placements", {})
+        self._replicated.restore_gradients(replicated, placements, self._names())
         self._has_accumulated = True  # so that zero_grad clears them, too
 
     def drop_accumulated(self, optimizer: Optimizer) -> None:
