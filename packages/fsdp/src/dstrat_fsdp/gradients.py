@@ -72,7 +72,7 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
         like = internals.unsharded_parameter(param)
         restored = gradient.to(like.device, internals.accumulation_dtype(param))
         if name in saved["placements"]:
-            restored = placed(restored, saved["placements"][name], like)
+            restored = with_placements(restored, saved["placements"][name], like)
         internals.set_accumulated_gradient(param, restored)
     for name, gradient in saved.get("shards", {}).items():
         parameter: Any = parameters[name]
@@ -96,7 +96,7 @@ def described_placements(gradient: DTensor) -> list[int | str | None]:
     return [_describe(placement) for placement in gradient.placements]
 
 
-def placed(local: Tensor, described: Sequence[int | str | None], like: Any) -> Tensor:
+def with_placements(local: Tensor, described: Sequence[int | str | None], like: Any) -> Tensor:
     """Return the gradient of a ``DTensor`` with described placements, of this rank's shard or summand."""
     return DTensor.from_local(
         local,

@@ -166,9 +166,9 @@ class ShardedTraining:
     @property
     def replicates_all(self) -> bool:
         """Whether nothing is gathered, as :attr:`~dstrat_fsdp.sharded_module.Sharding.replicates_all` decides it."""
-        has_own_dtypes = self.policy.param_dtype is self.policy.reduce_dtype is None
+        changes_dtypes = self.policy.param_dtype is not None or self.policy.reduce_dtype is not None
         divides_nothing = self.divisions.usual.shards == self.num_replicas == 1 and self.divisions.of_experts is None
-        return divides_nothing and has_own_dtypes and not self.offloads
+        return divides_nothing and not changes_dtypes and not self.offloads
 
     def gathers(self, unit: Unit) -> int:
         """Return how often a unit is gathered for a batch; parameters outside of blocks stay for a full step."""

@@ -15,7 +15,7 @@ from dstrat.errors import MisuseError
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
-from dstrat_fsdp.gradients import described_placements, placed
+from dstrat_fsdp.gradients import described_placements, with_placements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -269,7 +269,7 @@ class _Replica:
 
     def restore_gradient(self, local: Tensor, placements: Sequence[Any] | None) -> None:
         local = local.to(self._device, self.sharded.dtype)
-        self.gradient = local if placements is None else placed(local, placements, self.sharded)
+        self.gradient = local if placements is None else with_placements(local, placements, self.sharded)
 
     @property
     def zero(self) -> Tensor:

@@ -78,10 +78,9 @@ class Sharding:
     def replicates_all(self) -> bool:
         """Whether a rank has all of each parameter, on its device and in its dtype, so that nothing is gathered."""
         policy = self.precision_policy
-        has_own_dtypes = policy.param_dtype is policy.reduce_dtype is None
-        return (
-            self.mesh.size() == 1 and has_own_dtypes and not self.meshes and type(self.offload_policy) is OffloadPolicy
-        )
+        changes_dtypes = policy.param_dtype is not None or policy.reduce_dtype is not None
+        divides_nothing = self.mesh.size() == 1 and not self.meshes
+        return divides_nothing and not changes_dtypes and type(self.offload_policy) is OffloadPolicy
 
     def apply_to(self, layer: Module, *, is_root: bool = False) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together.
@@ -140,8 +139,8 @@ class ShardedModule:
 
     def __init__(self, module: Module, sharding: Sharding, blocks: Sequence[Module], *, gathers_root: bool) -> None:
         check_split_shapes(module)
-        has_own_units = any(isinstance(layer, FSDPModule) for layer in module.modules())
-        replicates_all = sharding.replicates_all and not has_own_units
+        has_units = any(isinstance(layer, FSDPModule) for layer in module.modules())
+        replicates_all = sharding.replicates_all and not has_units
         if replicates_all:
             sharding.prepare_parameters(module)
         self._replicated = ReplicatedParameters(
