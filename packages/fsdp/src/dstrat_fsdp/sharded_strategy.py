@@ -45,6 +45,7 @@ from dstrat_fsdp.parameters import (
     unpark_shards,
 )
 from dstrat_fsdp.sharded_module import ShardedModule, Sharding
+from dstrat_fsdp.value_reads import read_full_values
 from dstrat_fsdp.wrap_policy import outermost_layers
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ class ShardedStrategy(ParallelStrategy):
         internals.move(module.buffers(), self.root_device)  # those that were on the meta device
         self._has_no_values = False
         self._sharded.guard_shards()
+        read_full_values()
         self.model = self._sharded.root
 
     def discard_values(self) -> None:
