@@ -1,10 +1,11 @@
-"""Values of shards that a program reads are those of one device, as norms that it logs or decides by."""
+"""Values of shards that a program reads, and tensors that it computes with in the place of parameters."""
 
 import pytest
 import torch
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import Losses, loader, quiet_trainer
 from torch import nn
+from torch.func import functional_call
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError
@@ -91,3 +92,58 @@ def read_after_a_run(cluster):
 
 def test_a_read_after_the_run_is_an_error():
     in_ranks(read_after_a_run)
+
+
+# Tensors that functional_call passes in the place of parameters
+
+
+class Adapted(nn.Module):
+    """Computes with its weights after a step on a sample of ones, as MAML does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    def forward(self, x):
+        weights = dict(self.layers.named_parameters())
+        loss = functional_call(self.layers, weights, (torch.ones(1, 6),)).square().mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        adapted = {name: weights[name] - 0.1 * gradient for name, gradient in zip(weights, gradients, strict=True)}
+        return functional_call(self.layers, adapted, (x,))
+
+
+class Passing(TrainModule):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.how = Adapted(), how
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        if self.how == "other weights":
+            given = {"2.bias": torch.ones(3)}
+            return nn.functional.mse_loss(functional_call(self.net.layers, given, (inputs,)), targets)
+        output = self.net(inputs) if self.how == "in a layer" else Adapted.forward(self.net, inputs)
+        return nn.functional.mse_loss(output, targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def losses_of_passed(cluster, how, **options):
+    strategy, noted = "single_device" if cluster is None else FSDPStrategy(**options), Losses()
+    try:
+        quiet_trainer(strategy, cluster, callbacks=[noted]).fit(Passing(how), loader(16, 4 if cluster is None else 2))
+    except MisuseError as error:
+        return str(error)
+    return noted.losses
+
+
+def test_parameters_that_a_call_replaces_count_or_are_an_error():
+    blocks = {"other weights": nn.Linear, "in the step": nn.Linear, "in a layer": Adapted}
+    cases = {how: {"how": how, "auto_wrap_policy": {block}} for how, block in blocks.items()}
+    for found in in_ranks(each, function=losses_of_passed, cases=cases):
+        assert "called with another tensor as its parameter 'bias'" in found["other weights"]
+        assert "'net.layers.2'" in found["other weights"]
+        assert "auto_wrap_policy={Net}" in found["in the step"]
+        assert found["in a layer"] == pytest.approx(losses_of_passed(None, "in a layer"), rel=1e-5)
