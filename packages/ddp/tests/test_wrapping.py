@@ -9,6 +9,7 @@ from tests.ranks import each, in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dstrat.errors import MisuseError
 from dstrat_ddp import DDPStrategy
 
 
@@ -280,3 +281,26 @@ def test_each_rank_reads_its_own_part():
     assert first == {"num_replicas": 2, "rank": 0}
     assert second == {"num_replicas": 2, "rank": 1}
     assert one != other
+
+
+class Words(Net):
+    def __init__(self, *, is_frozen=False):
+        super().__init__()
+        self.words = nn.Embedding(4, 3, max_norm=1.0).requires_grad_(not is_frozen)
+
+
+def scaled_embedding(cluster):
+    strategy = DDPStrategy()
+    try:
+        with pytest.raises(MisuseError) as raised:
+            start(strategy, Words(), parts(cluster))
+    finally:
+        strategy.teardown()
+    start(frozen := DDPStrategy(), Words(is_frozen=True), parts(cluster))
+    frozen.teardown()
+    return str(raised.value)
+
+
+def test_an_embedding_that_each_rank_scales_for_its_batches_is_an_error():
+    for message in in_ranks(scaled_embedding):
+        assert message.startswith("'words' is an Embedding with max_norm=1.0, which scales its weight in each forward")

@@ -350,3 +350,44 @@ def test_a_module_may_compute_its_own_gradients(quiet_trainer, line_class, make_
 def test_testing_without_any_module_is_an_error(quiet_trainer, loader):
     with pytest.raises(TypeError, match="test needs a module: pass one, or call fit"):
         quiet_trainer().test(dataloaders=loader())
+
+
+class Adapter(nn.Linear):
+    """Merges its factor into its frozen weight in evaluation mode, as loralib does, and takes it out again."""
+
+    def __init__(self):
+        super().__init__(8, 1)
+        self.weight.requires_grad_(False)
+        self.factor, self.is_merged = nn.Parameter(torch.tensor(0.5)), False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.is_merged:
+            self.weight.data += -self.factor if mode else self.factor
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.is_merged else self.factor * x.sum(1, keepdim=True))
+
+
+def test_a_layer_with_its_own_train_is_called_after_an_evaluation(quiet_trainer, line_class, loader):
+    def trained(**loaders):
+        torch.manual_seed(0)
+        module = line_class()
+        module.layer = Adapter()
+        quiet_trainer(max_epochs=3).fit(module, loader(), **loaders)
+        return module
+
+    module, expected = trained(val_dataloaders=loader()), trained()
+    assert not module.layer.is_merged
+    assert float(module.layer.factor.detach()) != 0.5
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_layers_stay_in_evaluation_mode_after_one(quiet_trainer, line_class, loader):
+    module = line_class()
+    module.frozen = nn.Sequential(nn.Dropout()).eval()
+    quiet_trainer(max_epochs=1).fit(module, loader(), loader())
+    assert module.layer.training
+    assert not any(layer.training for layer in module.frozen.modules())

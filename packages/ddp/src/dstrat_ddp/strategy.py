@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -208,6 +209,8 @@ class DDPStrategy(ParallelStrategy):
 
     def wrap_model(self, trainer: TrainerLike) -> None:
         if trainer.is_fitting:
+            if self.world_size > 1:
+                _check_embeddings(self.module)
             self._wrap()
         else:  # the values of global rank 0, which DistributedDataParallel broadcasts too
             self.broadcast_tensors(self._synchronized(self.module.named_parameters()))
@@ -394,6 +397,17 @@ class DDPStrategy(ParallelStrategy):
             self.model.release()
         self.model, self._expected_backward = self._module, None
         self._explained, self._has_run_backward = nullcontext(), False
+
+
+def _check_embeddings(module: Module) -> None:
+    """Raise a MisuseError for a trained embedding with ``max_norm``, whose replicas would drift apart."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, Embedding | EmbeddingBag) and layer.max_norm is not None and layer.weight.requires_grad:
+            raise MisuseError(
+                f"{name!r} is an {type(layer).__name__} with max_norm={layer.max_norm!r}, which scales its weight in "
+                "each forward: each rank would do so for its own batches only, and ranks would train different "
+                "weights; leave max_norm out, and scale what the layer returns, or the weight in on_train_batch_end"
+            )
 
 
 def _is_sharded(optimizer: Any) -> bool:

@@ -74,6 +74,22 @@ def fsdp_params(units: Iterable[FSDPModule]) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def stores_of_parameters(unit: FSDPModule) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return each of a unit's parameters as the dict of its layer, its name there, and torch's record of it."""
+    stores = []
+    for param in fsdp_params([unit]):
+        info = param._module_info
+        layers = [info.module, *info.shared_modules]
+        names = [info.param_name, *info.shared_param_names]
+        stores += [(layer._parameters, name, param) for layer, name in zip(layers, names, strict=True)]
+    return stores
+
+
+def is_sharded(param: Any) -> bool:
+    """Return whether a parameter is not gathered, so that the next forward pass gathers it."""
+    return bool(param.sharded_state is type(param.sharded_state).SHARDED)
+
+
 def initialize_before_forward(unit: FSDPModule) -> None:
     """Do for a unit what its first forward pass does: find out which unit is the root, and set up communication.
 
@@ -267,6 +283,9 @@ VIEWS: tuple[OpOverload, ...] = (
     torch.ops.aten.view.default,
 )
 """Operations that return views, and of a ``DTensor`` views of a copy if their result spans several shards."""
+
+READ: OpOverload = torch.ops.aten._local_scalar_dense.default
+"""The operation of ``item()``, ``float()`` and ``bool()``."""
 
 
 @cache

@@ -1,13 +1,15 @@
-"""Detection of changes to parameters that torch would lose, as they do not reach a shard."""
+"""Changes and reads of parameters that torch would not do with the shards of all ranks: refused, or done."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.full_state import full_tensor
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
@@ -132,6 +134,37 @@ class AssignmentGuard:
                 )
 
 
+class PassedParameters:
+    """Refuses other tensors in the place of a unit's parameters in its forward pass, as of ``functional_call``.
+
+    torch gathers parameters when the forward pass of their unit begins, and puts them in the place of these tensors.
+    Parameters that are gathered already, such as those of a whole step, may be replaced.
+
+    Args:
+        unit: The unit.
+        name: Its name in the user's module.
+    """
+
+    def __init__(self, unit: Any, name: str) -> None:
+        self._name, self._stores = name, internals.stores_of_parameters(unit)
+        # Before torch's own hook, which gathers.
+        self._handle = unit.register_forward_pre_hook(untraced(self._check), prepend=True)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _check(self, _unit: Module, _args: Any) -> None:
+        for store, name, param in self._stores:
+            if store.get(name) is not param.sharded_param and internals.is_sharded(param):
+                raise MisuseError(
+                    f"the block {self._name!r} was called with another tensor as its parameter {name!r} "
+                    "(torch.func.functional_call), which has no effect: torch gathers the parameter in its place. Call "
+                    "it in the forward of a layer that contains the block, and shard that layer as one block, for a "
+                    "class Net with auto_wrap_policy={Net}"
+                )
+
+
 class ChangesInForward:
     """Hooks on units that check gathered parameters for changes in forward passes, during the first step.
 
@@ -224,3 +257,27 @@ class SliceGuard:
                 "likewise: parameter.mul_(distribute_tensor(mask, parameter.device_mesh, parameter.placements))"
             )
         return internals.dispatch(operation, args, kwargs)
+
+
+# Reads
+
+
+def read_full_values() -> None:
+    """Let ``item()``, ``float()`` and ``bool()`` of a ``DTensor`` return its full value on each rank, from now on.
+
+    torch returns what this rank has of it: of ``parameter.grad.norm()`` the norm of its own shard.  The read of a value
+    that ranks have parts of is collective.  It stays so after a run, whose module keeps its shards.
+    """
+    internals.set_dispatch_handler([internals.READ], _read)
+
+
+def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return internals.dispatch(operation, args, kwargs)
+    if not dist.is_initialized():
+        raise MisuseError(
+            "a value of a module's shards was read after the run that sharded it, such as parameter.norm().item(), and "
+            "each rank has a part of it only: read it in on_train_end, or load a checkpoint into a new module"
+        )
+    return full_tensor(tensor.detach()).item()

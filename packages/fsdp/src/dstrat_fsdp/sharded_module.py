@@ -25,7 +25,7 @@ from dstrat_fsdp.checks import (
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
-from dstrat_fsdp.lost_writes import AssignmentGuard, ChangesInForward, ParameterGuard, SliceGuard
+from dstrat_fsdp.lost_writes import AssignmentGuard, ChangesInForward, ParameterGuard, PassedParameters, SliceGuard
 from dstrat_fsdp.parameters import accept_full_tensors
 from dstrat_fsdp.replicated import ReplicatedParameters
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
@@ -175,6 +175,7 @@ class ShardedModule:
         self._guard: ParameterGuard | None = None
         self._assignments: AssignmentGuard | None = None
         self._slices: SliceGuard | None = None
+        self._passed: list[PassedParameters] = []
         self._load_hooks: Sequence[RemovableHandle] = ()
         self._gathers_root = gathers_root
         self._synchronizes, self._has_accumulated = True, False
@@ -186,6 +187,8 @@ class ShardedModule:
         """Let the module load full tensors, and detect writes that would be lost; shards have their memory now."""
         self._load_hooks = accept_full_tensors(self._module)
         self._assignments, self._slices = AssignmentGuard(self._module), SliceGuard(self._module)
+        named = zip(self._units, self._unit_names, strict=True)
+        self._passed = [PassedParameters(unit, name) for unit, name in named if unit is not self.root]
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a training step of the module, which a backward pass follows, unless the step has no loss.
@@ -344,6 +347,8 @@ class ShardedModule:
             internals.unwrap(unit)
         for guard in self._output_guards:
             guard.remove()
+        for passed in self._passed:
+            passed.remove()
         for hook in self._load_hooks:
             hook.remove()
         if self._slices is not None:

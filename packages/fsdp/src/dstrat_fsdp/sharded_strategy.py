@@ -32,6 +32,7 @@ from dstrat_fsdp.checks import (
     explain_shards,
 )
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
+from dstrat_fsdp.lost_writes import read_full_values
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy
 from dstrat_fsdp.parameters import (
     check_reusable,
@@ -202,6 +203,7 @@ class ShardedStrategy(ParallelStrategy):
         internals.move(module.buffers(), self.root_device)  # those that were on the meta device
         self._has_no_values = False
         self._sharded.guard_shards()
+        read_full_values()
         self.model = self._sharded.root
 
     def discard_values(self) -> None:

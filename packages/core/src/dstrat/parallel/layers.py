@@ -99,12 +99,19 @@ def _siblings(
 
 @contextmanager
 def restored_modes(module: Module) -> Iterator[None]:
-    """Restore the mode of each layer, training or evaluation, at the end of a ``with`` block."""
-    # Not by train(): frozen layers may be in evaluation mode during training too.
+    """Restore the mode of each layer, training or evaluation, at the end of a ``with`` block.
+
+    A layer with a ``train`` of its own is called: it may do more there than to set its mode, such as adapters that
+    ``eval()`` has merged into their weight.
+    """
     modes = [(layer, layer.training) for layer in module.modules()]
     try:
         yield
+        for layer, is_training in modes:  # outer ones first, which call inner ones
+            if layer.training != is_training and type(layer).train is not nn.Module.train:
+                layer.train(is_training)
     finally:
+        # Not by train(): frozen layers may be in evaluation mode during training too.
         for layer, is_training in modes:
             layer.training = is_training
 

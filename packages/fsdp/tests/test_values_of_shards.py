@@ -1,0 +1,149 @@
+"""Values of shards that a program reads, and tensors that it computes with in the place of parameters."""
+
+import pytest
+import torch
+from tests.ranks import each, in_ranks
+from tests.trainer_runs import Losses, loader, quiet_trainer
+from torch import nn
+from torch.func import functional_call
+
+from dstrat import TrainModule
+from dstrat.errors import MisuseError
+from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
+
+READS = {
+    "item of a norm": lambda tensor: tensor.norm(2).item(),
+    "item of a sum": lambda tensor: tensor.data.pow(2).sum().item(),
+    "mean": lambda tensor: float(tensor.detach().abs().mean()),
+    "largest": lambda tensor: tensor.abs().max().item(),
+    "count": lambda tensor: int((tensor > 0).sum()),
+    "any": lambda tensor: float(bool((tensor < -0.3).any())),
+    "all": lambda tensor: float(bool((tensor > -0.3).all())),
+    "norms in one call": lambda tensor: torch._foreach_norm([tensor])[0].item(),
+}
+
+
+class Reading(TrainModule):
+    """Its loss has a factor that a program computes from what it reads of weights and gradients."""
+
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))  # a bias of three values: uneven shards
+        self.read, self.factor = READS[read], 1.0
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs), targets) * self.factor
+
+    def on_before_optimizer_step(self, optimizer):
+        self.factor = 1 + sum(self.read(parameter.grad) for parameter in self.parameters())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.factor += sum(self.read(parameter) for parameter in self.parameters())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def losses(read, strategy="single_device", cluster=None):
+    noted = Losses()
+    trainer = quiet_trainer(strategy, cluster, callbacks=[noted])
+    trainer.fit(Reading(read), loader(16, 4 if cluster is None else 2))
+    return noted.losses
+
+
+def losses_of_shards(cluster, read):
+    return losses(read, FSDPStrategy(), cluster)
+
+
+def test_losses_that_depend_on_reads_are_those_of_one_device():
+    first, second = in_ranks(each, function=losses_of_shards, cases={read: {"read": read} for read in READS})
+    assert first == second
+    for read, found in first.items():
+        assert found == pytest.approx(losses(read), rel=1e-5), read
+
+
+class Split(Reading):
+    def configure_model(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = self.device_mesh["tensor_parallel"]
+        parallelize_module(self.net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def reads_of_split_layers(cluster):
+    noted, strategy = Losses(), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    quiet_trainer(strategy, cluster, callbacks=[noted]).fit(Split("item of a norm"), loader(16, 2))
+    return noted.losses
+
+
+def test_a_read_of_split_layers_is_over_all_ranks():
+    for found in in_ranks(reads_of_split_layers, 4):
+        assert found == pytest.approx(losses("item of a norm"), rel=1e-5)
+
+
+def read_after_a_run(cluster):
+    module = Reading("mean")
+    quiet_trainer(FSDPStrategy(), cluster).fit(module, loader(16, 2))
+    with pytest.raises(MisuseError, match="read it in on_train_end"):
+        module.net[0].weight.norm().item()
+
+
+def test_a_read_after_the_run_is_an_error():
+    in_ranks(read_after_a_run)
+
+
+# Tensors that functional_call passes in the place of parameters
+
+
+class Adapted(nn.Module):
+    """Computes with its weights after a step on a sample of ones, as MAML does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    def forward(self, x):
+        weights = dict(self.layers.named_parameters())
+        loss = functional_call(self.layers, weights, (torch.ones(1, 6),)).square().mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        adapted = {name: weights[name] - 0.1 * gradient for name, gradient in zip(weights, gradients, strict=True)}
+        return functional_call(self.layers, adapted, (x,))
+
+
+class Passing(TrainModule):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.how = Adapted(), how
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        if self.how == "other weights":
+            given = {"2.bias": torch.ones(3)}
+            return nn.functional.mse_loss(functional_call(self.net.layers, given, (inputs,)), targets)
+        output = self.net(inputs) if self.how == "in a layer" else Adapted.forward(self.net, inputs)
+        return nn.functional.mse_loss(output, targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def losses_of_passed(cluster, how, **options):
+    strategy, noted = "single_device" if cluster is None else FSDPStrategy(**options), Losses()
+    try:
+        quiet_trainer(strategy, cluster, callbacks=[noted]).fit(Passing(how), loader(16, 4 if cluster is None else 2))
+    except MisuseError as error:
+        return str(error)
+    return noted.losses
+
+
+def test_parameters_that_a_call_replaces_count_or_are_an_error():
+    blocks = {"other weights": nn.Linear, "in the step": nn.Linear, "in a layer": Adapted}
+    cases = {how: {"how": how, "auto_wrap_policy": {block}} for how, block in blocks.items()}
+    for found in in_ranks(each, function=losses_of_passed, cases=cases):
+        assert "called with another tensor as its parameter 'bias'" in found["other weights"]
+        assert "'net.layers.2'" in found["other weights"]
+        assert "auto_wrap_policy={Net}" in found["in the step"]
+        assert found["in a layer"] == pytest.approx(losses_of_passed(None, "in a layer"), rel=1e-5)
