@@ -5,6 +5,8 @@ import os
 from dstrat.plugins.catalog import get_catalog
 
 ACCELERATOR = os.environ.get("DSTRAT_TEST_ACCELERATOR", "cpu")
+# Beside a GPU no process can be forked that has run a backward pass, as tests have.
+START_METHOD = "fork" if ACCELERATOR == "cpu" else "forkserver"
 
 
 def make_accelerator():
