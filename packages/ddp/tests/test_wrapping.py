@@ -97,9 +97,8 @@ def evaluation(cluster, is_fitting):
     strategy = DDPStrategy()
     start(strategy, Net(), parts(cluster), is_fitting=is_fitting)
     wrapped = isinstance(strategy.model, DistributedDataParallel)
-    own = strategy.batch_to_device(
-        list(batches(3 + strategy.global_rank))
-    )  # ranks may have different numbers of batches
+    num_batches = 3 + strategy.global_rank  # ranks may have different numbers of batches
+    own = strategy.batch_to_device(list(batches(num_batches)))
     with torch.no_grad():
         losses = [float(strategy.validation_step(batch, index)) for index, batch in enumerate(own)]
     strategy.barrier()
