@@ -220,6 +220,17 @@ def test_stages_of_a_pipeline_save_what_each_has(io, tmp_path):
     assert all(torch.equal(loaded["state_dict"][f"stage{n}.w"], torch.full((4,), float(n))) for n in range(3))
 
 
+def test_a_default_device_is_not_that_of_messages(io, tmp_path):
+    def save_stage():
+        with torch.device("meta"):
+            state = {f"stage{dist.get_rank()}.w": torch.ones(4, device="cpu")}
+            PortableCheckpointIO().save_checkpoint({"state_dict": state}, tmp_path / "c")
+
+    run_in_ranks(save_stage)
+    loaded = io.load_checkpoint(tmp_path / "c")["state_dict"]
+    assert [loaded[f"stage{rank}.w"].tolist() for rank in range(2)] == [[1] * 4] * 2
+
+
 def test_values_and_lists_beside_the_tensors_of_a_stage_are_saved(io, tmp_path):
     def save_stage():
         rank = dist.get_rank()
