@@ -23,7 +23,7 @@ def run_in_ranks(function, *args, ranks):
     def run():
         with process_group(LocalEnvironment(os.environ)):
             found = function(*args)
-            dist.barrier()  # a rank that ends early would be lost by one that connects late
+            dist.all_reduce(torch.zeros(1))  # a rank that ends early would be lost by one that connects late
             return found
 
     return LocalLauncher(num_processes=ranks, start_method="fork").launch(run)
