@@ -147,7 +147,14 @@ ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries,
 BESIDE_OTHERS = (ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS))
 ON_SIMULATED_GPUS = ROOT / "tests" / "simulated_gpu"
 # On simulated GPUs on request
-SUITES = ("core/tests/checkpoint", "core/tests/own_loop", "core/tests/training", "ddp/tests", "fsdp/tests", "mesh/tests")
+SUITES = (
+    "core/tests/checkpoint",
+    "core/tests/own_loop",
+    "core/tests/training",
+    "ddp/tests",
+    "fsdp/tests",
+    "mesh/tests",
+)
 ACCELERATOR = "DSTRAT_TEST_ACCELERATOR"  # of the tests of trainings, by its alias
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
