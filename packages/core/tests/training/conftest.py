@@ -53,12 +53,17 @@ class Line(TrainModule):
 class Averaging(GradientSyncStrategy):
     """The strategy of GradientSyncStrategy's docstring: gradients averaged by hand."""
 
-    # Beside a GPU no process can be forked that has run a backward pass, as tests have.
-    start_method = "fork" if ACCELERATOR == "cpu" else "forkserver"
+    start_method = "fork"
 
     def synchronize_gradients(self, gradients):
         for gradient in gradients:
             gradient.copy_(self.reduce(gradient))
+
+
+class AveragingLater(Averaging):
+    """The same after a backward pass in the process of the test, which beside a GPU cannot be forked then."""
+
+    start_method = "fork" if ACCELERATOR == "cpu" else "forkserver"
 
 
 def numbers(count: int = 48) -> TensorDataset:
@@ -90,6 +95,11 @@ def line_class():
 @pytest.fixture
 def averaging():
     return Averaging
+
+
+@pytest.fixture
+def averaging_later():
+    return AveragingLater
 
 
 @pytest.fixture

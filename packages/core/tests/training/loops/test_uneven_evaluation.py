@@ -20,11 +20,11 @@ def communicating(averaging):
         evaluates_together = True
 
         def validation_step(self, *args, **kwargs):
-            self.reduce(torch.ones(()))
+            self.reduce(self.from_host(torch.ones(())))
             return super().validation_step(*args, **kwargs)
 
         def predict_step(self, *args, **kwargs):
-            self.reduce(torch.ones(()))
+            self.reduce(self.from_host(torch.ones(())))
             return super().predict_step(*args, **kwargs)
 
     return Communicating
