@@ -199,7 +199,7 @@ def measured_class(line_class):
             values = x.double().sum(1)
             self.sum, self.count = self.sum + values.sum(), self.count + len(values)
             self.largest = values.max() if self.update_count == 1 else torch.maximum(self.largest, values.max())
-            self.latest = torch.full((3,), 7.5)
+            self.latest = torch.full((3,), 7.5, device=x.device)
 
         def compute(self):
             return torch.stack([self.sum / self.count, self.largest, self.latest.sum()])
