@@ -88,7 +88,7 @@ def pytest_configure(config):
         for name in PRELOADED:  # once, rather than in the process of each test
             if name.startswith(("torch", "dstrat.")):
                 importlib.import_module(name)
-        config.pluginmanager.register(forked)
+        config.pluginmanager.register(forked.OwnProcesses(start_fork_server))
 
 
 class Recorder:
@@ -133,12 +133,8 @@ def pytest_collection_modifyitems(config, items):
     leave_out_passed(config, items)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def warm_fork_server():
-    """Start the fork server first of all, so that a rank starts in milliseconds rather than seconds.
-
-    A process has one, and whoever starts it decides what it has loaded.  It loads beside the tests.
-    """
+def start_fork_server():
+    """Start the fork server, unless it runs; whoever starts it decides what it has loaded."""
     main = sys.modules["__main__"]
     if not hasattr(main, "__file__"):  # in a worker of pytest-xdist, which would count as a prompt
         main.__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
@@ -146,8 +142,16 @@ def warm_fork_server():
     with pytest.MonkeyPatch.context() as patch:
         if "DS_ACCELERATOR" not in os.environ:
             patch.setenv("DS_ACCELERATOR", "cpu")  # DeepSpeed asks when it is imported
-        if not ON_SIMULATED_GPUS:  # where each test would start one, in its own process
-            multiprocessing.forkserver.ensure_running()
+        multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_fork_server():
+    """Start the fork server first of all, so that a rank starts in milliseconds rather than seconds.
+
+    It loads beside the tests.  On simulated GPUs that of all tests runs already.
+    """
+    start_fork_server()
 
 
 @pytest.fixture(autouse=True)

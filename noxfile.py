@@ -146,7 +146,15 @@ CONSTRAINTS = ROOT / "constraints.txt"
 ADAPTERS = ("lightning", "ray", "transformers")  # packages for other libraries, which are in the session neighbours
 BESIDE_OTHERS = (ROOT / "tests" / "neighbours", *(ROOT / "packages" / name / "tests" for name in ADAPTERS))
 ON_SIMULATED_GPUS = ROOT / "tests" / "simulated_gpu"
-SUITES = ("core/tests/own_loop", "core/tests/training", "ddp/tests", "fsdp/tests", "mesh/tests")  # on request
+# On simulated GPUs on request
+SUITES = (
+    "core/tests/checkpoint",
+    "core/tests/own_loop",
+    "core/tests/training",
+    "ddp/tests",
+    "fsdp/tests",
+    "mesh/tests",
+)
 ACCELERATOR = "DSTRAT_TEST_ACCELERATOR"  # of the tests of trainings, by its alias
 DEFAULT = "not variant and not neighbours and not (builds and slow) and not (clusters and slow)"
 COMPILED = "dstrat_fsdp.strategy, torch._dynamo"  # by one import; pip would compile everything
@@ -456,8 +464,8 @@ def simulated_gpu(session: nox.Session) -> None:
     It is kept in ``~/.cache/dstrat``, or the folder that ``DSTRAT_TEST_EXTENSIONS`` names.  Other arguments go to
     pytest.  Other sessions have no such device: torch has one type of device beside the CPU in a process.
 
-    ``-- --suites`` runs on them what other sessions run on the CPU: the tests of the Trainer, of hand-written loops and
-    of the packages ddp, fsdp and mesh.
+    ``-- --suites`` runs on them what other sessions run on the CPU: the tests of the Trainer, of hand-written loops, of
+    checkpoints and of the packages ddp, fsdp and mesh.
     """
     if "--suites" in session.posargs:
         arguments = [argument for argument in session.posargs if argument != "--suites"] or workers(more=1)

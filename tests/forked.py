@@ -5,21 +5,37 @@ Backward passes on GPUs start threads, after which no rank can be forked from th
 
 import os
 import pickle
+from multiprocessing import forkserver
 
 import pytest
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    """Run a test in its own process, and report what it says."""
-    hook = item.ihook
-    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _run(item):
-        hook.pytest_runtest_logreport(report=report)
-    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+class OwnProcesses:
+    """Plugin that runs each test in its own process, and reports what it says.
+
+    Args:
+        start_fork_server: Starts the fork server of the process of pytest, which all tests use.
+    """
+
+    def __init__(self, start_fork_server):
+        self._start_fork_server = start_fork_server
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        self._start_fork_server()
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in _run(item):
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+def _use_fork_server_of_parent():
+    # multiprocessing would wait for it, as for a child of this process.
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
 
 
 def _run(item):
@@ -28,6 +44,7 @@ def _run(item):
     if child == 0:
         os.close(reading)
         try:
+            _use_fork_server_of_parent()
             reports = runtestprotocol(item, log=False)
             data = [item.config.hook.pytest_report_to_serializable(config=item.config, report=one) for one in reports]
             with open(writing, "wb") as file:  # noqa: PTH123 - a descriptor

@@ -81,6 +81,7 @@ def refusal(cluster, **options):
     return str(refused.value)
 
 
+@pytest.mark.on_cpu
 def test_hooks_for_gpus_are_refused_on_the_cpu():
     names = ("batched_powerSGD", "quantization_pertensor", "quantization_perchannel")
     for messages in in_ranks(each, function=refusal, cases={name: {"ddp_comm_hook": name} for name in names}):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR, START_METHOD
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import ModelCheckpoint, Trainer, TrainModule
 from dstrat.training.module.loading import read_checkpoint
+from dstrat_ddp import DDPStrategy
 
 NAMES = ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
 
@@ -42,8 +44,8 @@ def train(tmp_path):
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
         checkpoint = ModelCheckpoint(dirpath=tmp_path / f"{devices}-{compiled}-{max_epochs}")
         trainer = Trainer(
-            accelerator="cpu",
-            strategy="ddp_fork" if devices > 1 else "single_device",
+            accelerator=ACCELERATOR,
+            strategy=DDPStrategy(start_method=START_METHOD) if devices > 1 else "single_device",
             devices=devices,
             max_epochs=max_epochs,
             callbacks=checkpoint,

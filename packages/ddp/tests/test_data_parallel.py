@@ -28,6 +28,7 @@ class Output:
     name: str
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("training", [{}, {"accumulate": 2, "clip": 0.05}])
 def test_dp_on_the_cpu_is_one_device(devices, training):
@@ -38,6 +39,7 @@ def test_dp_on_the_cpu_is_one_device(devices, training):
     assert strategy.distributed_sampler_kwargs == {}
 
 
+@pytest.mark.on_cpu
 def test_several_cpu_devices_of_one_process_are_noted(caplog):
     strategy = DataParallelStrategy()
     with caplog.at_level("INFO", logger="dstrat_ddp"):
@@ -45,6 +47,7 @@ def test_several_cpu_devices_of_one_process_are_noted(caplog):
     assert caplog.messages == ["the 3 CPU devices of this process count as one: no batch is split"]
 
 
+@pytest.mark.on_cpu  # torch's DataParallel copies between devices of CUDA alone
 def test_dp_runs_every_step():
     class All(Net):
         def test_step(self, batch, batch_idx):
@@ -153,6 +156,7 @@ def ddp2_losses(cluster, **training):
     return losses, validated, places
 
 
+@pytest.mark.on_cpu  # torch's DataParallel copies between devices of CUDA alone
 def test_ddp2_on_two_machines_gives_the_losses_of_one_device():
     cases = {"plain": {}, "accumulation and clipping": {"accumulate": 2, "clip": 0.05}}
     for found in in_ranks(each, function=ddp2_losses, cases=cases):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR, START_METHOD
 from tests.hand_loop import Net, batches, parts, share, start
 from tests.ranks import each, in_ranks
 from torch import nn
@@ -53,7 +54,8 @@ def manual_losses(strategy, given, accumulate):
     module.strategy, module.accumulate = strategy, accumulate
     losses = []
     for index, batch in enumerate(batches()):
-        losses += strategy.reduce(strategy.training_step(share(strategy, batch), index)).tolist()
+        own = strategy.batch_to_device(share(strategy, batch))
+        losses += strategy.reduce(strategy.training_step(own, index)).tolist()
     buffers = float(module.seen)
     module.strategy = None
     strategy.teardown()
@@ -113,7 +115,7 @@ def trained(tmp_path, strategy, devices, batch_size):
     data = TensorDataset(inputs, inputs[:, :3] * 2)
     module = TwoOptimizers()
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         strategy=strategy,
         devices=devices,
         max_epochs=2,
@@ -127,7 +129,7 @@ def trained(tmp_path, strategy, devices, batch_size):
 
 def test_two_optimizers_of_a_module_train_as_on_one_device(tmp_path):
     one = trained(tmp_path, "single_device", 1, batch_size=8)
-    two = trained(tmp_path, DDPStrategy(start_method="fork", find_unused_parameters=True), 2, batch_size=4)
+    two = trained(tmp_path, DDPStrategy(start_method=START_METHOD, find_unused_parameters=True), 2, batch_size=4)
     torch.testing.assert_close(two, one)
 
 
@@ -173,7 +175,7 @@ def losses_of(loop, name):
         globals()[name](loop, net, batch)
         loop.step()
         with torch.no_grad():
-            losses.append(float(net.loss(inputs)))  # of the weights of this rank
+            losses.append(float(net.loss(loop.strategy.batch_to_device(inputs))))  # of the weights of this rank
     return losses
 
 
@@ -195,20 +197,20 @@ def losses_of_two_modules(loop, name):
             loop.backward(second.square().mean())
         loop.step()
         with torch.no_grad():
-            losses.append(float(critic(generator(inputs)).square().mean()))
+            losses.append(float(critic(generator(loop.strategy.batch_to_device(inputs))).square().mean()))
     return losses
 
 
 def launched_losses(cluster, function, name, **options):
     strategy = dstrat.build(
-        strategy=DDPStrategy(**options), accelerator="cpu", devices=cluster.world_size, plugins=[cluster]
+        strategy=DDPStrategy(**options), accelerator=ACCELERATOR, devices=cluster.world_size, plugins=[cluster]
     )
     return OwnLoop(strategy).launch(function, name)
 
 
 def test_gradients_of_each_backward_pass_are_averaged():
     names = ("method_of_the_module", "two_losses_of_a_step", "two_steps_before")
-    one_device = dstrat.build(strategy="single_device", accelerator="cpu", devices=1)
+    one_device = dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)
     expected = {name: OwnLoop(one_device).launch(losses_of, name) for name in names}
     cases = {name: {"function": losses_of, "name": name} for name in names}
     for found in in_ranks(each, function=launched_losses, cases=cases):
@@ -219,7 +221,7 @@ def test_gradients_of_each_backward_pass_are_averaged():
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_gradients_of_each_backward_pass_of_several_modules_are_averaged(options):
     names = ("no step", "two losses of a step", "two steps before")
-    one_device = dstrat.build(strategy="single_device", accelerator="cpu", devices=1)
+    one_device = dstrat.build(strategy="single_device", accelerator=ACCELERATOR, devices=1)
     expected = {name: OwnLoop(one_device).launch(losses_of_two_modules, name) for name in names}
     cases = {name: {"function": losses_of_two_modules, "name": name, **options} for name in names}
     for found in in_ranks(each, function=launched_losses, cases=cases):

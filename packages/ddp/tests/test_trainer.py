@@ -53,6 +53,7 @@ def test_ddp_runs_the_script_again_and_gives_the_losses_of_one_device(tmp_path, 
     check(tmp_path, "ddp", one_device)
 
 
+@pytest.mark.on_cpu  # beside a GPU no process can be forked that has run a backward pass, as the first run does
 def test_other_start_methods_bring_the_weights_back_also_after_failures(tmp_path, one_device):
     aliases = ["ddp_fork", "ddp_notebook_find_unused_parameters_false"]
     for run in (

@@ -98,7 +98,8 @@ def evaluation(cluster, is_fitting):
     strategy = DDPStrategy()
     start(strategy, Net(), parts(cluster), is_fitting=is_fitting)
     wrapped = isinstance(strategy.model, DistributedDataParallel)
-    own = list(batches(3 + strategy.global_rank))  # ranks may have different numbers of batches
+    num_batches = 3 + strategy.global_rank  # ranks may have different numbers of batches
+    own = strategy.batch_to_device(list(batches(num_batches)))
     with torch.no_grad():
         losses = [float(strategy.validation_step(batch, index)) for index, batch in enumerate(own)]
     strategy.barrier()
@@ -127,7 +128,7 @@ def steps_in_one_method(cluster):
     start(strategy, Net(), parts(cluster))
     losses = train(strategy)
     with torch.no_grad():
-        strategy.validation_step(next(batches()), 0)
+        strategy.validation_step(strategy.batch_to_device(next(batches())), 0)
     strategy.teardown()
     return losses, strategy.noted
 
@@ -157,7 +158,7 @@ def frozen_module(cluster):
     strategy = DDPStrategy()
     start(strategy, Frozen(), parts(cluster))
     with strategy.no_backward_sync():
-        loss = strategy.training_step(next(batches()), 0)
+        loss = strategy.training_step(strategy.batch_to_device(next(batches())), 0)
     plain = strategy.model is strategy.module
     strategy.barrier()  # there was nothing else to wait for the others
     strategy.teardown()

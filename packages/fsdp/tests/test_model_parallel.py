@@ -40,6 +40,8 @@ def split(module, mesh):
 
 
 def split_and_shard(module, mesh):
+    # fully_shard would do it, but torch cannot for types of device that packages add.
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(mesh.device_type))
     split(module, mesh)
     for block in module.blocks:
         fully_shard(block, mesh=mesh["data_parallel"])
@@ -237,7 +239,7 @@ def what_is_shared(cluster):
     strategy = ModelParallelStrategy(tensor_parallel_size=2)
     strategy.receive(parts(cluster))
     strategy.setup_environment()
-    group = torch.tensor(float(strategy.distributed_sampler_kwargs["rank"]) + 1)
+    group = strategy.from_host(torch.tensor(float(strategy.distributed_sampler_kwargs["rank"]) + 1))
     reduced = [float(strategy.reduce(group, reduce_op=op)) for op in ("sum", "mean", "max")]
     whole = int(strategy.reduce(group.long(), reduce_op="sum"))
     votes = [strategy.reduce_boolean_decision(cluster.global_rank == 3, all=every) for every in (False, True)]

@@ -9,6 +9,7 @@ import torch
 from tests.hand_loop import BlockNet, parts, single_device_losses, start, train
 from tests.ranks import each, in_ranks
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
@@ -25,9 +26,9 @@ def trained():
     strategy = SingleDeviceStrategy()
     start(strategy, BlockNet(), parts())
     train(strategy, **MORE)
-    state = {name: value.clone() for name, value in strategy.module_state_dict().items()}
+    state = {name: value.cpu().clone() for name, value in strategy.module_state_dict().items()}
     [optimizer] = strategy.optimizers
-    copied = copy.deepcopy(optimizer.state_dict())
+    copied = tree_map_only(torch.Tensor, torch.Tensor.cpu, copy.deepcopy(optimizer.state_dict()))
     return state, copied, train(strategy, **MORE)
 
 

@@ -139,15 +139,16 @@ def differences(cluster):
     strategy = MeshStrategy()
     strategy.receive(parts(cluster))
     strategy.setup_environment()
-    found = {name: difference(**case) for name, case in ATTENTION.items()}
+    found = {name: difference(strategy.root_device, **case) for name, case in ATTENTION.items()}
     strategy.teardown()
     return found
 
 
-def difference(method="ulysses", heads=4, key_heads=4, length=16, mask=None, dtype=torch.float32, **options):
+def difference(device, method="ulysses", heads=4, key_heads=4, length=16, mask=None, dtype=torch.float32, **options):
     generator, group = torch.Generator().manual_seed(0), dist.group.WORLD
     counts = heads, key_heads, key_heads, heads
-    whole = [torch.randn(2, number, length, 8, generator=generator, dtype=dtype) for number in counts]
+    whole = [torch.randn(2, number, length, 8, generator=generator, dtype=dtype).to(device) for number in counts]
+    mask = None if mask is None else mask.to(device)
     sequences = Sequences(nn.Module(), group, method)
     options["enable_gqa"] = heads != key_heads
     learned = [mask] if mask is not None and mask.is_floating_point() else []
@@ -301,7 +302,7 @@ class Encoder(Small):
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
     def attend(self, heads):
-        return self.encoder(heads.transpose(1, 2).flatten(2)) * torch.arange(8.0)
+        return self.encoder(heads.transpose(1, 2).flatten(2)) * torch.arange(8.0, device=heads.device)
 
 
 class InStages(dstrat.TrainModule):

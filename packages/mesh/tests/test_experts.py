@@ -165,8 +165,10 @@ class OpposedNet(MixtureNet):
         self.experts = Opposed()
 
     def layers(self, x):
-        weights = torch.tensor([1 + 2**-10, 1])  # the same in bfloat16
-        return self.experts(torch.ones_like(x), torch.arange(2).expand(len(x), 2), weights.expand(len(x), 2))
+        weights = torch.tensor([1 + 2**-10, 1], device=x.device)  # the same in bfloat16
+        return self.experts(
+            torch.ones_like(x), torch.arange(2, device=x.device).expand(len(x), 2), weights.expand(len(x), 2)
+        )
 
     def configure_experts(self):
         return [self.experts]
@@ -175,7 +177,7 @@ class OpposedNet(MixtureNet):
 def output_in_mixed_precision(cluster):
     strategy = MeshStrategy(ep=2)
     start(strategy, OpposedNet(), parts(cluster, precision="bf16-mixed"))
-    output = strategy.run_step("predict_step", strategy.module.layers, torch.ones(4, 6))
+    output = strategy.run_step("predict_step", strategy.module.layers, strategy.from_host(torch.ones(4, 6)))
     strategy.teardown()
     return output.unique().tolist()
 

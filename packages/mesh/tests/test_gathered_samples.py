@@ -125,9 +125,10 @@ def test_values_of_some_tokens_are_not_taken_for_those_of_samples():
 def gradient(loop):
     """Return a gradient through what ranks gather, each of which multiplies it by other factors."""
     reader = loop.strategy.distributed_sampler_kwargs["rank"]
-    leaf = torch.full((2,), float(reader), requires_grad=True)
+    device = loop.strategy.root_device
+    leaf = torch.full((2,), float(reader), requires_grad=True, device=device)
     gathered = loop.all_gather(leaf, sync_grads=True)
-    (gathered * torch.tensor([[1.0], [10.0]]) * (reader + 1)).sum().backward()
+    (gathered * torch.tensor([[1.0], [10.0]], device=device) * (reader + 1)).sum().backward()
     return gathered.tolist(), leaf.grad.tolist()
 
 

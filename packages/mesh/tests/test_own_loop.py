@@ -42,11 +42,11 @@ def train(loop, name, accumulate=1):
         loss, *weight = found if isinstance(found, tuple) else (found,)
         loop.backward(loss, *weight)
         loop.step()
-        weight = weight[0].float() if weight else torch.ones(())
+        weight = weight[0].to(loss) if weight else torch.ones_like(loss)
         reduce = loop.strategy.reduce
         losses.append(float(reduce(loss.detach() * weight) / reduce(weight)))
     with loop.evaluation():
-        batch = next(iter(DataLoader(fits.data(8), batch_size=8)))
+        batch = loop.strategy.batch_to_device(next(iter(DataLoader(fits.data(8), batch_size=8))))
         found = loop.compute(lambda *values: function(net, *values), *batch)
     return [*losses, float(found[0] if isinstance(found, tuple) else found)]
 

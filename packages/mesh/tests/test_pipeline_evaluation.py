@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.accelerators import ACCELERATOR
+from tests.accelerators import make_accelerator
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer
 from torch import nn
@@ -163,8 +163,9 @@ def test_use_of_weights_in_evaluation_steps_is_an_error_everywhere():
 
 
 def test_outlines_of_weights_are_those_of_one_device_in_evaluation_steps():
+    (device,) = make_accelerator().get_parallel_devices([0])
     expected = [
-        (name, weight.shape, weight.dtype, ACCELERATOR, True, None)
+        (name, weight.shape, weight.dtype, device.type, True, None)
         for name, weight in Net("positional", has_compute=True).named_parameters()
     ]
     for outlines, values in in_ranks(used, 2, use="outlines"):

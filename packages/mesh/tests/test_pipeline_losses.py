@@ -44,7 +44,7 @@ class Net(TrainModule):
         return self.loss(self.net(batch[0]), batch)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].detach())
+        self.losses.append(outputs["loss"].detach().cpu())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)

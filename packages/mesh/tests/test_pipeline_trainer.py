@@ -109,7 +109,7 @@ class Counting(nn.Module):
         if self.training:
             self.count += 1
             self.seen += 1
-            self.late = self.seen * torch.ones(2)
+            self.late = self.seen * torch.ones(2, device=x.device)
             self.table = torch.cat([self.table, self.seen.view(1)])
         return x * (1 + self.count / 10 + self.seen / 10 + self.table.sum() / 100)
 

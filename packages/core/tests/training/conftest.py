@@ -60,6 +60,12 @@ class Averaging(GradientSyncStrategy):
             gradient.copy_(self.reduce(gradient))
 
 
+class AveragingLater(Averaging):
+    """The same after a backward pass in the process of the test, which beside a GPU cannot be forked then."""
+
+    start_method = "fork" if ACCELERATOR == "cpu" else "forkserver"
+
+
 def numbers(count: int = 48) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 8, generator=generator)
@@ -89,6 +95,11 @@ def line_class():
 @pytest.fixture
 def averaging():
     return Averaging
+
+
+@pytest.fixture
+def averaging_later():
+    return AveragingLater
 
 
 @pytest.fixture

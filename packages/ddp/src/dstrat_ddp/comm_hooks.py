@@ -44,6 +44,7 @@ _WRAPPERS = {
     "fp16_compress": "default_hooks.fp16_compress_wrapper",
 }
 _GPU_ONLY = ("batched_powerSGD", "quantization_perchannel", "quantization_pertensor")
+_HAVE_BF16 = ("cuda", "xpu")  # types of device on which torch accepts its own hook and wrapper in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,9 +205,7 @@ def _named(argument: str, value: Any, table: dict[str, str]) -> Any:
 
 def _for_device(hook: Any, device: torch.device) -> Any:
     """Return a hook or wrapper, or its replacement on this device."""
-    if device.type != "cpu":
-        return hook
-    for name in _GPU_ONLY:
+    for name in _GPU_ONLY if device.type == "cpu" else ():
         if hook is _torch(_HOOKS[name]):
             possible = ", ".join(other for other in _HOOKS if other not in _GPU_ONLY)
             raise RequestError(f"ddp_comm_hook {name!r} runs on GPUs only; on the CPU these do: {possible}")
@@ -214,7 +213,7 @@ def _for_device(hook: Any, device: torch.device) -> Any:
         _torch(_HOOKS["bf16_compress"]): average_bf16,
         _torch(_WRAPPERS["bf16_compress"]): compress_bf16,
     }
-    return replacements.get(hook, hook)
+    return hook if device.type in _HAVE_BF16 else replacements.get(hook, hook)
 
 
 def _torch(path: str) -> Any:
@@ -222,7 +221,7 @@ def _torch(path: str) -> Any:
     return getattr(import_module(f"{_PACKAGE}.{module}"), name)
 
 
-# Communication in bfloat16 on any device: torch's hook and wrapper need NCCL
+# Communication in bfloat16 on any device: torch's hook and wrapper need NCCL or XCCL
 
 
 def average_bf16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -141,7 +141,7 @@ class RandomState:
         # As tensors, because a checkpoint writes each of the 1,249 numbers by itself otherwise.
         version, internal_state, gauss = self.python
         return {
-            "python": {"version": version, "words": torch.tensor(internal_state), "gauss": gauss},
+            "python": {"version": version, "words": torch.tensor(internal_state, device="cpu"), "gauss": gauss},
             "numpy": None if self.numpy is None else _numpy_state_dict(self.numpy),
             "torch": self.torch,
         }
@@ -202,7 +202,7 @@ class RankRandomState:
 def _numpy_state_dict(state: Any) -> dict[str, Any]:
     name, keys, *remaining = state
     keys = keys if isinstance(keys, tuple) else keys.tolist()  # a tuple where it has been loaded from a checkpoint
-    return {"name": name, "words": torch.tensor(keys), "rest": remaining}
+    return {"name": name, "words": torch.tensor(keys, device="cpu"), "rest": remaining}
 
 
 def _tuples(state: Any) -> Any:

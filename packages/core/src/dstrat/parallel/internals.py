@@ -104,7 +104,14 @@ def _number_begun(group: dist.ProcessGroup) -> int:
     counting: Any = group  # the method is not in torch's stubs
     try:
         return int(counting._get_sequence_number_for_group())  # there is no public number
-    except RuntimeError:  # the backend does not count
+    except RuntimeError:  # a group asks its backend only if that is torch's own
+        return sum(_number_begun_by(counting._get_backend(device)) for device in counting._device_types)
+
+
+def _number_begun_by(backend: Any) -> int:
+    try:
+        return int(backend._get_sequence_number_for_group())
+    except RuntimeError:  # it does not count
         return 0
 
 

@@ -207,7 +207,11 @@ def _unpack(message: bytes, device: Any) -> Any:
         def persistent_load(self, pid: Any) -> Tensor:
             dtype, shape, is_cpu, values = pid
             # frombuffer refuses empty buffers.
-            flat = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
+            flat = (
+                torch.frombuffer(bytearray(values), dtype=dtype)
+                if values
+                else torch.empty(0, dtype=dtype, device="cpu")
+            )
             return flat.reshape(shape).to("cpu" if is_cpu else device)
 
     return Unpickler(io.BytesIO(message)).load()

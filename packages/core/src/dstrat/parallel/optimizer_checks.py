@@ -7,6 +7,7 @@ import copy
 import itertools
 import warnings
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -155,7 +156,7 @@ def how_division_fails(
     if type(optimizer) in _ELEMENT_WISE:
         return None
     generator = torch.Generator().manual_seed(0)
-    values, *gradients = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_STEPS + 1))
+    values, *gradients = (torch.randn(_SHAPE, generator=generator, device="cpu").to(device) for _ in range(_STEPS + 1))
     random_groups: set[int] = set()
     for scale, number in itertools.product(_SCALES, _different_groups(optimizer)):
         if number in random_groups:
@@ -193,11 +194,13 @@ def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None
         return None
     generator = torch.Generator().manual_seed(0)
     shapes = (_SHAPE, _SHAPE[::-1])
-    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    random = partial(torch.randn, generator=generator, device="cpu")
+    values = [random(shape) for shape in shapes]
     # Of one direction mostly, and more than _STEPS: rates that all gradients determine (Prodigy) grow only then.
-    slopes = [torch.randn(shape, generator=generator) for shape in shapes]
+    slopes = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     gradients = [
-        [slope + 0.1 * torch.randn(slope.shape, generator=generator) for slope in slopes] for _ in range(3 * _STEPS)
+        [slope + 0.1 * torch.randn(slope.shape, generator=generator, device="cpu") for slope in slopes]
+        for _ in range(3 * _STEPS)
     ]
 
     def changes(number: int, rate: float, scale: float, *indices: int) -> list[Tensor]:

@@ -1,20 +1,19 @@
 """Runs of elements of flattened tensors, as each process holds them, in checkpoints."""
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.accelerators import process_group
 
 from dstrat.builtin.clusters.local import LocalEnvironment
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel.process_group import close_process_group, open_process_group
 from dstrat.parallel.shards import local_boxes
 
 SHAPES = {"matrix": (5, 7), "cube": (3, 4, 5), "vector": (11,), "scalar": (), "thin": (1, 6, 1)}
@@ -22,13 +21,10 @@ SHAPES = {"matrix": (5, 7), "cube": (3, 4, 5), "vector": (11,), "scalar": (), "t
 
 def run_in_ranks(function, *args, ranks):
     def run():
-        open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=timedelta(seconds=30))
-        try:
+        with process_group(LocalEnvironment(os.environ)):
             found = function(*args)
-            dist.barrier()  # a rank that ends early would be lost by one that connects late
+            dist.all_reduce(torch.zeros(1))  # a rank that ends early would be lost by one that connects late
             return found
-        finally:
-            close_process_group()
 
     return LocalLauncher(num_processes=ranks, start_method="fork").launch(run)
 

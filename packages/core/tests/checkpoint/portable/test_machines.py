@@ -3,12 +3,11 @@
 import os
 import resource
 import shutil
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from tests.accelerators import make_mesh, process_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dstrat.builtin.clusters.local import LocalEnvironment
@@ -18,9 +17,7 @@ from dstrat.checkpoint.portable.mirrored import MirroredCheckpointIO, search_mem
 from dstrat.checkpoint.portable.newest import is_complete
 from dstrat.errors import CheckpointError
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel.process_group import close_process_group, open_process_group
 
-TIMEOUT = timedelta(seconds=30)
 MEBIBYTE = 2**20
 LARGE = (3, MEBIBYTE)  # 4 MiB for each of three ranks
 
@@ -33,13 +30,10 @@ def on_machines(function, folder, *args, ranks=(0, 1, 2)):
         memory.mkdir(exist_ok=True)
         os.environ["DSTRAT_MEMORY_DIR"] = str(memory)
         make_memory_root()
-        open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=TIMEOUT)
-        try:
+        with process_group(LocalEnvironment(os.environ)):
             results = [None] * len(ranks)
             dist.all_gather_object(results, function(folder, *args))
             return results
-        finally:
-            close_process_group()
 
     return LocalLauncher(num_processes=len(ranks), start_method="fork").launch(run)
 
@@ -50,7 +44,7 @@ def path_of(folder):
 
 def values(fill):
     """Return a large tensor that each rank has a row of, and small ones."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh((dist.get_world_size(),))
     large = torch.arange(LARGE[0] * LARGE[1], dtype=torch.float32).view(LARGE) if fill else torch.zeros(LARGE)
     state = {
         "large": distribute_tensor(large, mesh, [Shard(0)]),

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from tests.accelerators import make_mesh, process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,9 +18,7 @@ from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.errors import CheckpointError, RankFailedError
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel.process_group import close_process_group, open_process_group
 
-TIMEOUT = timedelta(seconds=30)
 SHAPE = (13, 6, 5)
 LAYOUTS = {
     2: [((2,), [placement]) for placement in (Shard(0), Shard(1), Shard(2), Replicate())],
@@ -43,11 +40,8 @@ def run_in_ranks(function, *args, ranks=2):
     """Run a function in forked ranks with a process group; return what it returned in rank 0."""
 
     def run():
-        open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=TIMEOUT)
-        try:
+        with process_group(LocalEnvironment(os.environ)):
             return function(*args)
-        finally:
-            close_process_group()
 
     return LocalLauncher(num_processes=ranks, start_method="fork").launch(run)
 
@@ -58,7 +52,7 @@ def whole():
 
 def distributed(tensor, layout):
     sizes, placements = layout
-    return distribute_tensor(tensor, init_device_mesh("cpu", sizes), placements)
+    return distribute_tensor(tensor, make_mesh(sizes), placements)
 
 
 def save(path, layouts):
@@ -104,7 +98,7 @@ def test_tensors_of_any_placements_come_back_whole_and_move_between_placements_a
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_tensor_is_written_once_and_all_ranks_write_about_as_much(tmp_path, ranks):
     def save_many():
-        mesh = init_device_mesh("cpu", (2, ranks // 2))
+        mesh = make_mesh((2, ranks // 2))
         tensors = {f"plain{number}": torch.randn(100, 100) for number in range(16)}
         tensors |= {f"same{n}": distribute_tensor(torch.randn(64, 64), mesh, [Replicate()] * 2) for n in range(16)}
         tensors |= {f"half{n}": distribute_tensor(torch.randn(64, 64), mesh, [Shard(0), Replicate()]) for n in range(8)}
@@ -120,7 +114,7 @@ def test_every_tensor_is_written_once_and_all_ranks_write_about_as_much(tmp_path
 
 def test_ranks_that_hold_the_same_shards_take_turns(tmp_path):
     def save_many():
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = make_mesh((4,))
         tensors = {f"same{number}": distribute_tensor(torch.randn(64, 64), mesh, [Replicate()]) for number in range(16)}
         PortableCheckpointIO().save_checkpoint(tensors, tmp_path / "c")
 
@@ -151,8 +145,8 @@ def sharded_model(kind):
             fully_shard(layer)
         return fully_shard(net)
     if kind == "hybrid":
-        return fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        return fully_shard(net, mesh=make_mesh((2, 2), mesh_dim_names=("replicate", "shard")))
+    mesh = make_mesh((2, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(net, mesh=mesh["data"])
 
@@ -177,7 +171,7 @@ def states(net, optimizer):
 def full(tree):
     if isinstance(tree, dict):
         return {key: full(value) for key, value in tree.items()}
-    return tree.full_tensor() if isinstance(tree, DTensor) else tree.clone()
+    return tree.full_tensor().cpu() if isinstance(tree, DTensor) else tree.clone().cpu()
 
 
 def move(folder, kinds):
@@ -226,6 +220,17 @@ def test_stages_of_a_pipeline_save_what_each_has(io, tmp_path):
     assert all(torch.equal(loaded["state_dict"][f"stage{n}.w"], torch.full((4,), float(n))) for n in range(3))
 
 
+def test_a_default_device_is_not_that_of_messages(io, tmp_path):
+    def save_stage():
+        with torch.device("meta"):
+            state = {f"stage{dist.get_rank()}.w": torch.ones(4, device="cpu")}
+            PortableCheckpointIO().save_checkpoint({"state_dict": state}, tmp_path / "c")
+
+    run_in_ranks(save_stage)
+    loaded = io.load_checkpoint(tmp_path / "c")["state_dict"]
+    assert [loaded[f"stage{rank}.w"].tolist() for rank in range(2)] == [[1] * 4] * 2
+
+
 def test_values_and_lists_beside_the_tensors_of_a_stage_are_saved(io, tmp_path):
     def save_stage():
         rank = dist.get_rank()
@@ -271,7 +276,7 @@ def test_what_one_rank_cannot_save_fails_on_all_and_names_it(tmp_path):
 
 def test_partial_sums_are_refused(tmp_path):
     def checkpoint_of(rank):
-        return {"w": DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Partial()])}
+        return {"w": DTensor.from_local(torch.ones(3), make_mesh((2,)), [Partial()])}
 
     run_in_ranks(everyones_message, tmp_path / "c", checkpoint_of)
     assert "so no process holds its values: redistribute it" in messages(tmp_path)[0]
@@ -333,11 +338,11 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path, dimension):
             return int(dict(line.split(": ") for line in file)["rchar"])
 
     def load_my_part():
-        template = {"w": distribute_tensor(torch.zeros_like(rows), init_device_mesh("cpu", (4,)), [Shard(dimension)])}
+        template = {"w": distribute_tensor(torch.zeros_like(rows), make_mesh((4,)), [Shard(dimension)])}
         before = bytes_read()
         PortableCheckpointIO().load_into(tmp_path / "c", template)
         read = bytes_read() - before
-        assert torch.equal(template["w"].to_local(), rows.chunk(4, dimension)[dist.get_rank()])
+        assert torch.equal(template["w"].to_local(), rows.chunk(4, dimension)[dist.get_rank()].to(template["w"].device))
         return read
 
     read = run_in_ranks(load_my_part, ranks=4)

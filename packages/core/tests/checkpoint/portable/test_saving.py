@@ -53,6 +53,15 @@ def same_bytes(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(flat(one), flat(other))
 
 
+def test_a_default_device_is_not_that_of_bytes_on_their_way(io, tmp_path):
+    loaded_into = torch.zeros(3, 2)[:, 0]  # read beside it first
+    with torch.device("meta"):  # as for a GPU, numpy has no view of its memory
+        io.save_checkpoint({"weight": torch.ones(3, device="cpu")}, tmp_path / "c")
+        loaded = io.load_checkpoint(tmp_path / "c")
+        io.load_into(tmp_path / "c", {"weight": loaded_into})
+    assert loaded["weight"].tolist() == loaded_into.tolist() == [1, 1, 1]
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_comes_back_bit_for_bit(io, tmp_path, name):

@@ -2,14 +2,13 @@
 
 import os
 import time
-from datetime import timedelta
 
 import fsspec
 import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
-from torch.distributed.device_mesh import init_device_mesh
+from tests.accelerators import make_mesh, process_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dstrat.builtin.clusters.local import LocalEnvironment
@@ -21,7 +20,6 @@ from dstrat.checkpoint.portable.newest import newest_checkpoint
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.errors import CheckpointError, MissingRequirementError, RequestError
 from dstrat.launch.local import LocalLauncher
-from dstrat.parallel.process_group import close_process_group, open_process_group
 from dstrat.training.callbacks.checkpoint_name import UnusedPaths
 
 MIB = 1024 * 1024
@@ -229,10 +227,9 @@ def test_single_files_are_there_too(folder, refusal):
 
 
 def sharded(folder):
-    open_process_group(LocalEnvironment(os.environ), backend="gloo", timeout=timedelta(seconds=30))
-    try:
+    with process_group(LocalEnvironment(os.environ)):
         size = dist.get_world_size()
-        tensor = distribute_tensor(torch.arange(4 * MIB), init_device_mesh("cpu", (size,)), [Shard(0)])
+        tensor = distribute_tensor(torch.arange(4 * MIB), make_mesh((size,)), [Shard(0)])
         io = PortableCheckpointIO()
         io.save_checkpoint({"weight": tensor, "per_rank": {"rank": dist.get_rank()}}, folder)
         template = torch.zeros_like(tensor)
@@ -242,8 +239,6 @@ def sharded(folder):
             io.save_checkpoint({}, folder)
         except CheckpointError as error:
             return str(error)
-    finally:
-        close_process_group()
 
 
 def test_ranks_write_to_one_store_together(io, s3, new_folder):

@@ -32,7 +32,10 @@ class Lookahead(SGD):
 
     def load_state_dict(self, state):
         extra = state["extra"]
-        self.extra = {"steps": extra["steps"], "slow": [slow.clone() for slow in extra["slow"]]}
+        slow = [
+            one.to(p.device, copy=True) for one, p in zip(extra["slow"], self.param_groups[0]["params"], strict=True)
+        ]
+        self.extra = {"steps": extra["steps"], "slow": slow}
         super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
 
 

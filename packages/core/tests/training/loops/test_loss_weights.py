@@ -39,7 +39,9 @@ class Weighted(TrainModule):
         if number in self.without_loss:
             return None
         weight = WEIGHTS[number]
-        nothing = nn.functional.cross_entropy(self.layer(batch[0]).expand(1, 2), torch.tensor([-100]))
+        nothing = nn.functional.cross_entropy(
+            self.layer(batch[0]).expand(1, 2), torch.tensor([-100], device=self.device)
+        )
         loss = self.layer(batch[0]).mean() if weight else nothing
         self.log("number", float(number) if weight else math.nan, on_epoch=True)
         self.log("alike", float(number), on_epoch=True, batch_size=1)

@@ -20,11 +20,11 @@ def communicating(averaging):
         evaluates_together = True
 
         def validation_step(self, *args, **kwargs):
-            self.reduce(torch.ones(()))
+            self.reduce(self.from_host(torch.ones(())))
             return super().validation_step(*args, **kwargs)
 
         def predict_step(self, *args, **kwargs):
-            self.reduce(torch.ones(()))
+            self.reduce(self.from_host(torch.ones(())))
             return super().predict_step(*args, **kwargs)
 
     return Communicating
@@ -199,7 +199,7 @@ def measured_class(line_class):
             values = x.double().sum(1)
             self.sum, self.count = self.sum + values.sum(), self.count + len(values)
             self.largest = values.max() if self.update_count == 1 else torch.maximum(self.largest, values.max())
-            self.latest = torch.full((3,), 7.5)
+            self.latest = torch.full((3,), 7.5, device=x.device)
 
         def compute(self):
             return torch.stack([self.sum / self.count, self.largest, self.latest.sum()])

@@ -375,11 +375,11 @@ def test_on_two_processes_with_a_loader_that_knows_its_place(check, averaging):
     check([2, BATCHES], strategy=averaging, devices=2, loader=KnowsItsPlace)
 
 
-def test_on_more_processes_it_goes_on_at_the_same_part_of_the_epoch(quiet_trainer, averaging, tmp_path):
+def test_on_more_processes_it_goes_on_at_the_same_part_of_the_epoch(quiet_trainer, averaging_later, tmp_path):
     saved = tmp_path / "saved"
     options = {"max_epochs": 2, "plugins": [PortableCheckpointIO()]}
     quiet_trainer(callbacks=Saving(saved, 4, "on_train_batch_end"), **options).fit(Net(), shuffled())
-    trainer = quiet_trainer(strategy=averaging(), devices=2, **options)
+    trainer = quiet_trainer(strategy=averaging_later(), devices=2, **options)
     trainer.fit(Net(), shuffled(), ckpt_path=saved)
     assert trainer.fit_loop.batches_seen == 4 + (3 - 2) + 3  # of the 6 batches of one process 4 are done, of 3 then 2
 
@@ -400,7 +400,7 @@ class WritesSamples(Callback):
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.variant)])
 @pytest.mark.parametrize("devices", [(2, 1, 1), (1, 2, 1), (1, 2, 2)])
 def test_processes_continue_the_shuffled_order_of_another_number(
-    quiet_trainer, averaging, tmp_path, devices, num_workers
+    quiet_trainer, averaging_later, tmp_path, devices, num_workers
 ):
     def fit(folder, *numbers):
         """Train for an epoch, with another number of processes from batch 2 and from batch 4 on."""
@@ -413,7 +413,7 @@ def test_processes_continue_the_shuffled_order_of_another_number(
             torch.manual_seed(seed)
             path = folder / f"saved-{last}"
             callbacks = [Saving(path, last, "on_train_batch_end"), WritesSamples(folder, last)]
-            strategy = {"strategy": averaging(), "devices": 2} if num == 2 else {}
+            strategy = {"strategy": averaging_later(), "devices": 2} if num == 2 else {}
             options = {"max_epochs": 1, "plugins": [PortableCheckpointIO()], **strategy}
             quiet_trainer(callbacks=callbacks, **options).fit(Net(), loader, ckpt_path=saved)
             saved = path

@@ -41,7 +41,7 @@ class Net(TrainModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", nn.functional.mse_loss(self.layer(batch[0] + torch.rand(1)), batch[1]))
+        self.log("val_loss", nn.functional.mse_loss(self.layer(batch[0] + torch.rand(1).to(batch[0])), batch[1]))
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)

@@ -198,7 +198,7 @@ def read_tensors(
 
 def _allocate(reader: CheckpointReader, name: str, entry: TensorEntry) -> Tensor:
     try:
-        return torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        return torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="cpu")
     except (RuntimeError, ValueError) as error:  # an enormous shape with a 0 in it, or a dtype that this torch lacks
         raise damaged_error(reader.path, f"{INDEX}: tensor {name[:200]!r}: {str(error).splitlines()[0]}") from error
 
@@ -325,7 +325,7 @@ def _read_all(reader: CheckpointReader, batch: list[_Portion], advance: Callable
     staged: list[tuple[_Read, Tensor]] = []
     for read, begin, memory in batch:
         if memory is None:  # another dtype or device, or rows of which the target takes only some columns
-            stored = torch.empty(read.shape, dtype=read.dtype)
+            stored = torch.empty(read.shape, dtype=read.dtype, device="cpu")
             staged.append((read, stored))
             memory = as_bytes(stored).numpy().data  # noqa: PLW2901 - that of the staged read
         pieces.append((begin, memory))

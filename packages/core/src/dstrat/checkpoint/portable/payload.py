@@ -64,8 +64,8 @@ def host_memory(num_bytes: int, *, pins: bool) -> Tensor:
     if pins:
         # A device may have no pinned memory, and the system limits how much there is.
         with contextlib.suppress(RuntimeError):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def host_memory_like(tensor: Tensor) -> Tensor:

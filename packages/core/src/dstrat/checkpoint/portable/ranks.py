@@ -159,22 +159,22 @@ class GroupRanks(Ranks):
         return [padded[:size] for padded, size in zip(messages, sizes, strict=True)]
 
     def _all_gather(self, message: bytes, size: int) -> list[bytes]:
-        gathered = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        gathered = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(gathered, _padded(message, size), group=self._group)
         return [tensor.numpy().tobytes() for tensor in gathered]
 
     def any_rank(self, *, value: bool) -> bool:
         with self._losses():
-            flag = torch.tensor([value], dtype=torch.uint8)
+            flag = torch.tensor([value], dtype=torch.uint8, device="cpu")
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def gather(self, message: bytes) -> list[bytes]:
         with self._losses():
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(message)]), group=self._group)
+            lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(message)], device="cpu"), group=self._group)
             sizes = list(map(int, lengths))
-            gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
+            gathered = [_padded(b"", max(sizes)) for _ in sizes] if self.rank == 0 else None
             dist.gather(_padded(message, max(sizes)), gathered, dst=0, group=self._group)
         if gathered is None:
             return []
@@ -182,9 +182,9 @@ class GroupRanks(Ranks):
 
     def broadcast(self, message: bytes) -> bytes:
         with self._losses():
-            size = torch.tensor([len(message)])
+            size = torch.tensor([len(message)], device="cpu")
             dist.broadcast(size, src=0, group=self._group)
-            received = _padded(message, int(size)) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            received = _padded(message if self.rank == 0 else b"", int(size))
             if int(size):
                 dist.broadcast(received, src=0, group=self._group)
         return received.numpy().tobytes()
@@ -255,5 +255,5 @@ def _padded(message: bytes, size: int) -> torch.Tensor:
     return (
         torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
         if size
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )

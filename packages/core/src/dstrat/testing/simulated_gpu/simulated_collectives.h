@@ -13,7 +13,7 @@ class OverGloo : public c10d::Backend {
 
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return 0; }
+  uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
   void abort() override { gloo_->abort(); }
   void shutdown() override { gloo_->shutdown(); }
 

@@ -164,7 +164,7 @@ def _device_of(map_location: MapLocation) -> Any:
         return map_location.get("cpu", "cpu")
     if isinstance(map_location, torch.device) or not callable(map_location):
         return map_location
-    storage = torch.empty(1).untyped_storage()  # torch.load calls such a function with each storage
+    storage = torch.empty(1, device="cpu").untyped_storage()  # torch.load calls such a function with each storage
     mapped = map_location(storage, "cpu")
     return (storage if mapped is None else mapped).device
 
