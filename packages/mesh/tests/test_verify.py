@@ -130,7 +130,6 @@ RIGHT = [
 ]
 
 
-@pytest.mark.on_cpu  # where processes are forked after a backward pass, which torch refuses beside a GPU
 @pytest.mark.parametrize(("factory", "strategy"), RIGHT)
 def test_a_right_module_is_the_same_on_each_axis(factory, strategy):
     layers = ["--layers", "2"] if factory == "mixtures" else []
@@ -144,7 +143,6 @@ def test_a_right_module_is_the_same_on_each_axis(factory, strategy):
 WRONG = [("half", "mesh(cp=2)", "net.3.out"), ("twice", "mesh(tp=2)", "net.3.out")]
 
 
-@pytest.mark.on_cpu  # where processes are forked after a backward pass, which torch refuses beside a GPU
 @pytest.mark.parametrize(("factory", "strategy", "layer"), WRONG)
 def test_the_first_wrong_layer_is_named(factory, strategy, layer):
     shown = verify(factory, strategy)
@@ -153,7 +151,6 @@ def test_the_first_wrong_layer_is_named(factory, strategy, layer):
     assert shown.stdout.splitlines()[-1] == last
 
 
-@pytest.mark.on_cpu  # where processes are forked after a backward pass, which torch refuses beside a GPU
 def test_a_module_that_needs_a_mesh_is_compared_with_one_rank_of_the_strategy():
     shown = verify("split", "mesh(tp=2)", "--devices", "4")
     assert shown.exit_code == 0, shown.output

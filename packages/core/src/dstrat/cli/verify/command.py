@@ -103,19 +103,19 @@ def _compare(training: VerifiedTraining, alias: str, devices: int, tolerance: fl
 
 def _record_one_device(training: VerifiedTraining, alias: str, folder: Path, *, shows_gradients: bool) -> None:
     """Train on one device, and write a record into a folder."""
-    from dstrat.cli.verify.training import record
+    from dstrat.cli.verify.training import record_in_child
     from dstrat.training.hooks import overrides
     from dstrat.training.module.train_module import TrainModule
 
     try:
-        record(training, "single_device", 1, folder, shows_gradients=shows_gradients)
+        record_in_child(training, "single_device", folder, shows_gradients=shows_gradients)
     except MisuseError:
         if not overrides(training.module, "configure_model", TrainModule):
             raise
         # It may split layers over a mesh, which no single device has; that of the strategy has one rank on each axis.
         named = parse_alias(alias)
         without_options = named.alias if named.owner is None else f"{named.alias}@{named.owner}"
-        record(training, _strategy(without_options), 1, folder, shows_gradients=shows_gradients)
+        record_in_child(training, _strategy(without_options), folder, shows_gradients=shows_gradients)
     except DstratError:
         raise
     except Exception as error:

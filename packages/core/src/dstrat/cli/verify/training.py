@@ -7,8 +7,10 @@ import functools
 import gc
 import itertools
 import logging
+import multiprocessing
 import runpy
 import sys
+import traceback
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +25,7 @@ from typing_extensions import override
 
 from dstrat.cli.estimate.command import load_factory
 from dstrat.cli.estimate.fake_step import read_training
-from dstrat.errors import MisuseError, RequestError
+from dstrat.errors import LaunchError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in
 from dstrat.parallel.meta_device import materialize_on_cpu, parameters_on_meta
 from dstrat.training.callbacks.callback import Callback
@@ -303,6 +305,42 @@ def record(
     )
     with without_dropout():  # its random numbers depend on the layout
         trainer.fit(module, SharedBatches(batches, trainer))
+
+
+def record_in_child(
+    training: VerifiedTraining, strategy: Strategy | str, folder: Path, *, shows_gradients: bool
+) -> None:
+    """Write a record of one device, as :func:`record` does, from a process that is forked.
+
+    This one computes no gradients: where torch sees a GPU, it refuses them in processes that are forked later.
+
+    Raises:
+        LaunchError: The process was killed.
+        Exception: That of the training.
+    """
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            record(training, strategy, 1, folder, shows_gradients=shows_gradients)
+            outcome: Any = None, training.reduced  # which may be known from then on only
+        except Exception as error:  # noqa: BLE001 - raised again
+            outcome = error, traceback.format_exc()
+        sending.send(outcome)
+
+    process = context.Process(target=run)
+    process.start()
+    sending.close()
+    try:
+        error, found = receiving.recv()
+    except EOFError:
+        process.join()
+        raise LaunchError(f"the training on one device ended with the exit code {process.exitcode}") from None
+    process.join()
+    if error is not None:
+        raise error from LaunchError(f"the training on one device failed:\n{found}")
+    training.reduced.update(found)
 
 
 def _reduce_when_configured(module: TrainModule, num_layers: int, reduced: dict[str, tuple[int, int]]) -> None:
