@@ -7,6 +7,8 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -171,6 +173,19 @@ def initialized_device_type() -> str | None:
         _is_unusable_after_fork(module) and module.is_available()
     )
     return current.type if is_used else None
+
+
+def reason_against_fork() -> str | None:
+    """Return why ranks that are forked from this process could not train; None if they can."""
+    device_type = initialized_device_type()
+    if device_type is not None:
+        return f"{device_type!r} has been initialized in this process, as copies of it cannot use it"
+    # The first backward pass, also one on the CPU, starts a thread for each device that torch sees.
+    for path in Path("/proc/self/task").glob("*/comm"):  # of Linux; elsewhere torch raises an error in the ranks
+        with suppress(OSError):  # the thread has ended
+            if path.read_text().startswith("pt_autograd"):
+                return "a backward pass in this process beside a GPU, as torch refuses them in copies of it"
+    return None
 
 
 def _is_unusable_after_fork(module: Any) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dstrat.errors import LaunchError, RankFailedError
-from dstrat.interfaces.accelerator import initialized_device_type
+from dstrat.interfaces.accelerator import reason_against_fork
 from dstrat.interfaces.launcher import Launcher
 from dstrat.launch import command, external, processes, rank
 from dstrat.launch.elastic import Regrouping
@@ -195,11 +195,11 @@ def _refuse_daemon(start_method: str) -> None:
 
 
 def _refuse_initialized_device() -> None:
-    device_type = initialized_device_type()
-    if device_type is not None:
+    reason = reason_against_fork()
+    if reason is not None:
         raise LaunchError(
-            f"start_method='fork' cannot be used after {device_type!r} has been initialized in this process, as copies "
-            "of it cannot use it: do nothing on a GPU before, or choose start_method='spawn' or 'popen'"
+            f"start_method='fork' cannot be used after {reason}: do nothing on a GPU before, compute no gradients "
+            "beside one, or choose start_method='spawn' or 'popen'"
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dstrat.errors import ClusterError, ConflictError, RequestError
-from dstrat.interfaces.accelerator import initialized_device_type
+from dstrat.interfaces.accelerator import reason_against_fork
 from dstrat.resolve.cluster import check_cluster
 from dstrat.resolve.plan import PlanRow
 
@@ -196,7 +196,7 @@ def _local(
     if method == "popen" and constraints.test_runner is not None:
         # Running it again would run all tests again in each rank, and end this process after the first of them.
         # Forked processes cannot use a GPU where this one has done so.
-        method = "fork" if initialized_device_type() is None else "spawn"
+        method = "fork" if reason_against_fork() is None else "spawn"
         reason += f"; {constraints.test_runner} runs this, and is no script to run again by 'popen'"
     if max_restarts:
         reason += f"; up to {max_restarts} restart{'s' if max_restarts > 1 else ''}"
