@@ -324,23 +324,23 @@ def record_in_child(
     def run() -> None:
         try:
             record(training, strategy, 1, folder, shows_gradients=shows_gradients)
-            outcome: Any = None, training.reduced  # which may be known from then on only
+            outcome: Any = None, "", training.reduced  # which may be known from then on only
         except Exception as error:  # noqa: BLE001 - raised again
-            outcome = error, traceback.format_exc()
+            outcome = error, traceback.format_exc(), {}
         sending.send(outcome)
 
     process = context.Process(target=run)
     process.start()
     sending.close()
     try:
-        error, found = receiving.recv()
+        error, stack, reduced = receiving.recv()
     except EOFError:
         process.join()
         raise LaunchError(f"the training on one device ended with the exit code {process.exitcode}") from None
     process.join()
     if error is not None:
-        raise error from LaunchError(f"the training on one device failed:\n{found}")
-    training.reduced.update(found)
+        raise error from LaunchError(f"the training on one device failed:\n{stack}")
+    training.reduced.update(reduced)
 
 
 def _reduce_when_configured(module: TrainModule, num_layers: int, reduced: dict[str, tuple[int, int]]) -> None:
