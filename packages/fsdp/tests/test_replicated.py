@@ -235,7 +235,7 @@ def units_and_gradients(cluster, module, **options):
     strategy, net = FSDPStrategy(**options), module()
     start(strategy, net, parts(cluster))
     memory = [local_tensor(parameter).data_ptr() for parameter in net.parameters()]
-    (loss,) = [strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)]
+    loss = strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)
     in_step = [parameter.data_ptr() for parameter in net.parameters()]
     loss.backward()
     strategy.local_weights()  # which leaves the step

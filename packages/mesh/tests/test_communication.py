@@ -223,6 +223,15 @@ def test_stages_hold_whole_gradients_of_several_microbatches():
     assert four.accumulated - one.accumulated == training.trainable_parameters // 2
 
 
+def test_layouts_without_shards_gather_and_buffer_nothing():
+    training = sizes(SAMPLES)
+    for layout in ({"pp": 4, "microbatches": 1}, {"tp": 4}):
+        memory = MeshStrategy(**layout).memory_layout(training)
+        assert memory.step_buffers == memory.reduction_buffer == memory.accumulated == 0
+    one, eight = (MeshStrategy(pp=4, microbatches=count).communication_layout(training) for count in (1, 8))
+    assert one.hooks == eight.hooks
+
+
 def test_split_layers_send_parts_of_sequences():
     training = sizes(SAMPLES)
     split, both = (MeshStrategy(**one).communication_layout(training) for one in ({"tp": 2}, {"tp": 2, "cp": 2}))
@@ -256,7 +265,7 @@ def test_a_rank_moves_its_part_of_activations_of_which_split_layers_have_some_wh
 
 
 def test_python_takes_time_for_each_microbatch_and_for_split_matrices():
-    axes = ({"pp": 4}, {"pp": 4, "microbatches": 8}, {}, {"tp": 2})
+    axes = ({"pp": 2}, {"pp": 2, "microbatches": 8}, {}, {"tp": 2})
     few, many, whole, split = (MeshStrategy(**one).communication_layout(sizes(SAMPLES)).hooks for one in axes)
     assert few < many
     assert whole < split

@@ -377,10 +377,10 @@ def explain_shards() -> Iterator[None]:
             raise MisuseError(f"{_GRADIENTS_IN_STEP}. Torch says: {error}") from error
         if "appears to not have been used in the graph" in str(error):
             raise MisuseError(
-                "a step computes gradients of tensors that its forward pass did not use, such as of "
-                "self.named_parameters() (MAML): those of a block are shards in a step, and others are computed with. "
-                "Compute them in the forward of a layer that contains the block, and shard that layer as one block, "
-                f"for a class Net with auto_wrap_policy={{Net}}. Torch says: {error}"
+                "a step computes gradients of tensors that its forward pass did not use. If they are parameters of the "
+                "module (MAML), blocks have computed with gathered copies of them: compute the gradients in the "
+                "forward of a layer that contains the block, and shard that layer as one block, for a class Net with "
+                f"auto_wrap_policy={{Net}}. Torch says: {error}"
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise

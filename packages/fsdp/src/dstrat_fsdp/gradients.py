@@ -44,7 +44,7 @@ def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
             continue
         name = names[id(param.sharded_param)]
         if isinstance(gradient, DTensor):  # of a tensor-parallel layer: its ranks have shards or summands
-            placements[name] = described_placements(gradient)
+            placements[name] = serialize_placements(gradient)
         full[name] = local_tensor(gradient)
     shards = {n: local_tensor(p.grad) for n, p in module.named_parameters() if p.grad is not None} if has_shards else {}
     gradients = {"whole": full, "placements": placements, "shards": shards}  # keys of checkpoints
@@ -72,7 +72,7 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
         like = internals.unsharded_parameter(param)
         restored = gradient.to(like.device, internals.accumulation_dtype(param))
         if name in saved["placements"]:
-            restored = with_placements(restored, saved["placements"][name], like)
+            restored = deserialize_gradient(restored, saved["placements"][name], like)
         internals.set_accumulated_gradient(param, restored)
     for name, gradient in saved.get("shards", {}).items():
         parameter: Any = parameters[name]
@@ -91,31 +91,31 @@ def drop_accumulated(units: Sequence[FSDPModule], parameters: Container[int]) ->
             internals.clear_accumulated_gradient(param)
 
 
-def described_placements(gradient: DTensor) -> list[int | str | None]:
+def serialize_placements(gradient: DTensor) -> list[int | str | None]:
     """Return the placements of a gradient as checkpoints have them."""
-    return [_describe(placement) for placement in gradient.placements]
+    return [_serialize(placement) for placement in gradient.placements]
 
 
-def with_placements(local: Tensor, described: Sequence[int | str | None], like: Any) -> Tensor:
+def deserialize_gradient(local: Tensor, described: Sequence[int | str | None], like: Any) -> Tensor:
     """Return the gradient of a ``DTensor`` with described placements, of this rank's shard or summand."""
     return DTensor.from_local(
         local,
         like.device_mesh,
-        [_placement(one) for one in described],
+        [_deserialize(one) for one in described],
         run_check=False,
         shape=like.shape,
         stride=like.stride(),
     )
 
 
-def _describe(placement: Placement) -> int | str | None:
+def _serialize(placement: Placement) -> int | str | None:
     """Return a placement as checkpoints have it: the sharded dimension, None for replicas, or the reduction."""
     if isinstance(placement, Shard):
         return placement.dim
     return placement.reduce_op if isinstance(placement, Partial) else None
 
 
-def _placement(described: int | str | None) -> Placement:
+def _deserialize(described: int | str | None) -> Placement:
     if described is None:
         return Replicate()
     return Partial(described) if isinstance(described, str) else Shard(described)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from dstrat.interfaces.memory import MemoryLayout
+from dstrat_fsdp.options import changes_dtypes
 from dstrat_fsdp.wrap_policy import blocks_of
 
 if TYPE_CHECKING:
@@ -166,9 +167,8 @@ class ShardedTraining:
     @property
     def replicates_all(self) -> bool:
         """Whether nothing is gathered, as :attr:`~dstrat_fsdp.sharded_module.Sharding.replicates_all` decides it."""
-        changes_dtypes = self.policy.param_dtype is not None or self.policy.reduce_dtype is not None
-        divides_nothing = self.divisions.usual.shards == self.num_replicas == 1 and self.divisions.of_experts is None
-        return divides_nothing and not changes_dtypes and not self.offloads
+        divides_nothing = self.divisions.usual.shards == self.num_replicas == 1 and not self.divisions.experts
+        return divides_nothing and not changes_dtypes(self.policy) and not self.offloads
 
     def gathers(self, unit: Unit) -> int:
         """Return how often a unit is gathered for a batch; parameters outside of blocks stay for a full step."""
@@ -194,8 +194,10 @@ def sharded_layout(sharded: ShardedTraining, *, num_stages: int = 1) -> MemoryLa
         summed += count * _bytes_in(unit, division, "summed", policy)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
     accumulates = training.accumulate_grad_batches > 1
-    if sharded.replicates_all:
-        step_buffers, reduction_buffer, summed = _largest_gradient(units) if accumulates else 0, 0, 0
+    # With several backward passes, as of stages, more was measured than parameters and gradients: what units would take
+    # is above it.
+    if sharded.replicates_all and not accumulates:
+        step_buffers = reduction_buffer = 0
     else:
         step_buffers, reduction_buffer = _buffers(
             units, policy, frees_blocks=sharded.frees_blocks, num_stages=num_stages, accumulates=accumulates
@@ -279,12 +281,6 @@ def _buffers(
             working.append((gradients + (2 if frees_blocks else 0) * gathered, summed))
     largest, summed = max(working, key=sum, default=(summed_of_root, 0))
     return resident + of_blocks // num_stages + largest, summed
-
-
-def _largest_gradient(units: Sequence[tuple[Unit, Division, int]]) -> int:
-    """Return the bytes of the largest gradient, which is added to the one of earlier batches when it is computed."""
-    sizes = (division.gathered(one) * one.element_size() for unit, division, _ in units for one in unit.trainable)
-    return max(sizes, default=0)
 
 
 def _unit_gradients(unit: Unit, division: Division, policy: MixedPrecisionPolicy, *, accumulates: bool) -> int:

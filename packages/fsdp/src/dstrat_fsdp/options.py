@@ -83,6 +83,11 @@ def offloads_to_host(value: Any, device_type: str) -> bool:
     return device_type != "cpu" and isinstance(offload_policy(value, torch.device(device_type)), CPUOffloadPolicy)
 
 
+def changes_dtypes(policy: MixedPrecisionPolicy) -> bool:
+    """Return whether parameters are gathered, or gradients summed, in another dtype than that of the parameters."""
+    return policy.param_dtype is not None or policy.reduce_dtype is not None
+
+
 def precision_policy(policy: Any, precision: Precision) -> MixedPrecisionPolicy:
     """Return torch's policy of dtypes: the user's, or that of the precision.
 

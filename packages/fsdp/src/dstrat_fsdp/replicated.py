@@ -12,10 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.matrix_exchange import with_placements_of
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
-from dstrat_fsdp.gradients import described_placements, with_placements
+from dstrat_fsdp.gradients import deserialize_gradient, serialize_placements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -82,7 +83,9 @@ class ReplicatedParameters:
     def make_plain(self) -> None:
         """Let layers compute with plain tensors until :meth:`make_sharded`; they require gradients if DTensors do."""
         for replica in self._replicas:
-            replica.make_plain()
+            if not self._is_plain:
+                replica.make_plain()
+            replica.match_requires_grad()
         self._is_plain = True
 
     def make_sharded(self) -> None:
@@ -92,11 +95,11 @@ class ReplicatedParameters:
                 replica.make_sharded()
             self._is_plain = False
 
-    def _before_forward(self, within: Iterable[_Replica], layer: Module, args: Any) -> None:  # noqa: ARG002 - torch's
+    def _before_forward(self, within: Iterable[_Replica], layer: Module, args: Any) -> None:  # noqa: ARG002 - as torch calls it
         if not self._is_plain:
             self.make_plain()
         for replica in within:
-            replica.make_plain()
+            replica.match_requires_grad()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether gradients are those of the DTensors after a backward pass, or accumulate beside them."""
@@ -156,7 +159,7 @@ class ReplicatedParameters:
             names: The names of the module's parameters by their ids.
         """
         gradients = {names[id(one.sharded)]: one.gradient for one in self._replicas if one.gradient is not None}
-        placements = {name: described_placements(one) for name, one in gradients.items() if isinstance(one, DTensor)}
+        placements = {name: serialize_placements(one) for name, one in gradients.items() if isinstance(one, DTensor)}
         return {name: local_tensor(gradient) for name, gradient in gradients.items()}, placements
 
     def restore_gradients(
@@ -211,7 +214,6 @@ class _Replica:
         self._plain: Any = None  # made when a parameter of the meta device has its memory
         self._before: Any = None  # the value with which a step began, of an offloaded one
         self._uses: list[tuple[dict[str, Any], str]] = []
-        self._is_plain = False
 
     def add_use(self, layer: Module, name: str) -> None:
         store = internals.parameter_store(layer)
@@ -220,24 +222,22 @@ class _Replica:
 
     @torch.no_grad()
     def make_plain(self) -> None:
-        if not self._is_plain:
-            shard = internals.shard_of(self.sharded)
-            if self._plain is None:
-                self._plain = nn.Parameter(self.sharded.detach() if self._is_split else shard.to(self._device))
-                if self.after_backward is not None:
-                    self._plain.register_post_accumulate_grad_hook(lambda _: self.after_backward(self))
-            elif self._is_offloaded or internals.shard_of(self._plain).data_ptr() != shard.data_ptr():
-                self._plain.data = self.sharded.detach() if self._is_split else shard.to(self._device)
-            self._before = shard.clone() if self._is_offloaded else None
-            self._replace(self.sharded, self._plain)
-            self._is_plain = True
+        shard = internals.shard_of(self.sharded)
+        if self._plain is None:
+            self._plain = nn.Parameter(self.sharded.detach() if self._is_split else shard.to(self._device))
+            if self.after_backward is not None:
+                self._plain.register_post_accumulate_grad_hook(lambda _: self.after_backward(self))
+        elif self._is_offloaded or internals.shard_of(self._plain).data_ptr() != shard.data_ptr():
+            self._plain.data = self.sharded.detach() if self._is_split else shard.to(self._device)
+        self._before = shard.clone() if self._is_offloaded else None
+        self._replace(self.sharded, self._plain)
+
+    def match_requires_grad(self) -> None:
         if self._plain.requires_grad != self.sharded.requires_grad:
             self._plain.requires_grad_(self.sharded.requires_grad)
 
     @torch.no_grad()
     def make_sharded(self) -> None:
-        if not self._is_plain:
-            return
         shard = internals.shard_of(self.sharded)
         now = internals.shard_of(self._plain)
         if self._is_offloaded:
@@ -247,7 +247,6 @@ class _Replica:
         elif now.data_ptr() != shard.data_ptr():  # a step has replaced its data
             shard.copy_(now)
         self._replace(self._plain, self.sharded)
-        self._is_plain = False
 
     def free(self) -> None:
         """Drop the tensor for steps, whose memory another one may have when the module is moved."""
@@ -269,7 +268,7 @@ class _Replica:
 
     def restore_gradient(self, local: Tensor, placements: Sequence[Any] | None) -> None:
         local = local.to(self._device, self.sharded.dtype)
-        self.gradient = local if placements is None else with_placements(local, placements, self.sharded)
+        self.gradient = local if placements is None else deserialize_gradient(local, placements, self.sharded)
 
     @property
     def zero(self) -> Tensor:
@@ -278,12 +277,11 @@ class _Replica:
     @torch.no_grad()
     def take_gradient(self) -> None:
         """Let the DTensor have the gradient, if there is one; collective over ranks that have summands of it."""
-        gradient: Any = self.gradient
-        if gradient is None:
-            return
-        if self._is_split and gradient.placements != self.sharded.placements:
-            gradient = gradient.redistribute(placements=self.sharded.placements)
-        self.add_reduced(internals.shard_of(gradient))
+        gradient = self.gradient
+        if gradient is not None:
+            if self._is_split:
+                gradient = with_placements_of(gradient, self.sharded)
+            self.add_reduced(internals.shard_of(gradient))
 
     def add_reduced(self, gradient: Tensor) -> None:
         local = gradient.to(self.sharded.device, self.sharded.dtype)

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
@@ -25,9 +25,10 @@ from dstrat_fsdp.checks import (
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients
-from dstrat_fsdp.lost_writes import AssignmentGuard, ChangesInForward, ParameterGuard, PassedParameters, SliceGuard
+from dstrat_fsdp.options import changes_dtypes
 from dstrat_fsdp.parameters import accept_full_tensors
 from dstrat_fsdp.replicated import ReplicatedParameters
+from dstrat_fsdp.shard_access import AssignmentGuard, ChangesInForward, ParameterGuard, PassedParameters, SliceGuard
 from dstrat_fsdp.wrap_policy import keeps_statistics, layers_with_statistics
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -77,10 +78,12 @@ class Sharding:
     @property
     def replicates_all(self) -> bool:
         """Whether a rank has all of each parameter, on its device and in its dtype, so that nothing is gathered."""
-        policy = self.precision_policy
-        changes_dtypes = policy.param_dtype is not None or policy.reduce_dtype is not None
         divides_nothing = self.mesh.size() == 1 and not self.meshes
-        return divides_nothing and not changes_dtypes and type(self.offload_policy) is OffloadPolicy
+        return (
+            divides_nothing
+            and not changes_dtypes(self.precision_policy)
+            and not isinstance(self.offload_policy, CPUOffloadPolicy)
+        )
 
     def apply_to(self, layer: Module, *, is_root: bool = False) -> FSDPModule:
         """Shard the parameters of a layer that are not sharded yet, as one unit that is gathered together.

@@ -32,7 +32,6 @@ from dstrat_fsdp.checks import (
     explain_shards,
 )
 from dstrat_fsdp.gradients import clip_by_norm, clip_by_value
-from dstrat_fsdp.lost_writes import read_full_values
 from dstrat_fsdp.options import input_dtype, offload_policy, precision_policy
 from dstrat_fsdp.parameters import (
     check_reusable,
@@ -45,6 +44,7 @@ from dstrat_fsdp.parameters import (
     restore_attributes,
     unpark_shards,
 )
+from dstrat_fsdp.shard_access import read_full_values
 from dstrat_fsdp.sharded_module import ShardedModule, Sharding
 from dstrat_fsdp.wrap_policy import outermost_layers
 

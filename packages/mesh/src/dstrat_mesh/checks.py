@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -354,8 +355,8 @@ def explaining_foreign_weights(module: str, model: str) -> Iterator[None]:
     """
     try:
         yield
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):  # the device of these weights, which torch names in several ways
+    except RuntimeError as error:
+        if re.search(r"\bmeta\b", str(error)) is None:  # the device of these weights, which torch names in several ways
             raise
         raise foreign_weights_error(module, model) from error
 

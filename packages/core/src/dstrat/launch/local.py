@@ -127,7 +127,7 @@ class LocalLauncher(Launcher):
         if method in ("fork", "forkserver"):
             _refuse_daemon(method)
         if method == "fork":
-            _refuse_initialized_device()
+            _refuse_fork()
             # Nothing is written: the fork inherits the function.
             return partial(processes.start_forked, call=call, interrupts=interrupts, watchdog=watchdog)
         try:
@@ -194,7 +194,7 @@ def _refuse_daemon(start_method: str) -> None:
         )
 
 
-def _refuse_initialized_device() -> None:
+def _refuse_fork() -> None:
     reason = reason_against_fork()
     if reason is not None:
         raise LaunchError(

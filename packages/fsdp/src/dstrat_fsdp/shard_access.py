@@ -1,4 +1,4 @@
-"""Changes and reads of parameters that torch would not do with the shards of all ranks: refused, or done."""
+"""Writes and reads of shards that torch gets wrong: errors, or values of all ranks."""
 
 from __future__ import annotations
 
