@@ -243,7 +243,7 @@ def break_at_random(job, num_faults, seed):
         ("FSDPStrategy", (1, 1), 4, 3),
         *(
             pytest.param(
-                strategy, (1, 1, 1), 50, 12, marks=[pytest.mark.variant, pytest.mark.slow, pytest.mark.timeout(1800)]
+                strategy, (1, 1, 1), 50, 40, marks=[pytest.mark.variant, pytest.mark.slow, pytest.mark.timeout(1800)]
             )
             for strategy in ("DDPStrategy", "FSDPStrategy")
         ),
