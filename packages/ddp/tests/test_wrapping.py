@@ -305,3 +305,39 @@ def scaled_embedding(cluster):
 def test_an_embedding_that_each_rank_scales_for_its_batches_is_an_error():
     for message in in_ranks(scaled_embedding):
         assert message.startswith("'words' is an Embedding with max_norm=1.0, which scales its weight in each forward")
+
+
+class FirstValues(Net):
+    """A layer takes first values from its first batch; ``own`` is a parameter that each rank has for itself."""
+
+    _ddp_params_and_buffers_to_ignore = ("own",)
+
+    def __init__(self, *, from_batch=True):
+        super().__init__()
+        self.shift, self.own = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(1))
+        self.from_batch = from_batch
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        with torch.no_grad():
+            if batch_idx == 0 and self.from_batch:
+                self.shift.copy_(inputs.mean(0))
+            self.own.add_(inputs.abs().sum())
+        return nn.functional.mse_loss(self.layers(inputs - self.shift) + 0 * self.own, targets)
+
+
+def first_values(cluster):
+    start(strategy := DDPStrategy(), FirstValues(), parts(cluster))
+    with pytest.raises(MisuseError) as raised:
+        train(strategy)
+    strategy.barrier()
+    strategy.teardown()
+    start(strategy := DDPStrategy(), FirstValues(from_batch=False), parts(cluster))
+    train(strategy)
+    strategy.teardown()
+    return str(raised.value)
+
+
+def test_first_values_from_the_batch_of_a_rank_are_an_error_but_those_of_parameters_that_are_left_out():
+    for message in in_ranks(first_values):
+        assert message.startswith("ranks have other values of the parameter 'shift' in optimizer step 2 (norms from ")

@@ -61,6 +61,20 @@ class Embedding(Model):
         self.words = nn.Embedding(4, 3, max_norm=1.0)
 
 
+class Penalized(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + sum(parameter.norm() for parameter in self.parameters())
+
+
+class Calling(Model):
+    """Calls a layer with tensors that it has computed from the parameters."""
+
+    def training_step(self, batch, batch_idx):
+        halves = {name: parameter / 2 for name, parameter in self.net.last.named_parameters()}
+        inputs = torch.zeros(1, self.net.last.in_features)
+        return super().training_step(batch, batch_idx) + torch.func.functional_call(self.net.last, halves, inputs).sum()
+
+
 class Scaled(Model):
     """Has a parameter without a dimension, as CLIP has."""
 
@@ -84,6 +98,8 @@ REFUSED = {
     "adding a group": (AddingGroup, STAGES[1:], "configure_optimizers return all groups"),
     "replacing a layer": (Replacing, STAGES[3:], "net.last.weight, net.last.bias came to the module after"),
     "detaching the loss": (Detaching, STAGES, "does not depend on the parameters"),
+    "a penalty on weights": (Penalized, STAGES[3:], "the loss has a term of parameters themselves"),
+    "calling with other tensors": (Calling, STAGES[3:], "with other tensors as its parameters"),
     "an embedding that scales its weight": (Embedding, STAGES, "words is an Embedding with max_norm=1.0"),
 }
 

@@ -112,6 +112,36 @@ def lost(cluster):
     return found
 
 
+class FirstValues(Model):
+    """A layer takes first values from its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        inputs, _ = batch
+        if batch_idx == 0:
+            with torch.no_grad():
+                self.shift.fill_(inputs.mean())
+        return super().training_step(batch, batch_idx) * self.shift
+
+
+def of_each_rank(cluster):
+    found = {}
+    for stage in STAGES[:3]:
+        with pytest.raises(MisuseError) as raised:
+            fit(FirstValues(), DeepSpeedStrategy(stage=stage), cluster)
+        found[stage] = str(raised.value)
+    return found
+
+
+def test_first_values_from_the_batch_of_a_rank_are_an_error_before_the_first_step(ranks):
+    for found in ranks(of_each_rank):
+        for message in found.values():
+            assert message.startswith("ranks have other values of the parameter 'shift' in optimizer step 1 (norms")
+
+
 def test_the_training_goes_on_with_changed_weights(ranks):
     expected = {name: fit(Changing(*hooks), "single_device") for name, hooks in HOOKS.items()}
     expected["teacher"] = fit(Teacher(), "single_device")

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import GradientSyncStrategy, Trainer, TrainModule
+from dstrat.errors import MisuseError
 
 STEPS = 6
 
@@ -122,10 +123,43 @@ def test_gradients_are_sent_once_in_a_step(module):
     fit(module(), 1, strategy=Counting(), devices=2, **options)
 
 
-def test_without_synchronization_the_weights_differ():
-    alone = fit(Net(), 2, strategy="single_device")
-    weights = fit(Net(), 1, strategy=Forgetful(), devices=2)
-    assert not torch.allclose(alone["first.weight"], weights["first.weight"], rtol=1e-3)
+class Shifted(Net):
+    """Its first batch becomes what later ones are shifted by, as in ActNorm layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.has_begun = False
+
+    def training_step(self, batch, batch_idx):
+        if not self.has_begun:
+            self.has_begun = True
+            with torch.no_grad():
+                self.shift.copy_(self.first_values(batch[0]))
+        return super().training_step([batch[0] - self.shift], batch_idx)
+
+    def first_values(self, x):
+        return x.mean(0)
+
+
+class ShiftedByAll(Shifted):
+    def first_values(self, x):
+        return self.all_gather(x).mean((0, 1))
+
+
+def test_replicas_without_synchronization_are_an_error():
+    with pytest.raises(MisuseError, match="ranks have other values of the parameter 'sometimes' in optimizer step 2"):
+        fit(Net(), 1, strategy=Forgetful(), devices=2)
+
+
+def test_first_values_that_a_rank_takes_from_its_batch_are_an_error_that_names_the_parameter():
+    with pytest.raises(MisuseError, match="'shift' in optimizer step 2 .* Averaging synchronizes gradients"):
+        fit(Shifted(), 1, strategy=Averaging(), devices=2)
+
+
+def test_first_values_from_the_batches_of_all_ranks_are_those_of_one_device():
+    alone = fit(Shifted(), 2, strategy="single_device")
+    assert_same_weights(alone, fit(ShiftedByAll(), 1, strategy=Averaging(), devices=2))
 
 
 class DrawsOfItsOwn(Net):

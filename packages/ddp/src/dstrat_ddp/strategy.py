@@ -341,6 +341,11 @@ class DDPStrategy(ParallelStrategy):
             self._averaging.after_step(optimizer)
         return output
 
+    @override
+    def replicated_parameters(self) -> dict[str, Tensor]:
+        ignored = reducer.ignored_names(self.module)
+        return {name: one for name, one in super().replicated_parameters().items() if name not in ignored}
+
     def finish_training(self) -> None:
         super().finish_training()
         if self._averaging is not None:

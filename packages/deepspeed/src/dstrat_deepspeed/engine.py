@@ -18,7 +18,7 @@ from dstrat_deepspeed import internals
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.nvme import free_state_buffers, parameters_in_files, release_unused
 from dstrat_deepspeed.unused_parameters import UnusedGradients, unused_gradients
-from dstrat_deepspeed.zero3 import CollectiveCheck, collective_check, naming_new_parameters
+from dstrat_deepspeed.zero3 import CollectiveCheck, collective_check, explaining_missing_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,13 +123,13 @@ class Engine:
             self._has_begun = True
             self._has_gradients |= self._has_parameters_gradients  # a checkpoint may have brought some
         run = self._steps if self._is_manual else self.engine
-        with naming_new_parameters(self._steps):
+        with explaining_missing_values(self._steps):
             return run(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step."""
         release_unused(self._in_files)
-        with naming_new_parameters(self._steps):
+        with explaining_missing_values(self._steps):
             return self._steps(step, *args, **kwargs)
 
     def backward(self, loss: Tensor, compute: Callable[[Tensor], None] | None = None) -> None:
@@ -142,7 +142,7 @@ class Engine:
         if compute is not None:
             # engine.backward scales the loss, and works before and after the call: there is no hook at the call itself.
             replaced = internals.ReplacedMethod(Tensor.backward, lambda scaled, **_: compute(scaled))
-        with self.without_empty_groups(), replaced:
+        with explaining_missing_values(self._steps), self.without_empty_groups(), replaced:
             # A view: of the tensor that a step returned, stage 0 divides the gradient by gradient_accumulation_steps,
             # and the last group of an epoch may have fewer batches.
             self.engine.backward(loss.view_as(loss), scale_wrt_gas=False)
@@ -208,7 +208,7 @@ class Engine:
         release_unused(self._in_files)
         self._unused.before_step()
         self._reduce_pending()
-        with naming_new_parameters(self._steps), self.without_empty_groups():
+        with explaining_missing_values(self._steps), self.without_empty_groups():
             engine.step()
         self._has_gradients = False
         if self._is_sharded:

@@ -393,9 +393,14 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         **kwargs: Any,
     ) -> Any:
         output = closure()
+        self.check_replicas()  # after the step ranks have those of the rank that steps them
         self._accept_changes()
         self._active_engine.step()
         return output
+
+    @override
+    def replicated_parameters(self) -> dict[str, Tensor]:
+        return {} if self.stage == 3 else dict(self.module.named_parameters())
 
     # Gradients
 

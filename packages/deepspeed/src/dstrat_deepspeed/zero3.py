@@ -242,17 +242,30 @@ def store_by_rows(module: Module) -> None:
 
 
 @contextmanager
-def naming_new_parameters(module: Module) -> Iterator[None]:
-    """Name the parameters without DeepSpeed's attributes in the error about a missing one."""
+def explaining_missing_values(module: Module) -> Iterator[None]:
+    """Explain errors of torch and DeepSpeed about parameters without shards, or without values."""
     try:
         yield
     except AttributeError as error:  # DeepSpeed reads ds_... attributes without a check
+        if "'Tensor' object has no attribute 'ds_" in str(error):
+            raise MisuseError(
+                "a layer was called with other tensors as its parameters (torch.func.functional_call), where stage 3 "
+                "of ZeRO gathers its own: choose stage 2"
+            ) from error
         if "'Parameter' object has no attribute 'ds_" not in str(error):
             raise
         names = [name for name, parameter in module.named_parameters() if not hasattr(parameter, "ds_id")]
         raise MisuseError(
             f"{', '.join(names) or 'a parameter'} came to the module after the training had begun, and stage 3 of ZeRO "
             "has not sharded it: make layers before fit, or in configure_model"
+        ) from error
+    except RuntimeError as error:
+        if "got [0] but expected shape" not in str(error):
+            raise
+        raise MisuseError(
+            "the loss has a term of parameters themselves, such as parameter.norm(), outside of the forward of their "
+            "layer, where stage 3 of ZeRO has no values: compute it in the forward of the layer, let the optimizer "
+            "have weight_decay, or choose stage 2"
         ) from error
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_STEPS_BETWEEN_CHECKS = 128
-
 
 def refuse_copy(_memo: Any) -> Any:
     """Raise an error for a ``deepcopy`` of a module that is sharded."""
@@ -123,11 +121,6 @@ def check_split_shapes(module: Module) -> None:
                 f"parameter {name!r} is a scalar in a layer that is split over ranks, which cannot be sharded too: "
                 "give it the shape (1,)"
             )
-
-
-def is_compared(number: int) -> bool:
-    """Return whether ranks compare what they share in a step: in steps 1, 2, 4, 8 ... and in each 128th."""
-    return not number % _STEPS_BETWEEN_CHECKS or not number & (number - 1)
 
 
 def check_same_use(module: Module, blocks: Sequence[str], mesh: DeviceMesh, number: int) -> None:

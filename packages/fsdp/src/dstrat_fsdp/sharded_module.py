@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.parallel.replicas import is_compared
 from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import (
@@ -21,7 +22,6 @@ from dstrat_fsdp.checks import (
     check_same_use,
     check_split_shapes,
     explain_shards,
-    is_compared,
     refuse_copy,
 )
 from dstrat_fsdp.gradients import drop_accumulated, pending_gradients, restore_gradients

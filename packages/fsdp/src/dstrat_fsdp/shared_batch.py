@@ -16,9 +16,9 @@ from dstrat.data.random_state import RankRandomState
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.collectives import broadcast_tensors, name_of_operation, uses_host_memory
+from dstrat.parallel.replicas import is_compared
 from dstrat.training.hooks import overrides
 from dstrat.training.module.hooks import ModuleHooks
-from dstrat_fsdp.checks import is_compared
 from dstrat_fsdp.sharded_strategy import ShardedStrategy
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from dstrat.parallel.process_group import (
     close_process_group,
     open_process_group,
 )
+from dstrat.parallel.replicas import check_same_parameters, is_compared
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class ParallelStrategy(Strategy):
     timeout: timedelta = DEFAULT_TIMEOUT
     job: Job | None = None
     is_elastic = False
+    _num_steps = 0  # of optimizers, in this process
 
     def __init__(
         self,
@@ -180,6 +183,7 @@ class ParallelStrategy(Strategy):
 
     def setup_environment(self) -> None:
         self._root_device = None  # a forked rank has inherited the cached value of its parent
+        self._num_steps = 0  # with new ranks, all count anew
         super().setup_environment()
         store = self.open_communication()
         self.job = current_job()  # a subclass may return a store of its own
@@ -256,9 +260,29 @@ class ParallelStrategy(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Module | None = None, **kwargs: Any
     ) -> Any:
+        self.check_replicas()
         if isinstance(optimizer, LBFGS):  # its line search depends on the loss, which must be the same on all ranks
             return super().optimizer_step(optimizer, lambda: self.reduce(closure()), model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def check_replicas(self) -> None:
+        """Compare the norms of parameters of which all ranks have replicas; collective, called once in each step.
+
+        They are compared in steps 1, 2, 4, 8 ... of optimizers and in each 128th, as that waits for the device.
+
+        Raises:
+            MisuseError: They differ; on all ranks.
+        """
+        self._num_steps += 1
+        if self.world_size > 1 and is_compared(self._num_steps):
+            largest = partial(self.reduce, reduce_op="max")
+            check_same_parameters(self.replicated_parameters(), largest, self._num_steps, type(self).__name__)
+
+    def replicated_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of which all ranks must have the same values between steps, by name."""
+        if self.trains_apart or not self.replicates_state:
+            return {}
+        return dict(self.module.named_parameters())
 
     # State of an optimizer in shards
 
