@@ -424,3 +424,24 @@ def waits_after_an_error(cluster):
 
 def test_after_an_error_communication_is_closed_before_the_device_is_awaited():
     assert in_ranks(waits_after_an_error) == [[[], []]] * 2
+
+
+# Numbers of the host, which a backend of the device cannot send
+
+
+def numbers_of_ranks(cluster):
+    built = build(strategy="ddp", accelerator="simulated_gpu", devices=cluster.world_size, plugins=[cluster])
+    return OwnLoop(built).launch(_numbers_of_ranks)
+
+
+def _numbers_of_ranks(loop):
+    strategy, count = loop.strategy, torch.tensor([1.0 + loop.strategy.global_rank], requires_grad=True)
+    gathered = strategy.all_gather(count, sync_grads=True)
+    (gathered * torch.tensor([[2.0], [3.0]])).sum().backward()
+    reduced = strategy.reduce(count.detach(), reduce_op="sum")
+    return [tensor.device.type for tensor in (reduced, gathered)], reduced.item(), gathered.tolist(), count.grad.item()
+
+
+def test_numbers_of_the_host_are_reduced_and_gathered():
+    both = ["cpu", "cpu"], 3.0, [[1.0], [2.0]]
+    assert in_ranks(numbers_of_ranks) == [(*both, 4.0), (*both, 6.0)]

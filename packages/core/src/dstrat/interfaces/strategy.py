@@ -916,7 +916,7 @@ class Strategy(ABC):
 
         Args:
             tensor: A tensor of the same shape and dtype on every process, on :attr:`root_device`; other objects are
-                returned unchanged.
+                returned unchanged.  A strategy over torch.distributed takes tensors of the host too.
             group: The processes to reduce over; None for all.
             reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"max"``, ``"min"``, or torch's; None for the mean.  A
                 strategy over torch.distributed supports all of its operations.

@@ -340,7 +340,9 @@ class ParallelStrategy(Strategy):
     def reduce(
         self, tensor: Any, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp | None = "mean"
     ) -> Any:
-        return reduce_tensor(tensor, group=group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_tensor(self._on_device(tensor), group=group, reduce_op=reduce_op).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         return broadcast_object(obj, src=src)
@@ -368,7 +370,12 @@ class ParallelStrategy(Strategy):
         return count_collectives()
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
-        return gather_tensors(tensor, group=group, sync_grads=sync_grads)
+        return gather_tensors(self._on_device(tensor), group=group, sync_grads=sync_grads).to(tensor.device)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host, such as a count, where the backend sends it from."""
+        can_be_sent = tensor.device.type == self.root_device.type or uses_host_memory()
+        return tensor if can_be_sent else tensor.to(self.root_device)
 
 
 # Synchronized batch norm during a training
