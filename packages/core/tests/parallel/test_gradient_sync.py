@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import GradientSyncStrategy, Trainer, TrainModule
-from dstrat.errors import MisuseError
+from dstrat.errors import RankFailedError
 
 STEPS = 6
 
@@ -148,12 +148,12 @@ class ShiftedByAll(Shifted):
 
 
 def test_replicas_without_synchronization_are_an_error():
-    with pytest.raises(MisuseError, match="ranks have other values of the parameter 'sometimes' in optimizer step 2"):
+    with pytest.raises(RankFailedError, match="ranks have other values of the parameter 'sometimes' in optimizer step 2"):
         fit(Net(), 1, strategy=Forgetful(), devices=2)
 
 
 def test_first_values_that_a_rank_takes_from_its_batch_are_an_error_that_names_the_parameter():
-    with pytest.raises(MisuseError, match="'shift' in optimizer step 2 .* Averaging synchronizes gradients"):
+    with pytest.raises(RankFailedError, match="'shift' in optimizer step 2 .* Averaging synchronizes gradients"):
         fit(Shifted(), 1, strategy=Averaging(), devices=2)
 
 

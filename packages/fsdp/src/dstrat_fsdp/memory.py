@@ -182,32 +182,33 @@ def sharded_layout(sharded: ShardedTraining, *, num_stages: int = 1) -> MemoryLa
 
     Args:
         sharded: The training.
-        num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, and keep
-            blocks gathered, of their own layers only.
+        num_stages: Number of stages among which the caller divides the layout, and which accumulate gradients, step the
+            optimizer, and keep blocks gathered, of their own layers only.
     """
     training, layers, policy, units = sharded.training, sharded.layers, sharded.policy, sharded.units
     module_buffers = training.module_buffers if layers is None else sum(buffer.nbytes for buffer in layers.buffers())
-    shards = gradients = summed = 0
+    shards = gradients = summed = undivided = 0
     for unit, division, count in units:
+        undivided += count * sum(one.nbytes for one in unit.trainable)
         shards += count * _shard_bytes(unit.parameters, division)
         gradients += count * _shard_bytes(unit.trainable, division)
         summed += count * _bytes_in(unit, division, "summed", policy)
     share = gradients / training.trainable_parameters if training.trainable_parameters else 0.0
+    of_layers = undivided / (num_stages * training.trainable_parameters) if training.trainable_parameters else 0.0
     accumulates = training.accumulate_grad_batches > 1
-    # With several backward passes, as of stages, more was measured than parameters and gradients: what units would take
-    # is above it.
-    if sharded.replicates_all and not accumulates:
-        step_buffers = reduction_buffer = 0
-    else:
+    if not sharded.replicates_all:
         step_buffers, reduction_buffer = _buffers(
             units, policy, frees_blocks=sharded.frees_blocks, num_stages=num_stages, accumulates=accumulates
         )
+    else:
+        of_units = (_unit_gradients(unit, division, policy, accumulates=True) for unit, division, _ in units)
+        step_buffers, reduction_buffer = max(of_units, default=0) if accumulates else 0, 0
     accumulated = summed // num_stages if accumulates else 0
     layout = MemoryLayout(
         parameters=shards + module_buffers,
         gradients=gradients,
         optimizer_state=int(share * training.optimizer_state),
-        optimizer_temporaries=int(share * training.optimizer_temporaries),
+        optimizer_temporaries=int(gradients / undivided * training.temporaries_of(of_layers)) if undivided else 0,
         accumulated=accumulated,
         step_buffers=step_buffers,
         reduction_buffer=reduction_buffer,

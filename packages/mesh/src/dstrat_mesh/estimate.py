@@ -93,7 +93,6 @@ class MeshEstimate:
             parameters=layout.parameters // axes.pp,
             gradients=layout.gradients // axes.pp,
             optimizer_state=layout.optimizer_state // axes.pp,
-            optimizer_temporaries=layout.optimizer_temporaries // axes.pp,
             host=layout.host // axes.pp,
             activation_share=self._split_share * self.schedule.activation_share / axes.cp,
             assumption=self._assumption(),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from dstrat.interfaces.precision import Precision
 
 
+_TEMPORARIES = 3  # most tensors of a parameter's size that torch's optimizers need to step it
+
+
 class SavedActivations(Protocol):
     """Protocol of how the layers of a module save activations for the backward pass; hashable, as options are."""
 
@@ -119,6 +122,14 @@ class TrainingSize:
     def for_steps_of(self, batches: int) -> TrainingSize:
         """Return the size of the training with so many batches in an optimizer step."""
         return dataclasses.replace(self, accumulate_grad_batches=batches)
+
+    def temporaries_of(self, share: float) -> int:
+        """Return the temporary memory of an optimizer step over a share of the trainable parameters.
+
+        An optimizer that steps one parameter after the other needs as much for the largest one alone.
+        """
+        steps_singly = self.optimizer_temporaries <= _TEMPORARIES * self.largest_parameter
+        return self.optimizer_temporaries if steps_singly else int(share * self.optimizer_temporaries)
 
     @property
     def frozen_parameters(self) -> int:

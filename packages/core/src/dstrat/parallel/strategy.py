@@ -96,7 +96,7 @@ class ParallelStrategy(Strategy):
     timeout: timedelta = DEFAULT_TIMEOUT
     job: Job | None = None
     is_elastic = False
-    _num_steps = 0  # of optimizers, in this process
+    _num_optimizer_steps = 0  # of optimizers, in this process
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class ParallelStrategy(Strategy):
 
     def setup_environment(self) -> None:
         self._root_device = None  # a forked rank has inherited the cached value of its parent
-        self._num_steps = 0  # with new ranks, all count anew
+        self._num_optimizer_steps = 0  # with new ranks, all count anew
         super().setup_environment()
         store = self.open_communication()
         self.job = current_job()  # a subclass may return a store of its own
@@ -273,10 +273,10 @@ class ParallelStrategy(Strategy):
         Raises:
             MisuseError: They differ; on all ranks.
         """
-        self._num_steps += 1
-        if self.world_size > 1 and is_compared(self._num_steps):
+        self._num_optimizer_steps += 1
+        if self.world_size > 1 and is_compared(self._num_optimizer_steps):
             largest = partial(self.reduce, reduce_op="max")
-            check_same_parameters(self.replicated_parameters(), largest, self._num_steps, type(self).__name__)
+            check_same_parameters(self.replicated_parameters(), largest, self._num_optimizer_steps, type(self).__name__)
 
     def replicated_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of which all ranks must have the same values between steps, by name."""
