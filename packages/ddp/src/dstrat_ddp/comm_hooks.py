@@ -73,6 +73,11 @@ class CommHook:
         return bool(self.hook is _torch(_HOOKS["post_localSGD"]))
 
     @property
+    def is_noop(self) -> bool:
+        """Whether each rank keeps its own gradients, as for measurements."""
+        return bool(self.hook is _torch(_HOOKS["noop"]))
+
+    @property
     def has_state(self) -> bool:
         """Whether the hook keeps something from step to step."""
         return self.state is not None or self._compresses_by_power_sgd

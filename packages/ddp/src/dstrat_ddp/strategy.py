@@ -130,6 +130,7 @@ class DDPStrategy(ParallelStrategy):
         self._ddp_kwargs = kwargs
         self._comm_hook = comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         check_averaging_period(model_averaging_period, self._comm_hook)
+        self.compares_replicas = self._comm_hook is None or not self._comm_hook.is_noop
         self._model_averaging_period = model_averaging_period
         self.trains_apart = model_averaging_period is not None
         self._averaging: ParameterAveraging | None = None

@@ -96,7 +96,7 @@ class ParallelStrategy(Strategy):
     timeout: timedelta = DEFAULT_TIMEOUT
     job: Job | None = None
     is_elastic = False
-    _num_optimizer_steps = 0  # of optimizers, in this process
+    _num_optimizer_steps = 0
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class ParallelStrategy(Strategy):
             MisuseError: They differ; on all ranks.
         """
         self._num_optimizer_steps += 1
-        if self.world_size > 1 and is_compared(self._num_optimizer_steps):
+        if self.compares_replicas and is_compared(self._num_optimizer_steps) and self.world_size > 1:
             largest = partial(self.reduce, reduce_op="max")
             check_same_parameters(self.replicated_parameters(), largest, self._num_optimizer_steps, type(self).__name__)
 

@@ -136,6 +136,7 @@ def _strategy(alias: str) -> Strategy:
     strategy: Strategy = select_offer(catalog.find("strategy", alias), catalog).instance
     if strategy.start_method is not None:
         strategy.start_method = "fork"
+    strategy.compares_replicas = False  # the run goes on to its end, and the comparison tells more
     return strategy
 
 
