@@ -148,12 +148,12 @@ class ShiftedByAll(Shifted):
 
 
 def test_replicas_without_synchronization_are_an_error():
-    with pytest.raises(RankFailedError, match="ranks have other values of the parameter 'sometimes' in optimizer step 2"):
+    with pytest.raises(RankFailedError, match="ranks have other values of the parameter 'sometimes' in optimizer"):
         fit(Net(), 1, strategy=Forgetful(), devices=2)
 
 
 def test_first_values_that_a_rank_takes_from_its_batch_are_an_error_that_names_the_parameter():
-    with pytest.raises(RankFailedError, match="'shift' in optimizer step 2 .* Averaging synchronizes gradients"):
+    with pytest.raises(RankFailedError, match=r"'shift' in optimizer step 2 .* Averaging synchronizes gradients"):
         fit(Shifted(), 1, strategy=Averaging(), devices=2)
 
 
