@@ -157,6 +157,19 @@ def test_first_values_that_a_rank_takes_from_its_batch_are_an_error_that_names_t
         fit(Shifted(), 1, strategy=Averaging(), devices=2)
 
 
+class Quantized(Net):
+    """Has a frozen parameter of which torch computes no norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+
+
+def test_parameters_without_norms_are_not_compared():
+    alone = fit(Quantized(), 2, strategy="single_device")
+    assert_same_weights(alone, fit(Quantized(), 1, strategy=Averaging(), devices=2))
+
+
 def test_first_values_from_the_batches_of_all_ranks_are_those_of_one_device():
     alone = fit(Shifted(), 2, strategy="single_device")
     assert_same_weights(alone, fit(ShiftedByAll(), 1, strategy=Averaging(), devices=2))

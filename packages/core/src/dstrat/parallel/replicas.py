@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 
 from dstrat.errors import MisuseError
 
@@ -32,7 +33,7 @@ def check_same_parameters(
     batch of its rank.
 
     Args:
-        parameters: The parameters by name, on the device; those of integers are left out.
+        parameters: The parameters by name; those that have no norm are left out, such as quantized ones.
         largest: Returns the elementwise maximum of a vector over the ranks.
         number: Number of the optimizer step, from 1.
         strategy: Name of the strategy.
@@ -40,11 +41,12 @@ def check_same_parameters(
     Raises:
         MisuseError: They differ; on all ranks.
     """
-    replicas = {name: one for name, one in parameters.items() if one.is_floating_point() or one.is_complex()}
+    replicas = {name: one for name, one in parameters.items() if _has_norm(one)}
     if not replicas:
         return
-    norms = torch.stack([torch.linalg.vector_norm(one).float() for one in replicas.values()])
-    norms = norms.nan_to_num(nan=-1.0)  # a maximum may leave nan out
+    of_each = [torch.linalg.vector_norm(one).float() for one in replicas.values()]
+    # A module may be on several devices; a maximum may leave nan out.
+    norms = torch.stack([norm.to(of_each[0].device) for norm in of_each]).nan_to_num(nan=-1.0)
     bounds = largest(torch.stack([norms, -norms])).tolist()
     for name, highest, lowest in zip(replicas, *bounds, strict=True):
         if highest + lowest > _TOLERANCE * max(abs(highest), abs(lowest)):  # the second one is the negative minimum
@@ -55,3 +57,9 @@ def check_same_parameters(
                 "or scales its parameters in each forward (Embedding with max_norm), has those of its rank's batch: "
                 "let it compute them from strategy.all_gather(batch), or do it before fit"
             )
+
+
+def _has_norm(parameter: Tensor) -> bool:
+    is_plain = type(parameter) in (torch.Tensor, Parameter) and parameter.layout is torch.strided
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_plain and is_number and parameter.element_size() > 1 and not parameter.is_meta  # not of 8 bits
