@@ -420,6 +420,21 @@ def test_stages_skip_steps_together_where_one_is_frozen_and_all_are_offloaded():
     assert in_ranks(trained_with_a_frozen_stage)
 
 
+class Gathers(Net):
+    def on_train_start(self):
+        self.gathered = self.all_gather({"host": torch.full((2,), self.global_rank), "number": 0.5})
+
+
+def values_of_host(cluster):
+    net = Gathers()
+    make_trainer(cluster, strategy="ddp", limit_train_batches=1).fit(net, loader())
+    return {name: value.tolist() for name, value in net.gathered.items()}
+
+
+def test_tensors_of_the_host_are_gathered_as_numbers_are():
+    assert in_ranks(values_of_host) == [{"host": [[0, 0], [1, 1]], "number": [0.5, 0.5]}] * 2
+
+
 # Failures
 
 
