@@ -25,9 +25,10 @@ def keep_ties(module: Module) -> Iterator[None]:
     for parameter, layers in users.items():
         first, first_name = layers[0]
         moved = getattr(first, first_name)
-        kept = parameter if moved is parameter or _take_value(parameter, moved) else moved
+        result = parameter if moved is parameter or _take_value(parameter, moved) else moved
         for layer, name in layers:
-            layer.register_parameter(name, kept)
+            if getattr(layer, name) is not result:
+                layer.register_parameter(name, result)
 
 
 def _take_value(parameter: Parameter, moved: Parameter) -> bool:
