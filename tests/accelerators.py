@@ -21,6 +21,12 @@ def make_accelerator():
     return catalog.load(offer)(**offer.component.options)
 
 
+def make_scaler(**options):
+    """Return torch's scaler of losses on the accelerator."""
+    (device,) = make_accelerator().get_parallel_devices([0])
+    return torch.amp.GradScaler(device.type, **options)
+
+
 @contextmanager
 def process_group(cluster, seconds=30):
     """Open the process group of the accelerator in a context in which tensors are made on the device of the rank."""

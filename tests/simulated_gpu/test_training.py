@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -78,6 +79,44 @@ def equal(one, other):
 
 def test_training_equals_that_on_the_cpu_bit_for_bit():
     assert equal(trained(), trained(accelerator="cpu"))
+
+
+class Prepared(Net):
+    """Has its optimizer and tied layers before the run, and marks a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].bias = self.layers[2].weight_bias = nn.Parameter(torch.zeros(3))
+        self.layers[0].weight.mark = "first"
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+def trained_with_prepared_optimizer(**options):
+    net = Prepared()
+    before = dict(net.named_parameters(remove_duplicate=False))
+    make_trainer(**options).fit(net, loader())
+    after = dict(net.named_parameters(remove_duplicate=False))
+    assert all(after[name] is before[name] for name in before)
+    assert net.layers[0].weight.mark == "first"
+    assert net.optimizer.state[net.layers[0].weight]["momentum_buffer"].device.type == "cpu"
+    return weights(net)
+
+
+def test_parameters_are_the_same_objects_during_a_run_and_after_it():
+    assert equal(trained_with_prepared_optimizer(), trained_with_prepared_optimizer(accelerator="cpu"))
+
+
+def test_layers_stay_tied_where_a_parameter_cannot_be_moved_in_place():
+    net = Prepared()
+    reference = weakref.ref(net.layers[2].bias)
+    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.1)
+    make_trainer().fit(net, loader())
+    assert net.layers[2].bias is net.layers[2].weight_bias
+    assert reference() is not net.layers[2].bias
+    assert net.layers[2].bias.any()
 
 
 # Batches
@@ -379,6 +418,21 @@ def trained_with_a_frozen_stage(cluster):
 
 def test_stages_skip_steps_together_where_one_is_frozen_and_all_are_offloaded():
     assert in_ranks(trained_with_a_frozen_stage)
+
+
+class Gathers(Net):
+    def on_train_start(self):
+        self.gathered = self.all_gather({"host": torch.full((2,), self.global_rank), "number": 0.5})
+
+
+def values_of_host(cluster):
+    net = Gathers()
+    make_trainer(cluster, strategy="ddp", limit_train_batches=1).fit(net, loader())
+    return {name: value.tolist() for name, value in net.gathered.items()}
+
+
+def test_tensors_of_the_host_are_gathered_as_numbers_are():
+    assert in_ranks(values_of_host) == [{"host": [[0, 0], [1, 1]], "number": [0.5, 0.5]}] * 2
 
 
 # Failures

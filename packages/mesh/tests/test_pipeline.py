@@ -29,6 +29,7 @@ from dstrat import Pipeline, TorchCheckpointIO
 from dstrat.builtin.single_device import SingleDeviceStrategy
 from dstrat.checkpoint.strategy_state import module_entries, replaced_weights
 from dstrat.errors import DstratError, RequestError
+from dstrat.parallel.internals import number_begun
 from dstrat_mesh import MeshStrategy
 
 LAYOUTS = {  # by the number of ranks; schedule and microbatches too
@@ -338,12 +339,11 @@ def test_messages_of_a_shared_parameter_have_a_group_without_other_ranks():
 def messages_before_a_step(cluster, **options):
     """Return how many messages each way of the pipeline has had on this rank after the setup."""
     strategy = started(cluster, **options)
-    counts = [group._get_sequence_number_for_group() for group in strategy._pipeline._links.groups]
+    counts = [number_begun(group) for group in strategy._pipeline._links.groups]
     strategy.teardown()
     return counts
 
 
-@pytest.mark.on_cpu  # whose groups have sequence numbers
 def test_neighbours_are_connected_before_the_first_step():
     for counts in in_ranks(messages_before_a_step, pp=2, schedule="Interleaved1F1B"):
         assert len(counts) == 4
@@ -354,15 +354,14 @@ def groups_of_a_step(cluster, **options):
     """Return the number of messages in a step by the names of groups, and the names of groups with collectives."""
     strategy = started(cluster, **options)
     groups = {group.group_name: group for group in strategy._pipeline._links.groups}
-    before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+    before = {name: number_begun(group) for name, group in groups.items()}
     train(strategy, steps=1)
-    counts = {name: group._get_sequence_number_for_group() - before[name] for name, group in groups.items()}
+    counts = {name: number_begun(group) - before[name] for name, group in groups.items()}
     collective = {dist.group.WORLD.group_name, strategy.device_mesh.get_group("pp").group_name}
     strategy.teardown()
     return counts, collective
 
 
-@pytest.mark.on_cpu  # as above
 def test_activations_have_groups_without_collectives():
     for counts, collective in in_ranks(groups_of_a_step, pp=2):
         assert len(counts) == 2  # activations and gradients

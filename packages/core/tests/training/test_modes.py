@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 
 from dstrat import Callback, EarlyStopping, ModelCheckpoint, Trainer
@@ -33,7 +34,8 @@ class Noting(Callback):
 def test_a_fast_dev_run_tries_a_few_batches_of_everything(tmp_path, line, loader, given, batches):
     noting = Noting()
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
+        devices=1,
         fast_dev_run=given,
         max_epochs=100,
         val_check_interval=0.5,
@@ -47,8 +49,8 @@ def test_a_fast_dev_run_tries_a_few_batches_of_everything(tmp_path, line, loader
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("start", [{}, {"devices": 2}])
-def test_a_fast_dev_run_tries_code_that_uses_loggers_and_checkpoints(tmp_path, line_class, loader, averaging, start):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_fast_dev_run_tries_code_that_uses_loggers_and_checkpoints(tmp_path, line_class, loader, averaging, devices):
     class Using(line_class):
         def training_step(self, batch, batch_idx):
             self.logger.experiment.add_histogram("weights", self.layer.weight)
@@ -57,14 +59,15 @@ def test_a_fast_dev_run_tries_code_that_uses_loggers_and_checkpoints(tmp_path, l
             return super().training_step(batch, batch_idx)
 
     checkpoint = ModelCheckpoint(monitor="val_loss")
-    options = start | ({"strategy": averaging()} if start else {})
-    trainer = Trainer(accelerator="cpu", fast_dev_run=True, callbacks=checkpoint, default_root_dir=tmp_path, **options)
+    options = {"fast_dev_run": True, "callbacks": checkpoint, "default_root_dir": tmp_path}
+    strategy = "auto" if devices == 1 else averaging()
+    trainer = Trainer(accelerator=ACCELERATOR, devices=devices, strategy=strategy, **options)
     trainer.fit(Using(), loader(), loader())
     assert trainer.checkpoint_callback is checkpoint
     assert (checkpoint.best_model_path, checkpoint.dirpath) == ("", None)
     assert len(trainer.loggers) == 1
     assert Trainer(accelerator="cpu", fast_dev_run=True, logger=False).loggers == []
-    if not start:
+    if devices == 1:
         with pytest.raises(CheckpointError, match="ckpt_path='best', and fast_dev_run=1 saves no checkpoints"):
             trainer.test(Using(), loader(), ckpt_path="best")
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +178,7 @@ def test_overfitting_a_limited_epoch_is_an_error(quiet_trainer):
 
 
 def test_barebones_switches_off_everything_beside_training(tmp_path, line, loader, capfd):
-    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+    trainer = Trainer(accelerator=ACCELERATOR, devices=1, barebones=True, max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(line, loader(), loader())
     assert trainer.callbacks == trainer.loggers == []
     assert trainer.callback_metrics == {}
@@ -261,6 +264,7 @@ def test_a_profiler_measures_the_step_and_the_hooks(quiet_trainer, line, loader,
         assert action in table
 
 
+@pytest.mark.on_cpu  # which torch's SyncBatchNorm does not serve
 def test_batch_norm_over_processes_needs_gpus(quiet_trainer, line_class, loader, averaging):
     class Normed(line_class):
         def __init__(self):

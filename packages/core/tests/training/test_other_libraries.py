@@ -8,6 +8,7 @@ import sys
 from textwrap import dedent
 
 import pytest
+from tests.accelerators import ACCELERATOR
 
 from dstrat import Adapter, Callback, Trainer
 from dstrat.errors import AmbiguousAliasError, BrokenComponentError, InvalidComponentError, MisuseError
@@ -123,7 +124,7 @@ def library(tmp_path, monkeypatch):
 
 def quiet(**options):
     off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return Trainer(accelerator="cpu", devices=1, max_epochs=1, **{"logger": False, **off, **options})
+    return Trainer(accelerator=ACCELERATOR, devices=1, max_epochs=1, **{"logger": False, **off, **options})
 
 
 def test_a_foreign_module_with_its_data_callback_and_logger_is_trained(library, loader):

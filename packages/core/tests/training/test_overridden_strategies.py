@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch.utils.data import DataLoader
 
 from dstrat import Launcher, OwnLoop, SingleDeviceStrategy, TrainModule, build
@@ -74,6 +75,7 @@ def test_a_setup_that_leaves_out_its_base_is_named(quiet_trainer):
 def test_a_setup_that_makes_the_optimizers_itself_trains(quiet_trainer):
     class Custom(SingleDeviceStrategy):
         def setup(self, trainer):
+            self.model_to_device()
             self.optimizers = list(trainer.configure_optimizers().optimizers)
 
     assert fit(quiet_trainer, Custom())
@@ -102,7 +104,7 @@ def test_an_overridden_training_step_calls_its_base(quiet_trainer, precision):
 
     class Custom(SingleDeviceStrategy):
         def training_step(self, *args, **kwargs):
-            calls.append(torch.is_autocast_enabled("cpu"))
+            calls.append(torch.is_autocast_enabled(self.root_device.type))
             return super().training_step(*args, **kwargs)
 
         def run_step(self, name, step, /, *args, **kwargs):
@@ -140,5 +142,7 @@ def test_a_strategy_brings_its_own_launcher(quiet_trainer):
             return launcher
 
     assert fit(quiet_trainer, Custom())
-    assert OwnLoop(build(strategy=Custom(), accelerator="cpu")).launch(lambda loop: loop.world_size) == 1
+    assert (
+        OwnLoop(build(strategy=Custom(), accelerator=ACCELERATOR, devices=1)).launch(lambda loop: loop.world_size) == 1
+    )
     assert launcher.launched == 2

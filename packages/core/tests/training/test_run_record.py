@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from tests.accelerators import ACCELERATOR
 from tests.warm_program import WarmProgram
 
 from dstrat import Callback, CSVLogger, ModelCheckpoint
@@ -57,7 +58,7 @@ def test_a_run_records_plan_arguments_environment_checkpoints_and_values(recordi
     assert {row["subject"] for row in run.plan["choices"]} >= {"strategy", "accelerator", "precision"}
     assert (
         fit.begin["arguments"].items()
-        >= {"max_epochs": 2, "accelerator": "cpu", "callbacks": "ModelCheckpoint"}.items()
+        >= {"max_epochs": 2, "accelerator": ACCELERATOR, "callbacks": "ModelCheckpoint"}.items()
     )
     assert "min_epochs" not in fit.begin["arguments"]  # it has its default
     assert fit.begin["environment"]["torch"]
@@ -133,7 +134,8 @@ class Net(TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-trainer = Trainer(accelerator="cpu", devices=1, logger=CSVLogger(".", "", "log"), enable_model_summary=False)
+options = {"logger": CSVLogger(".", "", "log"), "enable_model_summary": False}
+trainer = Trainer(accelerator=os.environ.get("DSTRAT_TEST_ACCELERATOR", "cpu"), devices=1, **options)
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(9, 1)))
 """
 

@@ -15,15 +15,32 @@ if TYPE_CHECKING:
 
 @contextmanager
 def keep_ties(module: Module) -> Iterator[None]:
-    """Keep parameters tied that several layers share, while the module moves to another device.
+    """Keep the parameters the same objects, and those tied that layers share, while the module moves to a device.
 
-    On CUDA, XPU and MPS torch moves a parameter in place.  On other devices each layer gets a new one.
+    On CUDA, XPU and MPS torch moves a parameter in place.  On other devices each layer gets a new one: optimizers that
+    the program made before would train the old ones, and those of a run have no state of the new ones after it.
     """
     users = _users_of_parameters(module)
     yield
-    for (first, first_name), *tied in users.values():
-        for layer, name in tied:
-            layer.register_parameter(name, getattr(first, first_name))
+    for parameter, layers in users.items():
+        first, first_name = layers[0]
+        moved = getattr(first, first_name)
+        result = parameter if moved is parameter or _take_value(parameter, moved) else moved
+        for layer, name in layers:
+            if getattr(layer, name) is not result:
+                layer.register_parameter(name, result)
+
+
+def _take_value(parameter: Parameter, moved: Parameter) -> bool:
+    """Give a parameter the value and gradient of another one; return False if something else has its old value."""
+    from torch.utils import swap_tensors
+
+    try:
+        swap_tensors(parameter, moved)
+    except RuntimeError:
+        return False
+    parameter.__dict__.update(moved.__dict__)  # attributes, which have been swapped too
+    return True
 
 
 @contextmanager
@@ -54,6 +71,7 @@ def _users_of_parameters(module: Module) -> dict[Parameter, list[tuple[Module, s
     """Return the layers that have each parameter, with its names in them."""
     users: dict[Parameter, list[tuple[Module, str]]] = {}
     for layer in module.modules():
-        for name, parameter in layer.named_parameters(recurse=False):  # a parameter hashes by identity
-            users.setdefault(parameter, []).append((layer, name))
+        for name, parameter in layer._parameters.items():  # noqa: SLF001 - named_parameters gives each of a layer once
+            if parameter is not None:
+                users.setdefault(parameter, []).append((layer, name))  # a parameter hashes by identity
     return users

@@ -88,7 +88,7 @@ def nccl_counts() -> dict[str, tuple[int, int]]:
 
 def count_collectives() -> int:
     """Return how many collectives this process has begun, in all groups whose backend counts them."""
-    return sum(map(_number_begun, list(dist.distributed_c10d._world.pg_map)))  # there is no public list of groups
+    return sum(map(number_begun, list(dist.distributed_c10d._world.pg_map)))  # there is no public list of groups
 
 
 def collectives_of_all_ranks() -> tuple[int, ...]:
@@ -97,10 +97,11 @@ def collectives_of_all_ranks() -> tuple[int, ...]:
     Gloo counts messages between two ranks, too, which can be more in one rank than in another.
     """
     size = dist.get_world_size()
-    return tuple(_number_begun(group) for group in list(dist.distributed_c10d._world.pg_map) if group.size() == size)
+    return tuple(number_begun(group) for group in list(dist.distributed_c10d._world.pg_map) if group.size() == size)
 
 
-def _number_begun(group: dist.ProcessGroup) -> int:
+def number_begun(group: dist.ProcessGroup) -> int:
+    """Return how many collectives, and with some backends messages, this process has begun in a group."""
     counting: Any = group  # the method is not in torch's stubs
     try:
         return int(counting._get_sequence_number_for_group())  # there is no public number

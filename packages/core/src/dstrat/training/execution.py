@@ -137,8 +137,11 @@ def _work(run: Run, ckpt_path: CheckpointRequest) -> RunResult | Exception:
     work: Callable[[Run], Any] = _fit if run.is_fitting else _evaluate
     try:
         _prepare(run, ckpt_path)
-        with states_gathered_by(run.strategy):
-            result = work(run)
+        try:
+            with states_gathered_by(run.strategy):
+                result = work(run)
+        finally:  # a step may have raised while an optimizer was toggled, and the cleanup may replace parameters
+            run.module.untoggle_optimizer()
         record_results(run)
         withdraw_offer(run)
         # A rank that is done may print, into the progress bar of rank 0: all end together.
@@ -201,7 +204,6 @@ def _begin(run: Run) -> None:
 
 def _end(run: Run) -> None:
     restore_settings(run)
-    run.module.untoggle_optimizer()  # a step may have raised between toggling and untoggling
     _set_logging_module(run.callbacks, None)
     run.strategy.module_backward = None
     run.final_world_size = run.world_size

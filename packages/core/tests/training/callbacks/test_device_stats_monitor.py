@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
+from tests.accelerators import ACCELERATOR
 
 from dstrat import Logger
 from dstrat.builtin.accelerators.cpu import CPUAccelerator
@@ -44,7 +44,7 @@ def written(quiet_trainer, line, loader):
 
 
 def test_where_the_accelerator_reports_nothing_the_hosts_values_are_written_with_the_steps(written):
-    found = written(DeviceStatsMonitor())
+    found = written(DeviceStatsMonitor(), accelerator="cpu")
     assert list(found) == [5, 10]
     for values in found.values():
         assert set(values) == OF_HOST
@@ -65,7 +65,7 @@ def test_what_the_accelerator_reports_is_written_and_the_hosts_values_where_aske
     assert set(written(DeviceStatsMonitor(cpu_stats=True), accelerator=Telling())[5]) == OF_HOST | {
         "device/temperature"
     }
-    assert written(DeviceStatsMonitor(cpu_stats=False)) == {}
+    assert written(DeviceStatsMonitor(cpu_stats=False), accelerator="cpu") == {}
 
 
 def test_without_a_logger_it_says_that_it_writes_nothing(quiet_trainer, line, loader, caplog):
@@ -93,8 +93,7 @@ def test_without_proc_and_psutil_it_says_once_what_is_missing(tmp_path, monkeypa
     device_stats_monitor._psutil.cache_clear()
 
 
-@pytest.mark.cuda
-def test_a_gpu_reports_its_memory(written):
-    found = written(DeviceStatsMonitor(), accelerator="gpu", devices=1)
+@pytest.mark.parametrize("accelerator", [pytest.param("gpu", marks=pytest.mark.cuda), *({ACCELERATOR} - {"cpu"})])
+def test_a_gpu_reports_its_memory(written, accelerator):
+    found = written(DeviceStatsMonitor(), accelerator=accelerator, devices=1)
     assert 0 < found[5]["device/memory_allocated"] <= found[5]["device/max_memory_allocated"]
-    assert torch.cuda.is_available()

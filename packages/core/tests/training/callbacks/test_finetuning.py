@@ -87,7 +87,7 @@ class Record(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
-        self.weights.append(module.backbone[0].weight.detach().clone())
+        self.weights.append(module.backbone[0].weight.detach().cpu().clone())
 
 
 class Unfreeze(BaseFinetuning):

@@ -482,10 +482,10 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         ModelCheckpoint(**arguments)
 
 
-def test_a_second_fit_in_other_processes_brings_back_its_own_files(fit, averaging, tmp_path):
+def test_a_second_fit_in_other_processes_brings_back_its_own_files(fit, averaging_later, tmp_path):
     callback = ModelCheckpoint(save_last=True)
     for root, devices in (("a", 1), ("b", 2), ("c", 2)):
-        strategy = averaging() if devices > 1 else "auto"
+        strategy = averaging_later() if devices > 1 else "auto"
         fit(callback, validates=False, devices=devices, strategy=strategy, default_root_dir=tmp_path / root)
         assert callback.dirpath == tmp_path / root / "checkpoints"
         assert callback.best_model_path == str(tmp_path / root / "checkpoints" / "epoch=2-step=6.ckpt")

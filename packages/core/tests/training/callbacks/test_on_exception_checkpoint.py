@@ -17,7 +17,7 @@ import logging, os, signal, sys, time
 from torch.utils.data import DataLoader
 from dstrat import Callback, OnExceptionCheckpoint, Trainer
 sys.path.insert(0, {folder!r})
-from conftest import Averaging, Line, numbers
+from conftest import ACCELERATOR, Averaging, Line, numbers
 
 class Tell(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -28,7 +28,7 @@ class Tell(Callback):
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
     trainer = Trainer(
-        accelerator="cpu", devices=int(sys.argv[1]), max_epochs=-1,
+        accelerator=ACCELERATOR, devices=int(sys.argv[1]), max_epochs=-1,
         strategy=Averaging() if sys.argv[1] != "1" else "auto",
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         callbacks=[Tell(), OnExceptionCheckpoint({target!r})],

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from tests.warm_program import WarmProgram
 from torch.utils.data import IterableDataset
 
@@ -232,7 +233,7 @@ def test_values_are_read_only_when_they_are_shown(telling, loader, tmp_path):
             Counting.reads += 1
             return super().progress_bar_metrics
 
-    trainer = Counting(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+    trainer = Counting(accelerator=ACCELERATOR, devices=1, max_epochs=2, logger=False, enable_checkpointing=False)
     trainer.fit(telling(), loader(batch_size=1))
     assert trainer.global_step == 96
     assert Counting.reads == 2
@@ -252,7 +253,8 @@ def test_bar_checkpoint_and_csv_cost_a_few_calls_per_batch(line_class, tmp_path,
             count += event in ("call", "c_call")
 
         trainer = Trainer(
-            accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=enabled, log_every_n_steps=50,
+            accelerator=ACCELERATOR, devices=1, max_epochs=1,
+            default_root_dir=tmp_path, logger=enabled, log_every_n_steps=50,
             enable_progress_bar=enabled, enable_checkpointing=enabled, enable_model_summary=enabled,
             callbacks=[ProgressBar(refresh_seconds=1000)] if enabled else [],
         )  # fmt: skip

@@ -18,7 +18,7 @@ class Record(Callback):
         self.rates.append([group["lr"] for group in optimizer.param_groups])
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.weights.append(module.layer.weight.detach().clone())
+        self.weights.append(module.layer.weight.detach().cpu().clone())
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -19,10 +18,10 @@ class Record(Callback):
         self.steps, self.validated = [], []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.steps.append(module.layer.weight.detach().clone())
+        self.steps.append(module.layer.weight.detach().cpu().clone())
 
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        self.validated.append(module.layer.weight.detach().clone())
+        self.validated.append(module.layer.weight.detach().cpu().clone())
 
 
 class OfEpochs(WeightAveraging):
@@ -39,6 +38,10 @@ class Normalized(torch.nn.Module):
 
     def forward(self, x):
         return torch.nn.functional.linear(self.norm(x), self.weight)
+
+
+def on_host(named_tensors):
+    return {name: tensor.cpu().clone() for name, tensor in named_tensors}
 
 
 def ema(values, decay):
@@ -164,7 +167,7 @@ def test_buffers_are_averaged_or_copied_and_counts_are_always_copied(fit, make_l
     module, seen = make_line(), []
     module.layer = Normalized()
     keep = Callback()
-    keep.on_train_batch_end = lambda *_: seen.append(copy.deepcopy(dict(module.layer.named_buffers())))
+    keep.on_train_batch_end = lambda *_: seen.append(on_host(module.layer.named_buffers()))
     averaging = EMAWeightAveraging(decay=0.5, use_buffers=use_buffers)
     fit([averaging, keep], module=module, limit_train_batches=3, max_epochs=1, validates=False)
     means = [buffers["norm.running_mean"] for buffers in seen]
@@ -345,7 +348,7 @@ def test_all_ranks_have_the_average_of_one_device(fit, make_line, averaging, tmp
         def on_validation_batch_start(self, trainer, module, *_):
             weights = module.all_gather(module.layer.weight.detach())
             assert torch.equal(weights[0], weights[1])
-            torch.save(weights[0], tmp_path / f"validated-{trainer.global_rank}.pt")
+            torch.save(weights[0].cpu(), tmp_path / f"validated-{trainer.global_rank}.pt")
 
     def train(**options):
         module = make_line()

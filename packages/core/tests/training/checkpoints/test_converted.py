@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,7 +121,7 @@ def converted(tmp_path):
 def go_on(tmp_path):
     def fit(module, path, max_epochs=EPOCHS):
         trainer = Trainer(
-            accelerator="cpu", max_epochs=max_epochs, logger=False, enable_checkpointing=False,
+            accelerator=ACCELERATOR, devices=1, max_epochs=max_epochs, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(module, loader(), ckpt_path=path)

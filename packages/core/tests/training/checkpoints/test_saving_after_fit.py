@@ -48,7 +48,8 @@ class Net(TrainModule):
 def fit(epochs, seed, ckpt_path=None):
     torch.manual_seed(seed)
     data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(5)))
-    trainer = Trainer(strategy=Averaging(), devices=2, accelerator="cpu", max_epochs=epochs, logger=False,
+    accelerator = os.environ.get("DSTRAT_TEST_ACCELERATOR", "cpu")
+    trainer = Trainer(strategy=Averaging(), devices=2, accelerator=accelerator, max_epochs=epochs, logger=False,
         plugins=plugin, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     module = Net()
     trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), ckpt_path=ckpt_path)

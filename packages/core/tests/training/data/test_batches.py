@@ -82,31 +82,39 @@ def test_no_batch_where_one_is_needed_is_an_error_that_says_what_to_pass():
 
 
 @pytest.fixture
-def cpu(quiet_trainer):
+def strategy(quiet_trainer):
     return quiet_trainer().strategy
 
 
-def test_batches_are_moved_when_they_are_due(cpu, line):
+def test_batches_are_copied_ahead_where_the_device_has_streams(strategy, line, line_class):
+    class Hooked(line_class):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    assert can_copy_ahead(Conditions(strategy, line)) == (strategy.root_device.type != "cpu")
+    assert not can_copy_ahead(Conditions(strategy, Hooked()))
+
+
+def test_batches_are_moved_when_they_are_due(strategy):
     noted = []
-    assert not can_copy_ahead(Conditions(cpu, line))
 
     def move(pair):
         noted.append(pair)
         return -pair[0], pair[1]
 
-    batches = move_batches(Batches(range(3), 3), move, cpu, in_threads=False, pins=False, ahead=False)
+    batches = move_batches(Batches(range(3), 3), move, strategy, in_threads=False, pins=False, ahead=False)
     assert next(batches) == (0, False)
     assert noted == [(0, False)]
     assert list(batches) == [(-1, False), (-2, True)]
 
 
-def test_a_batch_that_is_on_the_device_stays_the_same_object(cpu, line):
-    batch = [torch.ones(2), {"x": torch.ones(2)}]
-    assert batch_mover(Conditions(cpu, line))(batch, 0) is batch
+def test_a_batch_that_is_on_the_device_stays_the_same_object(strategy, line):
+    batch = strategy.batch_to_device([torch.ones(2), {"x": torch.ones(2)}])
+    assert batch_mover(Conditions(strategy, line))(batch, 0) is batch
 
 
 @pytest.mark.parametrize("owner", ["module", "data module"])
-def test_overridden_transfer_hooks_are_called_in_their_order(cpu, make_line, owner):
+def test_overridden_transfer_hooks_are_called_in_their_order(strategy, make_line, owner):
     class Hooks:
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return [*batch, ("before", dataloader_idx)]
@@ -124,8 +132,8 @@ def test_overridden_transfer_hooks_are_called_in_their_order(cpu, make_line, own
         pass
 
     module, data = (make_line(Module), None) if owner == "module" else (make_line(), Data())
-    move = batch_mover(Conditions(cpu, module, data))
-    assert move([], 1) == [("before", 1), ("transfer", "cpu", 1), ("after", 1)]
+    move = batch_mover(Conditions(strategy, module, data))
+    assert move([], 1) == [("before", 1), ("transfer", str(strategy.root_device), 1), ("after", 1)]
 
 
 def test_a_batch_that_cannot_be_moved_ends_training_with_an_error_that_says_what_to_do(quiet_trainer, make_line):
@@ -134,14 +142,14 @@ def test_a_batch_that_cannot_be_moved_ends_training_with_an_error_that_says_what
             self.x = torch.ones(2)
 
     class Elsewhere(SingleDeviceStrategy):
-        """Computes on the CPU, and wants batches on a device that every machine has."""
+        """Wants batches on a device that every machine has, and that is never the module's."""
 
         def batch_to_device(self, batch):
             from dstrat.interfaces.batch import move_to_device
 
             return move_to_device(batch, torch.device("meta"))
 
-    trainer = quiet_trainer(strategy=Elsewhere("cpu"))
+    trainer = quiet_trainer(strategy=Elsewhere())
     with pytest.raises(
         MisuseError, match=r"Sealed, which holds tensors \(x\) and has no method to\(device\): override"
     ):

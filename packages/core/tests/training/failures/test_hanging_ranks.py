@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packages.core.tests.training.conftest import Averaging, Line, numbers
+from packages.core.tests.training.conftest import ACCELERATOR, Averaging, Line, numbers
 from tests.warm_program import WarmProgram
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
@@ -53,7 +53,8 @@ def fit(tmp_path):
         if hang_seconds is not None:
             strategy.hang_timeout = timedelta(seconds=hang_seconds)
         trainer = Trainer(
-            accelerator="cpu", devices=2, max_epochs=2, strategy=strategy, default_root_dir=tmp_path, logger=False,
+            accelerator=ACCELERATOR, devices=2, max_epochs=2, strategy=strategy,
+            default_root_dir=tmp_path, logger=False,
             enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
             enable_checkpointing=hang_seconds is None,
         )  # fmt: skip
@@ -80,7 +81,7 @@ def test_rank_that_hangs_is_named_after_the_timeout(fit, hook, rank):
 
 
 def fit_again():
-    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=Averaging(), logger=False)
+    trainer = Trainer(accelerator=ACCELERATOR, devices=2, max_epochs=1, strategy=Averaging(), logger=False)
     trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
 
 
@@ -168,7 +169,7 @@ def test_rank_at_work_that_is_looked_at_in_a_collective_is_no_hang(fit):
 RERUN = """
 import os, sys, time, warnings
 sys.path.insert(0, {folder!r})
-from conftest import Averaging, Line, numbers
+from conftest import ACCELERATOR, Averaging, Line, numbers
 from datetime import timedelta
 from torch.utils.data import DataLoader
 from dstrat import Trainer
@@ -181,7 +182,7 @@ if os.environ.get("RANK") in {waiting}:
 strategy = Averaging(start_method="popen")
 strategy.hang_timeout = timedelta(seconds=4)
 trainer = Trainer(
-    accelerator="cpu", devices=2, strategy=strategy, logger=False, max_epochs=1, enable_progress_bar=False,
+    accelerator=ACCELERATOR, devices=2, strategy=strategy, logger=False, max_epochs=1, enable_progress_bar=False,
     enable_model_summary=False, enable_checkpointing=False,
 )
 trainer.fit(Line(), DataLoader(numbers(), batch_size=4))
@@ -225,7 +226,7 @@ os.environ |= {{
 }}
 import signal, time, torch
 sys.path.insert(0, {folder!r})
-from conftest import Averaging, Line, numbers
+from conftest import ACCELERATOR, Averaging, Line, numbers
 from datetime import timedelta
 from torch.utils.data import DataLoader
 from dstrat import Callback, Trainer
@@ -243,7 +244,7 @@ class Misbehaves(Callback):
 strategy = Averaging(timeout=timedelta(seconds=600))  # longer than the test may take
 strategy.hang_timeout = timedelta(seconds=2)
 trainer = Trainer(
-    accelerator="cpu", devices=2, strategy=strategy, logger=False, max_epochs=1, callbacks=Misbehaves(),
+    accelerator=ACCELERATOR, devices=2, strategy=strategy, logger=False, max_epochs=1, callbacks=Misbehaves(),
     enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
 )
 trainer.fit(Line(), DataLoader(numbers(), batch_size=4))

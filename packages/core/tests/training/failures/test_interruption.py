@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dstrat import Callback, Trainer
 from dstrat.plugins.registry import StrategyRegistry
 sys.path.insert(0, {folder!r})
-from conftest import Averaging, Line, numbers
+from conftest import ACCELERATOR, Averaging, Line, numbers
 
 class Tell(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -70,7 +70,7 @@ class TellEvaluated(Callback):
 
 if __name__ == "__main__" and sys.argv[3] != "train":
     trainer = Trainer(
-        accelerator="cpu", devices=int(sys.argv[1]), max_epochs=1,
+        accelerator=ACCELERATOR, devices=int(sys.argv[1]), max_epochs=1,
         strategy=Averaging(start_method=sys.argv[2]) if sys.argv[1] != "1" else "auto",
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         callbacks=TellEvaluated(), num_sanity_val_steps=-1 if sys.argv[3] == "sanity" else 0,
@@ -83,7 +83,7 @@ if __name__ == "__main__" and sys.argv[3] != "train":
         getattr(trainer, sys.argv[3])(module, many)
 elif __name__ == "__main__":
     trainer = Trainer(
-        accelerator="cpu", devices=int(sys.argv[1]), max_epochs=-1,
+        accelerator=ACCELERATOR, devices=int(sys.argv[1]), max_epochs=-1,
         strategy=Averaging(start_method=sys.argv[2]) if sys.argv[1] != "1" else "auto",
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         callbacks=Tell(),

@@ -22,7 +22,7 @@ import os, sys, time, torch
 from torch.utils.data import DataLoader
 from dstrat import Callback, ModelCheckpoint, Trainer
 sys.path.insert(0, {folder!r})
-from conftest import Averaging, Line, numbers
+from conftest import ACCELERATOR, Averaging, Line, numbers
 
 devices, deadline, step_seconds, save_seconds = int(sys.argv[1]), float(sys.argv[2]), *map(float, sys.argv[3:5])
 
@@ -38,7 +38,7 @@ class Slow(Callback):
         return {{}}
 
 trainer = Trainer(
-    accelerator="cpu", devices=devices, strategy=Averaging(start_method="fork") if devices > 1 else "auto",
+    accelerator=ACCELERATOR, devices=devices, strategy=Averaging(start_method="fork") if devices > 1 else "auto",
     max_epochs=1, default_root_dir={root!r}, logger=False, enable_progress_bar=False, enable_model_summary=False,
     callbacks=[Slow(), ModelCheckpoint(every_n_train_steps=2)], preemption_deadline=deadline,
 )

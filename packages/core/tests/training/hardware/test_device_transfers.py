@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 
 from dstrat import Callback, OwnLoop, SingleDeviceStrategy, build
@@ -101,7 +102,7 @@ class NotesEnd(PortableCheckpointIO):
 
 def test_everything_is_closed_where_the_module_cannot_be_copied_from_its_device():
     io = NotesEnd()
-    strategy = build(strategy=SingleDeviceStrategy(checkpoint_io=io), accelerator="cpu")
+    strategy = build(strategy=SingleDeviceStrategy(checkpoint_io=io), accelerator=ACCELERATOR, devices=1)
     strategy.connect(Broken(2, 2))
     with pytest.raises(RuntimeError, match="device-side assert"):
         strategy.teardown()
@@ -165,7 +166,7 @@ def test_an_own_loop_prefetches_what_workers_load(loader):
         loop.setup(module, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
         return len(list(loop.training_loader(loader(**IN_WORKER))))
 
-    assert OwnLoop(build(strategy=strategy, accelerator="cpu")).launch(train) == 6
+    assert OwnLoop(build(strategy=strategy, accelerator=ACCELERATOR, devices=1)).launch(train) == 6
     assert len(strategy.threads) == 1
 
 
@@ -251,7 +252,7 @@ def test_an_own_loop_sends_states_of_ranks_from_the_host(tmp_path):
         loop.setup(nn.Linear(8, 1), lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
         loop.save_checkpoint(tmp_path / "saved", {})
 
-    OwnLoop(build(strategy=strategy, accelerator="cpu", plugins="torch")).launch(train)
+    OwnLoop(build(strategy=strategy, accelerator=ACCELERATOR, devices=1, plugins="torch")).launch(train)
     (state,) = [one for one in strategy.sent if isinstance(one, dict) and "strategy" in one]
     assert state["strategy"]["kept"].tolist() == [MARK, MARK]
 

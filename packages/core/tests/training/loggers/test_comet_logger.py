@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 
 from dstrat import CometLogger, Trainer
 
@@ -75,7 +76,8 @@ def test_values_settings_and_media_are_written_and_it_stays_open(open_logger, tm
 
 def test_a_rank_that_was_forked_writes_all_of_its_archive(open_logger, tmp_path, line, loader, averaging):
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=averaging(), max_epochs=1, logger=open_logger(), log_every_n_steps=1,
+        accelerator=ACCELERATOR, devices=2, strategy=averaging(), max_epochs=1, logger=open_logger(),
+        log_every_n_steps=1,
         default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(line, loader())

@@ -13,6 +13,7 @@ import types
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 
 from dstrat import Trainer
 from dstrat.errors import RequestError
@@ -164,7 +165,7 @@ def test_a_file_without_a_single_whole_row_is_begun_anew(tmp_path):
 
 def test_a_trainer_writes_a_csv_table_in_its_own_folder_by_default(tmp_path, line, loader):
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, log_every_n_steps=2, default_root_dir=tmp_path,
+        accelerator=ACCELERATOR, devices=1, max_epochs=2, log_every_n_steps=2, default_root_dir=tmp_path,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(line, loader(), loader())
@@ -179,7 +180,7 @@ def test_a_trainer_writes_a_csv_table_in_its_own_folder_by_default(tmp_path, lin
 
 def test_only_rank_0_writes_and_all_processes_know_the_folder(tmp_path, line, loader, averaging):
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=averaging(), max_epochs=1, log_every_n_steps=1,
+        accelerator=ACCELERATOR, devices=2, strategy=averaging(), max_epochs=1, log_every_n_steps=1,
         default_root_dir=tmp_path,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from time import time
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 
 from dstrat import MLFlowLogger, ModelCheckpoint, Trainer
 from dstrat.errors import LoggerError
@@ -149,7 +150,8 @@ def test_a_name_that_mlflow_refuses_is_an_error_that_shows_it(tmp_path, make_lin
             return self.loss(batch)
 
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=MLFlowLogger(), log_every_n_steps=1, default_root_dir=tmp_path,
+        accelerator=ACCELERATOR, devices=1, max_epochs=1, logger=MLFlowLogger(),
+        log_every_n_steps=1, default_root_dir=tmp_path,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     with pytest.raises(LoggerError, match=r"MLFlowLogger\.log_metrics failed: .*top@5"):
@@ -176,7 +178,7 @@ def test_a_server_that_is_away_is_waited_for_with_a_line_and_asked_no_more_at_th
 def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, client, log_model):
     logger = MLFlowLogger(log_model=log_model)
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=logger, log_every_n_steps=3, default_root_dir=tmp_path,
+        accelerator=ACCELERATOR, devices=1, max_epochs=2, logger=logger, log_every_n_steps=3, default_root_dir=tmp_path,
         callbacks=ModelCheckpoint(tmp_path / "c", monitor="val_loss", filename="best-{epoch}"),
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 
 pytest.importorskip("tensorboard", reason="the extra dstrat[tensorboard] is not installed")
@@ -94,7 +95,7 @@ def test_it_can_be_pickled_before_it_writes(logger):
 
 def test_a_trainer_writes_to_it(tmp_path, line, loader):
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=TensorBoardLogger(), default_root_dir=tmp_path,
+        accelerator=ACCELERATOR, devices=1, max_epochs=2, logger=TensorBoardLogger(), default_root_dir=tmp_path,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(line, loader(), loader())
@@ -206,7 +207,8 @@ def drawn(tmp_path, make_line, loader):
         module.example_input_array = example
         logger = TensorBoardLogger(tmp_path, log_graph=True)
         trainer = Trainer(
-            accelerator="cpu", max_epochs=1, logger=logger, default_root_dir=tmp_path, enable_checkpointing=False,
+            accelerator=ACCELERATOR, devices=1, max_epochs=1, logger=logger, default_root_dir=tmp_path,
+            enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, **options,
         )  # fmt: skip
         trainer.fit(module, loader())

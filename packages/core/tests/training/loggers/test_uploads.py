@@ -6,6 +6,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
+from tests.accelerators import ACCELERATOR
 
 from dstrat import Logger, ModelCheckpoint, Trainer
 from dstrat.checkpoint.paths import as_path
@@ -98,7 +99,8 @@ def test_all_are_those_that_a_model_checkpoint_saves_also_the_worse_and_the_repl
         tmp_path, "{epoch}", monitor="val_loss", mode="max", save_top_k=-1, save_last=save_last, async_save=is_async
     )
     trainer = Trainer(
-        accelerator="cpu", max_epochs=3, logger=SendingAll(upload), callbacks=callback, plugins="torch",
+        accelerator=ACCELERATOR, devices=1, max_epochs=3, logger=SendingAll(upload), callbacks=callback,
+        plugins="torch",
         default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(line, loader(), loader())

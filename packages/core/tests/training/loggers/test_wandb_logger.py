@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 
 from dstrat import ModelCheckpoint, Trainer, WandbLogger
 from dstrat.errors import MisuseError
@@ -173,7 +174,7 @@ def test_it_can_be_pickled_before_it_writes(open_logger, tmp_path):
 
 def test_a_forked_rank_0_writes_everything(tmp_path, line, loader, averaging):
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=averaging(), max_epochs=2, logger=WandbLogger(offline=True),
+        accelerator=ACCELERATOR, devices=2, strategy=averaging(), max_epochs=2, logger=WandbLogger(offline=True),
         log_every_n_steps=1, default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
@@ -185,7 +186,8 @@ def test_a_forked_rank_0_writes_everything(tmp_path, line, loader, averaging):
 @pytest.mark.parametrize("log_model", [False, True, "all"])
 def test_a_trainer_writes_to_it_and_sends_checkpoints(tmp_path, line, loader, log_model):
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=WandbLogger(offline=True, log_model=log_model), log_every_n_steps=3,
+        accelerator=ACCELERATOR, devices=1, max_epochs=2, logger=WandbLogger(offline=True, log_model=log_model),
+        log_every_n_steps=3,
         callbacks=ModelCheckpoint(tmp_path / "c", monitor="val_loss", filename="{epoch}"), default_root_dir=tmp_path,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -251,7 +253,7 @@ def test_a_module_is_watched_from_the_start_of_a_run_to_its_end(tmp_path, line, 
     logger.watch(line, log_freq=1)
     assert logger.version is None  # it begins with the run
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=2, default_root_dir=tmp_path,
+        accelerator=ACCELERATOR, devices=1, max_epochs=1, logger=logger, log_every_n_steps=2, default_root_dir=tmp_path,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(line, loader())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.accelerators import make_scaler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -157,7 +158,7 @@ def test_a_resume_by_other_ranks_goes_on_with_the_weights_of_all(quiet_trainer, 
 
 def test_a_loss_scale_and_clipping_take_weights(quiet_trainer):
     module = Weighted()
-    precision = MixedPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    precision = MixedPrecision("16-mixed", scaler=make_scaler(init_scale=256.0))
     quiet_trainer(max_epochs=1, accumulate_grad_batches=3, plugins=precision, gradient_clip_val=1e6).fit(
         module, numbers()
     )

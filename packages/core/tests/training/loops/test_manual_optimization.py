@@ -87,10 +87,18 @@ def test_it_trains_as_automatic_optimization_does(quiet_trainer, make_line, line
     assert trainer.global_step == 12
 
 
+@pytest.mark.parametrize("cls", [OwnOptimizer, StepsTorch])
+def test_an_optimizer_that_was_made_before_the_run_trains(quiet_trainer, make_line, line, loader, cls):
+    module = make_line(cls)
+    quiet_trainer().fit(module, loader())
+    quiet_trainer().fit(line, loader())
+    assert torch.equal(module.layer.weight, line.layer.weight)
+
+
 def test_it_trains_the_same_on_two_ranks(quiet_trainer, make_line, loader, averaging):
     one, two = make_line(ByHand), make_line(ByHand)
+    quiet_trainer(strategy=averaging(), devices=2).fit(two, loader(4))  # first, as its ranks are forked
     quiet_trainer().fit(one, loader(8))
-    quiet_trainer(strategy=averaging(), devices=2).fit(two, loader(4))
     torch.testing.assert_close(two.layer.weight, one.layer.weight)
 
 
@@ -207,8 +215,8 @@ def test_gradients_stay_local_without_synchronisation(quiet_trainer, make_line, 
                 self.optimizers().step()
 
     one, two = make_line(Accumulating), make_line(Accumulating)
+    quiet_trainer(strategy=averaging(), devices=2).fit(two, loader(4))  # first, as its ranks are forked
     quiet_trainer().fit(one, loader(8))
-    quiet_trainer(strategy=averaging(), devices=2).fit(two, loader(4))
     torch.testing.assert_close(two.layer.weight, one.layer.weight)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
-from dstrat import Callback
+from dstrat import Callback, SingleDeviceStrategy
 from dstrat.builtin.precision.true import TruePrecision
 from dstrat.errors import MisuseError
 
@@ -113,12 +114,24 @@ def test_a_loss_scale_is_undone_where_the_module_steps_by_itself(quiet_trainer, 
     assert torch.equal(own.layer.weight, plain.layer.weight)
 
 
-def test_a_toggled_optimizer_of_a_step_that_raised_is_forgotten(quiet_trainer, line_class, loader):
+class Replacing(SingleDeviceStrategy):
+    """Gives the module other parameters in the end, as where those of the device are of another kind."""
+
+    def teardown(self):
+        super().teardown()
+        for module in self.module.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                replaced = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                setattr(module, name, replaced)
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, Replacing])
+def test_a_toggled_optimizer_of_a_step_that_raised_is_forgotten(quiet_trainer, line_class, loader, strategy):
     class Toggling(line_class):
         def __init__(self):
             super().__init__()
             self.automatic_optimization = False
-            self.other = torch.nn.Linear(1, 1)
+            self.other = nn.Linear(1, 1)
 
         def training_step(self, batch, batch_idx):
             self.toggle_optimizer(self.optimizers()[0])
@@ -130,5 +143,5 @@ def test_a_toggled_optimizer_of_a_step_that_raised_is_forgotten(quiet_trainer, l
     module = Toggling()
     for _ in range(2):
         with pytest.raises(ValueError, match="enough"):
-            quiet_trainer().fit(module, loader())
+            quiet_trainer(strategy=strategy()).fit(module, loader())
     assert all(parameter.requires_grad for parameter in module.parameters())

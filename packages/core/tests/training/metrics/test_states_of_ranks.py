@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -215,7 +216,8 @@ def test_metrics_of_a_loop_of_ones_own_have_the_value_of_one_device(averaging):
         from torchmetrics.retrieval import RetrievalMAP
 
         loop.setup(nn.Linear(CLASSES, 1))
-        auroc, order, retrieval = AUROC("multiclass", num_classes=CLASSES), CatMetric(), RetrievalMAP()
+        metrics = AUROC("multiclass", num_classes=CLASSES), CatMetric(), RetrievalMAP()
+        auroc, order, retrieval = (metric.to(loop.device) for metric in metrics)
         with loop.evaluation():
             for x, y in loop.evaluation_loader(DataLoader(samples(10), batch_size=4)):
                 auroc.update(x.softmax(1), y)
@@ -224,7 +226,7 @@ def test_metrics_of_a_loop_of_ones_own_have_the_value_of_one_device(averaging):
         return [float(auroc.compute()), order.compute().tolist(), float(retrieval.compute())]
 
     alone, together = (
-        OwnLoop(dstrat.build(strategy=strategy, accelerator="cpu", devices=devices)).launch(evaluate)
+        OwnLoop(dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=devices)).launch(evaluate)
         for strategy, devices in (("single_device", 1), (averaging(timeout=timedelta(seconds=60)), 2))
     )
     assert together == [pytest.approx(value) for value in alone]

@@ -211,6 +211,7 @@ QUICK = {
 
 
 @pytest.mark.slow
+@pytest.mark.on_cpu  # as simulated devices are unknown to torch's compiler
 @needs_compiler
 def test_torchs_own_compiler_trains_as_without(quiet_trainer, make_line, loader):
     from torch._inductor import list_options  # here, as its import takes a second

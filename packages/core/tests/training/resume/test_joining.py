@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -72,7 +73,8 @@ def fit(strategy, seed=1):
     dataset = TensorDataset(torch.arange(48.0).view(24, 2) / 24, torch.arange(24))
     trainer = Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
+        devices=1,
         max_epochs=3,
         callbacks=[counter],
         logger=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from tests.accelerators import make_scaler
 
 from dstrat import Callback, DataModule, TorchCheckpointIO
 from dstrat.builtin.precision.mixed import MixedPrecision
@@ -59,7 +59,7 @@ def test_the_scale_of_the_loss_is_that_of_the_checkpoint(quiet_trainer, make_lin
     scales = []
 
     def precision():
-        return MixedPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2))
+        return MixedPrecision("16-mixed", scaler=make_scaler(init_scale=2.0, growth_interval=2))
 
     class NotesScale(Notes):
         def on_train_start(self, trainer, module):

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from tests.accelerators import ACCELERATOR
 from tests.ranks import each, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,7 +35,8 @@ class Keeping(Averaging):
 
     def load_rank_state(self, state):
         for name, parameter in self.module.named_parameters():
-            parameter.grad = state["gradients"].get(name)
+            gradient = state["gradients"].get(name)
+            parameter.grad = None if gradient is None else self.from_host(gradient)
 
 
 class Sharding(Averaging):
@@ -105,7 +107,7 @@ def fit(cluster, strategy, *, cls=Line, to=None, ckpt_path=None, io=PortableChec
     """Train an epoch; return the warnings and the weights."""
     told, module, size = [], cls(), 1 if cluster is None else cluster.world_size
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         strategy=strategy(),
         devices=size,
         max_epochs=1,

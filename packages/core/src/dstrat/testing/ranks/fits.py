@@ -301,7 +301,7 @@ class _StateSizes(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy, work = trainer.strategy, module.shape
         numels = [parameter.numel() for parameter in NETS[work.net](work, None).parameters()]
-        training = _training_size(module, strategy, numels, self.world_size)
+        training = training_size(module, strategy, numels, self.world_size)
         self.layout, full = strategy.memory_layout(training), training.replicated
         if self.layout is None:
             return
@@ -347,7 +347,7 @@ class _ThirdStep(Callback):
         if batch_idx == 2 * module.shape.accumulate:
             net = NETS[module.shape.net](module.shape, None)  # not the one that is wrapped by now
             numels = [parameter.numel() for parameter in net.parameters()]
-            training = _training_size(net, trainer.strategy, numels, self.world_size)
+            training = training_size(net, trainer.strategy, numels, self.world_size)
             self.layout = trainer.strategy.communication_layout(training.for_steps_of(module.shape.accumulate))
             self.recorded.__enter__()  # type: ignore[no-untyped-call]  # of torch
 
@@ -356,7 +356,7 @@ class _ThirdStep(Callback):
             self.recorded.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # of torch
 
 
-def _training_size(module: torch.nn.Module, strategy: Any, numels: list[int], world_size: int) -> TrainingSize:
+def training_size(module: torch.nn.Module, strategy: Any, numels: list[int], world_size: int) -> TrainingSize:
     """Return the size of a training with AdamW in float32, from the numbers of elements of the parameters."""
     size = torch.float32.itemsize
     return TrainingSize(

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from dstrat.interfaces.optimizers import Optimization
-from dstrat.testing.ranks.fits import numbers
+from dstrat.parallel.shards import local_tensor
+from dstrat.testing.ranks.fits import numbers, training_size
 from dstrat.testing.ranks.jobs import build_strategy
 from dstrat.testing.ranks.modules import GLOBAL_BATCH, dataset
 
@@ -69,7 +70,7 @@ def life_cycle(rank_context: RankContext, subject: Subject, accelerator: str, *,
     # The strategy's module, which it may have replaced by another one.
     strategy.setup(Loop(lambda: strategy.module, events, is_fitting=is_fitting))
     events.append("| steps")
-    observed: dict[str, Any] = {"after setup": _view(strategy, module)}
+    observed: dict[str, Any] = {"after setup": _view(strategy, module) | _offloaded(rank_context, strategy)}
     if is_fitting:
         before = _weights(strategy)
         observed["error in steps"] = _problem_of("a step", lambda: train(strategy, 3))
@@ -189,6 +190,21 @@ def _view(strategy: Strategy, module: nn.Module) -> dict[str, Any]:
         "process group is open": dist.is_available() and dist.is_initialized(),
         "default dtype": str(torch.get_default_dtype()),
         "gradients are on": torch.is_grad_enabled(),
+    }
+
+
+def _offloaded(rank_context: RankContext, strategy: Strategy) -> dict[str, Any]:
+    """Return how many bytes of parameters are on the host, and how many the strategy declares."""
+    on_host, layout = [], None
+    if strategy.root_device.type != "cpu":
+        on_host = [local_tensor(parameter) for parameter in strategy.module.parameters() if parameter.is_cpu]
+    if on_host:
+        module = Regression()
+        numels = [parameter.numel() for parameter in module.parameters()]
+        layout = strategy.memory_layout(training_size(module, strategy, numels, rank_context.world_size))
+    return {
+        "bytes on the host": sum(tensor.nbytes for tensor in on_host),
+        "declared bytes on the host": 0 if layout is None else layout.host,
     }
 
 

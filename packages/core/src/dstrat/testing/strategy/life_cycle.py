@@ -83,7 +83,16 @@ class LifeCycle(StrategyTests):
         after = self._life(is_fitting=True)["after setup"]
         if not after["module is the user's"]:
             fail("strategy.module is not the user's module after setup: the wrapped one belongs into strategy.model")
-        if after["devices"] != [after["root device"]]:
+        offloaded, declared = after["bytes on the host"], after["declared bytes on the host"]
+        if offloaded > declared:
+            fail(
+                f"after setup {offloaded} bytes of parameters are on the host, root_device is {after['root device']}, "
+                f"and memory_layout declares {declared} bytes on the host",
+                expected="the parameters are on root_device, but for those that the strategy offloads.",
+                fix="move them in model_to_device, or return their bytes as the host of memory_layout.",
+            )
+        allowed = {after["root device"], *(["cpu"] if offloaded else [])}
+        if not after["devices"] or {*after["devices"]} - allowed:
             fail(
                 f"after setup the module is on {', '.join(after['devices'])}, and root_device is {after['root device']}"
             )

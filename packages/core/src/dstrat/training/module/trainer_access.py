@@ -86,15 +86,16 @@ class TrainerAccess:
         Ranks that share a batch, as those that divide a model do, count once, so that each sample comes once.
 
         Args:
-            data: A tensor, a number, or a list, tuple, dict or dataclass of them; the result has the same structure.
-                Of a DTensor each rank has the full value, without ``sync_grads``.
+            data: A tensor, a number, or a list, tuple, dict or dataclass of them; the result has the same structure, on
+                the device.  Of a DTensor each rank has the full value, without ``sync_grads``.
             group: The process group, of which all ranks count; by default all batches.
             sync_grads: Whether gradients flow back to each rank.
         """
         strategy = self.trainer.strategy
+        device = strategy.root_device
 
         def gather(tensor: Tensor) -> Tensor:
             full = tensor if sync_grads else full_value(tensor)
-            return strategy.all_gather(full, group=group, sync_grads=sync_grads)
+            return strategy.all_gather(full.to(device), group=group, sync_grads=sync_grads)
 
-        return apply_to_tensors(numbers_to_tensors(data, strategy.root_device), gather)
+        return apply_to_tensors(numbers_to_tensors(data, device), gather)
