@@ -175,7 +175,7 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch
 _parked: weakref.WeakKeyDictionary[Module, _EarlierRun] = weakref.WeakKeyDictionary()
 
 _SHARDED_NOTE = "the run has ended, and this process has one shard of each parameter"
-_WHOLE_AFTER_RUNS = (
+_FULL_AFTER_RUNS = (
     'state_dict_type="full" of a strategy without stages (pp) a run leaves whole parameters on each rank'
 )
 
@@ -399,12 +399,12 @@ def _refuse_state_dict(layer: Module, prefix: str, _keep_vars: bool) -> None:
         f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_SHARDED_NOTE}. "
         "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, "
         "trainer.strategy.module_state_dict() gathers it in a hook of the run such as on_train_end, and with "
-        f"{_WHOLE_AFTER_RUNS}"
+        f"{_FULL_AFTER_RUNS}"
     )
 
 
 def _refuse_forward(layer: Module, _args: Any) -> None:
     raise MisuseError(
         f"{type(layer).__name__} cannot compute: {_SHARDED_NOTE}. trainer.test and trainer.predict gather them, and "
-        f"with {_WHOLE_AFTER_RUNS}"
+        f"with {_FULL_AFTER_RUNS}"
     )
