@@ -175,9 +175,7 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch
 _parked: weakref.WeakKeyDictionary[Module, _EarlierRun] = weakref.WeakKeyDictionary()
 
 _SHARDED_NOTE = "the run has ended, and this process has one shard of each parameter"
-_FULL_AFTER_RUNS = (
-    'state_dict_type="full" of a strategy without stages (pp) a run leaves whole parameters on each rank'
-)
+_FULL_AFTER_RUNS = 'state_dict_type="full" of a strategy without stages (pp) a run leaves whole parameters on each rank'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
