@@ -230,6 +230,14 @@ class HasLaterHook(BlockNet):
         self.last.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
 
 
+class StartsFromZeros(BlockNet):
+    """Makes an input of a block of its weight, as recurrent models make their first hidden state."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.blocks[0].up.weight.new_zeros(len(batch[0]), self.blocks[0].up.in_features)
+        return self.blocks[1](hidden).square().mean()
+
+
 CANNOT_BE_SHARDED = {
     "HasHook": "parameter 'blocks.1.up.weight' has a hook on its gradient (register_hook), and FSDPStrategy",
     "HasLaterHook": "parameter 'last.bias' has a hook on its gradient",
@@ -243,6 +251,11 @@ def test_what_torch_cannot_shard_is_told_of():
     for found in in_ranks(each, function=complaint, cases={name: {"module": name} for name in CANNOT_BE_SHARDED}):
         for name, message in CANNOT_BE_SHARDED.items():
             assert found[name].startswith(f"MisuseError: {message}")
+
+
+def test_an_input_made_of_a_sharded_parameter_is_told_of():
+    for message in in_ranks(complaint, module="StartsFromZeros"):
+        assert "An input that new_zeros or zeros_like has made of a parameter" in message
 
 
 class Marked(BlockNet):

@@ -18,6 +18,7 @@ pytest.importorskip("lightning", reason="this environment has no Lightning: nox 
 import lightning.pytorch
 import torch
 from click.testing import CliRunner
+from torch.utils.data import DataLoader
 
 import dstrat
 import dstrat_lightning
@@ -595,6 +596,39 @@ def test_lightnings_trainer_pickles_a_strategy_for_spawn(library):
     copy = pickle.loads(pickle.dumps(strategy_class(library.__name__)("ddp_spawn")))
     assert (copy.alias, copy._start_method) == ("ddp_spawn", "spawn")
     assert isinstance(copy, library.strategies.DDPStrategy)
+
+
+def test_lightnings_trainer_gives_ranks_that_share_a_batch_the_same_samples():
+    from dstrat_lightning.strategy import strategy_class
+
+    library = importlib.import_module("lightning.pytorch")
+    values = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+    class Attends(library.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(1, 4)
+
+        def training_step(self, batch, batch_idx):
+            heads = self.layer(batch.unsqueeze(-1)).unflatten(2, (2, 2)).transpose(1, 2)
+            attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return (attended.sum((1, 3)) - batch).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    states = []
+    for devices, strategy in ((1, "auto"), (2, strategy_class(library.__name__)("mesh(cp=2)", start_method="fork"))):
+        module = Attends()
+        made = library.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=3, **off)
+        made.fit(module, DataLoader(values, batch_size=16), DataLoader(values, batch_size=4))
+        states.append({**module.state_dict(), "val_loss": made.callback_metrics["val_loss"]})
+    torch.testing.assert_close(*states)
 
 
 def test_lightnings_trainer_gets_whole_weights_from_forked_ranks_with_shards():

@@ -96,12 +96,13 @@ def test_stages_that_an_earlier_run_has_divided_otherwise_are_refused():
 
 
 class Counting(nn.Module):
-    """Counts its batches in a buffer, one that it makes in the first, one that grows, and in extra state."""
+    """Counts its batches in buffers, of which one has gaps, one is new and one grows, and in extra state."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("columns", torch.zeros(3, 4)[:, :2])
         self.register_buffer("late", None, persistent=False)
         self.register_buffer("table", torch.zeros(0), persistent=False)
 
@@ -109,9 +110,10 @@ class Counting(nn.Module):
         if self.training:
             self.count += 1
             self.seen += 1
+            self.columns += 1
             self.late = self.seen * torch.ones(2, device=x.device)
             self.table = torch.cat([self.table, self.seen.view(1)])
-        return x * (1 + self.count / 10 + self.seen / 10 + self.table.sum() / 100)
+        return x * (1 + self.count / 10 + self.seen / 10 + (self.table.sum() + self.columns.sum()) / 100)
 
     def get_extra_state(self):
         return {"count": self.count}

@@ -17,6 +17,7 @@ from typing_extensions import override
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.parallel.activation_memory import ActivationMemory
+from dstrat.parallel.collectives import give_plain_strides, stored_elements
 from dstrat.parallel.optimizer_checks import check_layout
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
@@ -248,6 +249,9 @@ class DDPStrategy(ParallelStrategy):
                 "%s has no trainable parameter, so that there is nothing to average", type(self.module).__name__
             )
             return
+        for buffer in self._synchronized(self.module.named_buffers()):
+            if stored_elements(buffer).shape != buffer.shape:  # torch's broadcast before each step fails
+                give_plain_strides(buffer)
         if isinstance(self.module, SeparateModules):
             self.model = SeparateWrappers(self.module, self._wrap_one)
             return

@@ -16,7 +16,7 @@ from dstrat.builtin.precision.mixed import MixedPrecision
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
 from dstrat.interfaces.state_dict import named_weights
-from dstrat.parallel.collectives import running_statistics
+from dstrat.parallel.collectives import give_plain_strides, running_statistics
 from dstrat.parallel.gathered_optimizer import GatheredOptimizer
 from dstrat.parallel.optimizer_checks import check_layout, check_one_dtype, check_optimizers, find_coupling
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -143,6 +143,8 @@ class DDPShardedStrategy(ParallelStrategy):
     # The life cycle
 
     def setup_optimizers(self, trainer: TrainerLike) -> None:
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            give_plain_strides(tensor)  # FairScale broadcasts them as they are in memory
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.module)
         check_one_dtype(self.module, "FairScale's ShardedDataParallel")

@@ -175,6 +175,7 @@ def _reset_layer(layer: Module, names: list[str], owned: set[str], device: torch
 _parked: weakref.WeakKeyDictionary[Module, _EarlierRun] = weakref.WeakKeyDictionary()
 
 _SHARDED_NOTE = "the run has ended, and this process has one shard of each parameter"
+_FULL_AFTER_RUNS = 'state_dict_type="full" of a strategy without stages (pp) a run leaves whole parameters on each rank'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,13 +395,14 @@ def _load_shards(layer: Module, state: dict[str, Any], prefix: str, *_args: Any)
 def _refuse_state_dict(layer: Module, prefix: str, _keep_vars: bool) -> None:
     raise MisuseError(
         f"the state dict of {prefix.rstrip('.') or type(layer).__name__} cannot be gathered: {_SHARDED_NOTE}. "
-        "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, and with "
-        'FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'
+        "Checkpoints of the run, such as those of ModelCheckpoint(save_last=True), have everything, "
+        "trainer.strategy.module_state_dict() gathers it in a hook of the run such as on_train_end, and with "
+        f"{_FULL_AFTER_RUNS}"
     )
 
 
 def _refuse_forward(layer: Module, _args: Any) -> None:
     raise MisuseError(
         f"{type(layer).__name__} cannot compute: {_SHARDED_NOTE}. trainer.test and trainer.predict gather them, and "
-        'with FSDPStrategy(state_dict_type="full") a run leaves whole parameters on each rank'
+        f"with {_FULL_AFTER_RUNS}"
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import ClusterError, PeerError, RequestError
-from dstrat.parallel.collectives import name_of_operation, pack_object
+from dstrat.parallel.collectives import name_of_operation, pack_object, stored_elements
 from dstrat_horovod.internals import Rendezvous, slot_environment
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Communication:
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors, of any dtype, by those of global rank 0."""
-        targets = [tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel()]
+        targets = [stored_elements(tensor.detach()) for tensor in tensors if not tensor.is_meta and tensor.numel()]
         values = [target.contiguous() for target in targets]  # the tensor itself, unless it is strided
         with self.peer_errors("broadcast"):
             # Bytes, as Horovod lacks some dtypes; a view, so that it writes into the tensor.

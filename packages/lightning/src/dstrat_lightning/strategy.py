@@ -154,7 +154,10 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
 
         @property
         def distributed_sampler_kwargs(self) -> dict[str, Any]:
-            return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+            if self._inner is None:
+                return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+            # Ranks of tp and cp share their batches.  Where all do, the strategy may name no share.
+            return {"num_replicas": 1, "rank": 0} | self._inner.distributed_sampler_kwargs
 
         def _configure_launcher(self) -> None:
             self._launcher = make_launcher(package, self, self._start_method)

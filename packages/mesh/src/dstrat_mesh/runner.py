@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import tensors_in
+from dstrat.parallel.collectives import stored_elements
 from dstrat_mesh.schedule import Pass, PassKind, numbers_of_passes
 from dstrat_mesh.split_backward import backward_to_input
 
@@ -88,7 +89,11 @@ class Links:
 
     def from_position(self, tensor: Tensor, position: int) -> Tensor:
         """Return a tensor, overwritten by that of the rank at a position, -1 for the last; collective over them."""
-        dist.broadcast(tensor, self.ranks[position], group=self.collective_group)
+        elements = stored_elements(tensor)
+        values = elements.contiguous()  # as a broadcast reads and writes them, of whatever strides
+        dist.broadcast(values, self.ranks[position], group=self.collective_group)
+        if values is not elements:
+            elements.copy_(values)
         return tensor
 
 

@@ -166,13 +166,38 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
             values, and are skipped.
         group: The ranks; None for all.
     """
-    values = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    values = [stored_elements(tensor.detach()) for tensor in tensors if not tensor.is_meta]
     group = dist.group.WORLD if group is None else group
     if values and group is not None:
         broadcast_coalesced(values, group)
 
 
 take_from_first_rank = broadcast_tensors  # its first name
+
+
+def stored_elements(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that another tensor can be copied into, with each of its elements in memory once.
+
+    torch refuses to copy into an expanded tensor.  It also refuses to copy a tensor into itself by other strides of a
+    dimension of one element, which a broadcast of a single tensor does: ``positions.unsqueeze(0).transpose(0, 1)`` has
+    such strides.
+    """
+    if tensor.layout is not torch.strided or _has_plain_strides(tensor):
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+def give_plain_strides(tensor: Tensor) -> None:
+    """Replace the memory of a tensor if a library could not send it, or receive into it, as it is."""
+    if tensor.layout is torch.strided and not _has_plain_strides(tensor):
+        tensor.data = tensor.detach().reshape(-1).view(tensor.shape)  # of one with all elements in order, a view
+
+
+def _has_plain_strides(tensor: Tensor) -> bool:
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def running_statistics(module: Module) -> list[Tensor]:
