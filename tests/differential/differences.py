@@ -83,9 +83,24 @@ def _comparable(record: dict[str, Any]) -> dict[str, Any]:
             if name != "epoch":
                 rows.setdefault(name, []).append({"value": value, "step": step, "epoch": values.get("epoch")})
     comparable["rows"] = rows
+    comparable["weights"] = _with_gradients(record["weights"])
     comparable["equal loggers"] = all(close(logger, record["rows"][0], 0.0) for logger in record["rows"])
     comparable["checkpoints"] = [_without_versions(saved) for saved in record["checkpoints"]]
     return comparable
+
+
+def _with_gradients(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights without biases before a batch norm, whose gradients are rounding errors.
+
+    Adam and RMSprop scale these up.
+    """
+
+    def is_before_norm(name: str) -> bool:
+        layer, _, kind = name.rpartition(".")
+        prefix, _, index = layer.rpartition(".")
+        return kind == "bias" and index.isdigit() and f"{prefix}.{int(index) + 1}.running_mean" in weights
+
+    return {name: value for name, value in weights.items() if not is_before_norm(name)}
 
 
 def _without_versions(saved: dict[str, Any]) -> dict[str, Any]:
