@@ -106,7 +106,7 @@ FAULTS = [
         target="gradients:KeepsItsOwnFirstValues",
         test="test_every_rank_begins_with_the_parameters_of_rank_0",
         case=PAIR,
-        words="has other parameters than rank 0",
+        words="ranks have other values of the parameter 'layers.0.weight' in optimizer step 1",
     ),
     Fault(
         target="gradients:GivesNothingBack",
@@ -313,7 +313,7 @@ FAULTS = [
         target="gradients:AveragesOnlyAfterTheStep",
         test="test_manual_optimization_trains_as_on_one_device",
         case=PAIR,
-        words="2 ranks with automatic_optimization=False differ",
+        words="ranks have other values of the parameter 'layers.0.bias' in optimizer step 2",
     ),
     Fault(
         target="communication:GathersByConcatenation", test=GATHERS, case=TWO, words="for a tensor without dimensions"
