@@ -55,8 +55,8 @@ def check_same_parameters(
                 f"{-lowest:.6g} to {highest:.6g}): {strategy} synchronizes gradients, so that whatever else changes "
                 "parameters has to do the same on all ranks. A layer that takes first values from a batch (ActNorm), "
                 "or scales its parameters in each forward (Embedding with max_norm), has those of its rank's batch: "
-                "let it compute them from strategy.all_gather(batch), or do it before fit. A strategy whose replicas are "
-                "meant to differ has compares_replicas = False"
+                "let it compute them from strategy.all_gather(batch), or do it before fit. A strategy whose replicas "
+                "are meant to differ has compares_replicas = False"
             )
 
 
