@@ -78,6 +78,7 @@ class BaguaStrategy(ParallelStrategy):
         ConflictError: Options are given beside an instance.
     """
 
+    compares_replicas = True
     allows_new_optimizers = False  # the algorithm has those of the setup
 
     def __init__(

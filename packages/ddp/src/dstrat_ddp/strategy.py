@@ -94,6 +94,9 @@ class DDPStrategy(ParallelStrategy):
         ConflictError: An argument of the communication needs another one.
     """
 
+    compares_replicas = True
+    is_elastic = True
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -131,7 +134,8 @@ class DDPStrategy(ParallelStrategy):
         self._ddp_kwargs = kwargs
         self._comm_hook = comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         check_averaging_period(model_averaging_period, self._comm_hook)
-        self.compares_replicas = self._comm_hook is None or not self._comm_hook.is_noop
+        if self._comm_hook is not None and self._comm_hook.is_noop:
+            self.compares_replicas = False
         self._model_averaging_period = model_averaging_period
         self.trains_apart = model_averaging_period is not None
         self._averaging: ParameterAveraging | None = None
@@ -139,8 +143,6 @@ class DDPStrategy(ParallelStrategy):
         self._explained: AbstractContextManager[Any] = nullcontext()
         self._has_run_backward = False
         self._frozen: list[Parameter] = []
-
-    is_elastic = True
 
     @override
     def check_elastic(self) -> None:

@@ -84,6 +84,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         ConflictError: Two options exclude each other.
     """
 
+    compares_replicas = True
     replicates_state = False
     allows_new_optimizers = False  # the engine has the optimizer, and the parameters in its buffers
 

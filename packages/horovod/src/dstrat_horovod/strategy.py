@@ -75,6 +75,7 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     uses_torch_distributed = False
+    compares_replicas = True
     allows_new_optimizers = False  # Horovod's hooks reduce gradients for those of the setup
     allows_inference_mode = False  # Horovod's thread resizes its results, which tensors of that mode refuse
 

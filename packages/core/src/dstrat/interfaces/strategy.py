@@ -227,8 +227,8 @@ class Strategy(ABC):
         trains_apart: Whether processes train weights of their own for some time, which loops of other libraries do not
             expect.  The module's state should be the mean then, which the module has in :meth:`evaluation_context`, and
             :meth:`rank_state` have those of each process.
-        compares_replicas: Whether processes compare the parameters that all of them have, in a few steps; False where
-            they are meant to differ.
+        compares_replicas: Whether processes compare the parameters that all of them have, in a few steps: those of a
+            strategy that keeps them equal by synchronizing gradients.
         saved_activations: How layers of the module save activations in a training; None for all of them, as they are.
         components: The components; None for those that it lacks yet.
         constructor_components: Those that were passed to the constructor, some as an alias or a class.
@@ -256,7 +256,7 @@ class Strategy(ABC):
     reaches_other_jobs: bool = False
     steps_with_other_jobs: bool = False
     trains_apart: bool = False
-    compares_replicas: bool = True
+    compares_replicas: bool = False
     saved_activations: SavedActivations | None = None
     _restore_layers: Callable[[], None] | None = None
 

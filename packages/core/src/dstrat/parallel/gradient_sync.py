@@ -38,6 +38,7 @@ class GradientSyncStrategy(ParallelStrategy):
             every process or in none.
     """
 
+    compares_replicas = True
     gradients_may_lack: bool = True
     _is_accumulating = False
 

@@ -19,7 +19,6 @@ class Apart(ParallelStrategy):
     """Averages parameters in every third step, and is different in each process until then."""
 
     start_method = "fork"
-    compares_replicas = False
     steps = 0
 
     def optimizer_step(self, optimizer, closure, model=None, **kwargs):
