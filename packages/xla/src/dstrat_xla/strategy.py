@@ -80,6 +80,7 @@ class XLAStrategy(LazySteps, GradientSyncStrategy):
         start_method: ``"popen"`` (re-run the script), ``"spawn"``, ``"fork"`` or ``"forkserver"``.
     """
 
+    compares_replicas = False  # norms of parameters would compile a further graph
     uses_torch_distributed = False  # not for tensors on the devices
 
     def __init__(
