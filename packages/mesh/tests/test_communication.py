@@ -232,6 +232,15 @@ def test_layouts_without_shards_gather_and_buffer_nothing():
     assert one.hooks == eight.hooks
 
 
+def test_a_stage_steps_its_largest_parameter_and_adds_one_gradient_at_a_time():
+    training = sizes(SAMPLES)
+    assert 2 * training.largest_parameter <= training.optimizer_temporaries < training.parameters  # of one at a time
+    stages = [stage.memory for stage in memory_of_ranks(MeshStrategy(pp=4, microbatches=4), training)]
+    for memory in (MeshStrategy(pp=4, microbatches=4).memory_layout(training), *stages):
+        assert memory.optimizer_temporaries == training.optimizer_temporaries
+        assert (memory.step_buffers, memory.reduction_buffer) == (training.largest_parameter, 0)
+
+
 def test_split_layers_send_parts_of_sequences():
     training = sizes(SAMPLES)
     split, both = (MeshStrategy(**one).communication_layout(training) for one in ({"tp": 2}, {"tp": 2, "cp": 2}))
