@@ -362,9 +362,9 @@ def test_values_are_logged_by_batches_where_the_module_has_its_own_optimizer(qui
     assert message.startswith("configure_optimizers of OwnOptimizer returned no optimizer, so that global_step stays 0")
 
 
-def test_an_epoch_without_a_step_of_the_trainers_optimizers_is_logged(quiet_trainer, make_line, loader, caplog):
-    logger = Steps()
-    options = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "limit_train_batches": 3}
+@pytest.mark.parametrize("logger", [Steps(), False], ids=["logger", "no logger"])
+def test_an_epoch_without_a_step_of_the_trainers_optimizers_is_logged(logger, quiet_trainer, make_line, loader, caplog):
+    options = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "max_steps": 4, "limit_train_batches": 3}
     quiet_trainer(**options).fit(make_line(StepsTorch), loader())
-    assert logger.steps == []
+    assert not logger or logger.steps == []
     assert caplog.messages[0].startswith("no optimizer of self.optimizers() has stepped in epoch 0 of StepsTorch")

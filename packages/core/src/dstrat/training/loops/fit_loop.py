@@ -233,7 +233,7 @@ class FitLoop(Position):
         self.is_in_batch = False
         self.logged.batch, self.logged.in_step = None, False  # in this order: values that wait get the batch's weight
         if completed:
-            if not self.global_step and self._publishes and run.is_global_zero:
+            if not self.global_step and run.is_global_zero:
                 self._warn_of_no_step()
             self.epochs_done, self.batches_done = self.epoch + 1, 0
         else:
