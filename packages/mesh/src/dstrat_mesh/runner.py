@@ -406,9 +406,10 @@ def _weighted_loss(loss: Any, factor: float | Tensor) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim():
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise MisuseError(f"the loss of the pipeline returned {shown}: return a scalar tensor, such as a mean")
+    value: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss  # a DTensor over split logits
     if isinstance(factor, Tensor):  # 0 for a microbatch without labels, whose mean loss may be nan
-        return torch.where(factor > 0, loss, 0.0) * factor
-    return loss * factor
+        return torch.where(factor > 0, value, 0.0) * factor
+    return value * factor
 
 
 def _integers_in(batch: Any) -> tuple[tuple[str, int], ...]:

@@ -32,6 +32,7 @@ from dstrat.parallel.process_group import (
     open_process_group,
 )
 from dstrat.parallel.replicas import check_same_parameters, is_compared
+from dstrat.parallel.shards import full_value
 from dstrat.plugins.catalog import get_catalog
 
 if TYPE_CHECKING:
@@ -342,7 +343,8 @@ class ParallelStrategy(Strategy):
     ) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        return reduce_tensor(self._on_device(tensor), group=group, reduce_op=reduce_op).to(tensor.device)
+        value: Tensor = full_value(tensor)  # of a DTensor, such as a loss that is computed in parallel
+        return reduce_tensor(self._on_device(value), group=group, reduce_op=reduce_op).to(value.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         return broadcast_object(obj, src=src)
@@ -370,7 +372,8 @@ class ParallelStrategy(Strategy):
         return count_collectives()
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
-        return gather_tensors(self._on_device(tensor), group=group, sync_grads=sync_grads).to(tensor.device)
+        value: Tensor = tensor if sync_grads else full_value(tensor)
+        return gather_tensors(self._on_device(value), group=group, sync_grads=sync_grads).to(value.device)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the host, such as a count, where the backend sends it from."""
