@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 from tests.hand_loop import Block, BlockNet
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -134,3 +135,11 @@ def test_a_policy_that_matches_nothing_is_refused_with_what_there_is(policy, par
 def test_a_block_may_not_share_a_parameter_with_a_layer_outside_of_it():
     with pytest.raises(RequestError, match="Embedding that is sharded by itself shares its parameter"):
         blocks_of(Tied(), {nn.Embedding})
+
+
+def test_a_compiled_layer_is_a_block_with_its_wrapper():
+    module = BlockNet()
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = torch.compile(block, backend="eager")
+    for policy in (None, Block, lambda layer: isinstance(layer, Block)):
+        assert sorted(names(module, policy)) == ["blocks.0", "blocks.1", "blocks.2"]

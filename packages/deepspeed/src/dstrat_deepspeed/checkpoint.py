@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import named_weights
+from dstrat.interfaces.state_dict import canonical_parameters, named_weights
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
@@ -184,8 +184,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self._changes.accept(moves=moves)
 
     def _names(self) -> dict[int, str]:
-        # torch.compile wraps layers in modules, whose prefix does not belong into a checkpoint.
-        return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in self.module.named_parameters()}
+        return {id(parameter): name for name, parameter in canonical_parameters(self.module).items()}
 
     def _partitioned(self, optimizer: Optimizer) -> PartitionedState | None:
         """Return the optimizer's state in partitions; None if the optimizer has the parameters themselves."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.state_dict import canonical_parameters
 from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
 
@@ -36,7 +37,8 @@ def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
         has_shards: Whether reduced gradients may be pending too, as with manual optimization; otherwise a reduced
             gradient remains from the last optimizer step.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = canonical_parameters(module)
+    names = {id(parameter): name for name, parameter in parameters.items()}
     full, placements = {}, {}
     for param in internals.fsdp_params(units):
         gradient = internals.accumulated_gradient(param)
@@ -46,7 +48,7 @@ def pending_gradients(units: Sequence[FSDPModule], module: Module, *, has_shards
         if isinstance(gradient, DTensor):  # of a tensor-parallel layer: its ranks have shards or summands
             placements[name] = serialize_placements(gradient)
         full[name] = local_tensor(gradient)
-    shards = {n: local_tensor(p.grad) for n, p in module.named_parameters() if p.grad is not None} if has_shards else {}
+    shards = {n: local_tensor(p.grad) for n, p in parameters.items() if p.grad is not None} if has_shards else {}
     gradients = {"whole": full, "placements": placements, "shards": shards}  # keys of checkpoints
     return gradients if full or shards else {}
 
@@ -65,7 +67,7 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
     for unit in units:
         unit.unshard()
         unit.reshard()
-    parameters = dict(module.named_parameters())
+    parameters = canonical_parameters(module)
     params = {id(param.sharded_param): param for param in internals.fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
         param = params[id(parameters[name])]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.state_dict import canonical_parameters
 from dstrat.parallel.replicas import is_compared
 from dstrat.parallel.step_module import StepModule
 from dstrat_fsdp import internals
@@ -360,7 +361,7 @@ class ShardedModule:
         self._units, self._gathered_in_training = [], []
 
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return {id(parameter): name for name, parameter in canonical_parameters(self._module).items()}
 
     def _free_after_forward(self, frees: bool) -> None:
         for unit in self._gathered_in_training:

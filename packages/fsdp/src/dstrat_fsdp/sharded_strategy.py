@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import named_weights
+from dstrat.interfaces.state_dict import canonical_parameters, named_weights
 from dstrat.parallel.collectives import broadcast_tensors, running_statistics
 from dstrat.parallel.meta_device import parameters_on_meta
 from dstrat.parallel.optimizer_checks import check_layout, check_optimizers
@@ -363,7 +363,7 @@ class ShardedStrategy(ParallelStrategy):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer by the names of its parameters, of those that this rank computes."""
         named = super().sharded_optimizer_state(optimizer)
-        foreign = {name for name, parameter in self.module.named_parameters() if parameter.is_meta}
+        foreign = {name for name, parameter in canonical_parameters(self.module).items() if parameter.is_meta}
         # Adagrad makes its state in the constructor, of all parameters.
         return {**named, "state": {name: state for name, state in named["state"].items() if name not in foreign}}
 
@@ -382,7 +382,7 @@ class ShardedStrategy(ParallelStrategy):
             optimizer.state = state
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
-        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in foreign]
+        names = [name for name, one in canonical_parameters(self.module).items() if id(one) in foreign]
         return {**template, "state": OptionalTensors({**template["state"], **dict.fromkeys(names)})}
 
     def rank_state(self) -> dict[str, Any]:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FSDPModule
 
 from dstrat.errors import RequestError
-from dstrat.parallel.layers import checked_policy, has_forward, num_parameters, repeated_layers
+from dstrat.parallel.layers import (
+    checked_policy,
+    has_forward,
+    is_compiled,
+    num_parameters,
+    repeated_layers,
+    uncompiled,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -83,20 +90,24 @@ def _matching_policy(module: Module, policy: WrapPolicy) -> list[Module]:
         return _by_size(module, lambda _, numel: numel >= policy)
     if not callable(policy):
         classes = tuple(policy)
-        return [layer for layer in _candidate_layers(module) if isinstance(layer, classes)]
+        return [layer for layer in _candidate_layers(module) if isinstance(uncompiled(layer), classes)]
     function: Any = policy
     # torch's functions, and those that are written for its earlier FSDP, take these arguments by name.
     names = inspect.signature(function).parameters
     if "nonwrapped_numel" in names or "recurse" in names:
-        return _by_size(module, lambda layer, numel: function(layer, recurse=False, nonwrapped_numel=numel))
-    return [layer for layer in _candidate_layers(module) if function(layer)]
+        return _by_size(module, lambda layer, numel: function(uncompiled(layer), recurse=False, nonwrapped_numel=numel))
+    return [layer for layer in _candidate_layers(module) if function(uncompiled(layer))]
 
 
 def _candidate_layers(module: Module) -> Iterator[Module]:
-    """Yield the layers that can be sharded and have parameters, inner ones first."""
-    sharded = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.modules()}
+    """Yield the layers that can be sharded and have parameters, inner ones first.
+
+    A compiled layer is sharded outside of its graph, which the hooks that gather its parameters would break.
+    """
+    excluded = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.modules()}
+    excluded |= {id(uncompiled(layer)) for layer in module.modules() if is_compiled(layer)}
     for layer in reversed(list(module.modules())):  # torch's order has outer modules first
-        if has_forward(layer) and id(layer) not in sharded and num_parameters(layer):
+        if has_forward(layer) and id(layer) not in excluded and num_parameters(layer):
             yield layer
 
 

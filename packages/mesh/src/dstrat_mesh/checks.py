@@ -15,9 +15,10 @@ from torch.nn.utils import clip_grad
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.interfaces.pipeline import check_loss_of_stages
+from dstrat.interfaces.state_dict import canonical_name
 from dstrat.parallel.optimizer_checks import find_coupling
 from dstrat.training.metrics.metric_objects import is_metric
-from dstrat.training.module.compiling import plain_name, wrapped_module
+from dstrat.training.module.compiling import wrapped_module
 from dstrat_fsdp.memory import once_per_module
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def check_not_compiled(module: Module, pipeline: Pipeline, schedule: Schedule) -
         wrapped = wrapped_module(container)
         if wrapped is None and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
             continue
-        subject = plain_name(name) or type(module).__name__
+        subject = canonical_name(name) or type(module).__name__
         inside = set((container if wrapped is None else wrapped).modules())
         if pipeline.model in (container, wrapped) or len(inside.intersection(pipeline.chain)) > 1:
             raise MisuseError(

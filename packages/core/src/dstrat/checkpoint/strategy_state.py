@@ -16,7 +16,7 @@ from dstrat.checkpoint.portable.format import checksum
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import check_names, is_extra_state, named_weights
+from dstrat.interfaces.state_dict import canonical_name, check_names, is_extra_state, named_weights
 from dstrat.interfaces.strategy import gather_if_different, gather_objects
 from dstrat.parallel.shards import local_tensor
 
@@ -245,7 +245,7 @@ def _plain_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in submodule.named_buffers(recurse=False):
             is_saved = name not in submodule._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name
             if is_saved and type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:
-                yield f"{path}.{name}".lstrip("."), buffer
+                yield canonical_name(f"{path}.{name}".lstrip(".")), buffer
 
 
 def read_checkpoint(strategy: Strategy, io: CheckpointIO, path: str | Path, *, has_optimizers: bool) -> dict[str, Any]:
@@ -304,9 +304,9 @@ def load_module(
             strategy.load_module_state_dict(values[key], strict=strict)
         return dict(values)
     state = strategy.sharded_module_state()
-    # Parameters on the meta device are those of other ranks, which read them.
-    names = strategy.module.named_parameters(remove_duplicate=False)
-    foreign = {name for name, parameter in names if parameter.is_meta} - state.keys()
+    # Tensors on the meta device are those of other ranks, which read them.
+    everything = strategy.module.state_dict().items()
+    foreign = {name for name, value in everything if isinstance(value, Tensor) and value.is_meta} - state.keys()
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     tensors.update(dict.fromkeys(foreign))
     # None for all other values, which read_values has read already.

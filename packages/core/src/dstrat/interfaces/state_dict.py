@@ -11,7 +11,7 @@ from dstrat.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
 
@@ -20,12 +20,29 @@ _MOST_NAMES = 20
 _log = logging.getLogger(__name__)
 
 
+# Names of weights in checkpoints
+#
+# torch.compile(layer) and checkpoint_wrapper(layer) return modules that contain the layer, whose names have a component
+# more in named_parameters().  A checkpoint fits a module with and without them.
+
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def canonical_name(name: str) -> str:
+    """Return the name that a weight or layer has in checkpoints, without the components of torch's wrappers."""
+    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
+
+
+def canonical_parameters(module: Module) -> dict[str, Parameter]:
+    """Return the parameters of a module, each once, by their names in checkpoints."""
+    return {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+
+
 def named_weights(module: Module) -> dict[str, Any]:
-    """Return the parameters and buffers of a module by all their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    """Return the parameters and buffers of a module by all their names in checkpoints."""
+    weights = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {canonical_name(name): weight for name, weight in weights}
 
 
 def load_by_names(
@@ -155,9 +172,6 @@ def _describe(groups: Sequence[Sequence[Any]]) -> str:
 # The shape is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
 
-_COMPILED = "_orig_mod."  # torch.compile's prefix of names
-
-
 def named_state(optimizer: Optimizer, module: Module) -> dict[str, Any]:
     """Return the state of an optimizer by the names that its parameters have in the module.
 
@@ -230,7 +244,7 @@ def parameter_names(optimizer: Optimizer, module: Module) -> list[list[str]]:
 
 def _names(optimizer: Optimizer, module: Module) -> list[str]:
     """Return the name of each parameter of an optimizer, in its order."""
-    names = {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in canonical_parameters(module).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), f"<parameter {index}>") for index, parameter in enumerate(parameters)]
 

@@ -16,7 +16,7 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.parallel.activation_offload import ActivationOffload
 from dstrat.parallel.internals import arguments_of, change_count, storage_key
-from dstrat.parallel.layers import checked_policy, repeated_layers, selected_layers
+from dstrat.parallel.layers import checked_policy, is_compiled, repeated_layers, selected_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -128,7 +128,7 @@ class ActivationMemory:
     @staticmethod
     def _layers(module: Module, policy: LayerPolicy | None, option: str) -> list[Module]:
         name = type(module).__name__
-        compiled = [path for path, layer in module.named_modules() if path and hasattr(layer, "_orig_mod")]
+        compiled = [path for path, layer in module.named_modules() if path and is_compiled(layer)]
         if policy is None and compiled:
             raise RequestError(
                 f"{option} selects repeated layers, and {compiled[0]!r} of {name} is wrapped by torch.compile: compile "

@@ -58,7 +58,7 @@ def selected_layers(module: Module, policy: LayerPolicy) -> list[Module]:
         policy: A result of :func:`checked_policy`.
     """
     # torch's order has outer modules first.
-    layers = [layer for layer in reversed(list(module.modules())) if has_forward(layer)]
+    layers = [layer for layer in reversed(list(module.modules())) if has_forward(layer) and not is_compiled(layer)]
     if callable(policy):
         return [layer for layer in layers if policy(layer)]
     classes = tuple(policy)
@@ -75,7 +75,9 @@ def repeated_layers(module: Module, is_excluded: Callable[[Module], bool] = lamb
         is_excluded: Whether a layer with all that it contains is skipped.
     """
     # Each once: a layer may have several names, such as those of a model that its loss contains too.
-    blocks = dict.fromkeys(_siblings(module, lambda layer: any(True for _ in layer.children()), is_excluded))
+    blocks = dict.fromkeys(
+        _siblings(module, lambda layer: any(True for _ in uncompiled(layer).children()), is_excluded)
+    )
     least = _SMALL * num_parameters(module)
     return list(blocks or dict.fromkeys(_siblings(module, lambda layer: num_parameters(layer) >= least, is_excluded)))
 
@@ -89,8 +91,8 @@ def _siblings(
     children = list(module.children())
     layers = [child for child in children if has_forward(child) and num_parameters(child) and not is_excluded(child)]
     candidates = [layer for layer in layers if is_candidate(layer)]
-    count = Counter(map(type, candidates))
-    repeated = [layer for layer in candidates if count[type(layer)] > 1]
+    count = Counter(type(uncompiled(layer)) for layer in candidates)
+    repeated = [layer for layer in candidates if count[type(uncompiled(layer))] > 1]
     yield from repeated
     for child in children:
         if not any(child is sibling for sibling in repeated):
@@ -118,7 +120,18 @@ def restored_modes(module: Module) -> Iterator[None]:
 
 def has_forward(module: Module) -> bool:
     """Return whether a module can be called, unlike a ModuleList."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or is_compiled(module)
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether a module is what ``torch.compile(layer)`` returns, which contains the layer."""
+    return hasattr(module, "_orig_mod")
+
+
+def uncompiled(module: Module) -> Module:
+    """Return the layer in a module that ``torch.compile`` returned, and any other module as it is."""
+    layer: Module = getattr(module, "_orig_mod", module)
+    return layer
 
 
 def num_parameters(module: Module) -> int:

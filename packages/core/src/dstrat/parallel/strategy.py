@@ -11,7 +11,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat.interfaces.state_dict import has_standard_layout
+from dstrat.interfaces.state_dict import canonical_parameters, has_standard_layout
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.collectives import (
@@ -291,7 +291,7 @@ class ParallelStrategy(Strategy):
         if not self.replicates_state and has_standard_layout(state):
             from dstrat.parallel.full_state import shard_entries
 
-            state = shard_entries(state, dict(self.module.named_parameters()))
+            state = shard_entries(state, canonical_parameters(self.module))
         super().load_sharded_optimizer_state(optimizer, state)
 
     # Full state: gathered on global rank 0, and scattered from it, where ranks hold shards.  The imports bring DTensor.

@@ -13,6 +13,7 @@ import torch
 from dstrat.data.epoch_reader import reshard_position
 from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import share_seeds, shared_seeds
+from dstrat.interfaces.state_dict import canonical_parameters
 from dstrat.training.metrics.metric_objects import load_metric_states
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def _collect_gradients(run: Run) -> dict[str, Any] | None:
     if strategy.saves_gradients:  # in its own rank state
         return None
     if strategy.replicates_state:
-        named = strategy.module.named_parameters()
+        named = canonical_parameters(strategy.module).items()
         return {name: _encode_gradient(p.grad) for name, p in named if p.grad is not None}
     manual = run.fit_loop.manual_optimization
     if run.is_global_zero and (manual is None or manual.has_gradients):
@@ -278,7 +279,7 @@ class ResumeState:
         """Restore accumulated gradients, to which the next backward pass adds."""
         strategy = self._run.strategy
         if strategy.replicates_state:
-            for name, parameter in strategy.module.named_parameters():
+            for name, parameter in canonical_parameters(strategy.module).items():
                 gradient = gradients.get(name)
                 parameter.grad = None if gradient is None else _decode_gradient(gradient).to(parameter.device)
                 if parameter.grad is not None and self.batch_ratio != 1:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.state_dict import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -64,8 +65,8 @@ class CompilingMethods(nn.Module):
         """Load weights by the names of the uncompiled module, or by those of wrapped layers."""
         compiled_names = [name for name, _ in self.named_modules() if _WRAPPED in name]
         if compiled_names or any(_WRAPPED in name for name in state_dict):
-            names = {plain_name(name): name for name in super().state_dict()}  # of this module, wrapped or not
-            state_dict = {names.get(plain_name(name), name): value for name, value in state_dict.items()}
+            names = {canonical_name(name): name for name in super().state_dict()}  # of this module, wrapped or not
+            state_dict = {names.get(canonical_name(name), name): value for name, value in state_dict.items()}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -74,13 +75,8 @@ def wrapped_module(wrapper: Any) -> Any:
     return getattr(wrapper, _WRAPPED, None)
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a weight or layer without the components of ``torch.compile``'s wrappers."""
-    return ".".join(component for component in name.split(".") if component != _WRAPPED)
-
-
 def _plain_after(prefix: str, name: str) -> str:
-    return prefix + plain_name(name[len(prefix) :]) if name.startswith(prefix) else name
+    return prefix + canonical_name(name[len(prefix) :]) if name.startswith(prefix) else name
 
 
 def _calling(module: nn.Module) -> Callable[..., Any]:
