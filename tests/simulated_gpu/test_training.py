@@ -18,6 +18,7 @@ from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.data.prefetch import prefetch
+from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.pipeline import Pipeline
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.testing import simulated_gpu
@@ -203,7 +204,7 @@ def test_lazy_layers_get_their_shape_on_the_device():
 
 
 def copied(batches):
-    return prefetch(batches, lambda batch: batch.to(DEVICE, non_blocking=True), torch.device(DEVICE))
+    return prefetch(batches, mover_to(torch.device(DEVICE), pins=True), torch.device(DEVICE))
 
 
 def test_batches_arrive_whole_while_steps_compute():
