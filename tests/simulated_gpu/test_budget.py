@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dstrat import Callback, GradientSyncStrategy, OwnLoop, Trainer, TrainModule, build
 from dstrat.testing.simulated_gpu import synchronizations
+from dstrat_diloco import DiLoCoStrategy
 from dstrat_fsdp import ModelParallelStrategy
 
 # Steps that are watched: those before compile, allocate and agree, and ranks of a batch compare their 8th and 16th.
@@ -57,6 +58,11 @@ class SplitNet(Net):
 
 def split_over_ranks():
     return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+
+
+def in_groups():
+    """Return a strategy that lets another one copy the batches."""
+    return DiLoCoStrategy(groups=2, every=1000)
 
 
 class Watch(Callback):
@@ -113,7 +119,7 @@ def fits(cluster, strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "ddp_find_unused_parameters_true", "fsdp", "mesh", "bagua", split_over_ranks, MeanOfGradients],
+    ["ddp", "ddp_find_unused_parameters_true", "fsdp", "mesh", "bagua", split_over_ranks, in_groups, MeanOfGradients],
     ids=lambda strategy: strategy if isinstance(strategy, str) else strategy.__name__,
 )
 def test_a_step_of_several_ranks_never_waits_for_the_device(strategy):

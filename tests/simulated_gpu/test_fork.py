@@ -5,16 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from click.testing import CliRunner
 
+def run_script(path, text, *arguments):
+    """Run a script, as tests before this one may have had a backward pass in this process; return its lines."""
+    path.write_text(text, encoding="utf-8")
+    command = [sys.executable, str(path), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout.splitlines()
+
+
+VERIFY = """
 from dstrat.cli.main import commands
+from dstrat.testing import simulated_gpu
+
+simulated_gpu.load()
+commands()
+"""
 
 
-def test_a_layout_is_verified_on_processors_beside_gpus():
+def test_a_layout_is_verified_on_processors_beside_gpus(tmp_path):
     factory = "packages.mesh.tests.test_verify:split"
-    shown = CliRunner().invoke(commands, ["verify", factory, "--strategy", "mesh(tp=2)", "--devices", "2"])
-    assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert shown.stdout.splitlines()[-1] == "mesh(tp=2) on 2 CPU processes is the same as one device, up to 1e-05"
+    shown = run_script(tmp_path / "run.py", VERIFY, "verify", factory, "--strategy", "mesh(tp=2)", "--devices", "2")
+    assert shown[-1] == "mesh(tp=2) on 2 CPU processes is the same as one device, up to 1e-05"
 
 
 AFTER_A_BACKWARD_PASS = """
@@ -34,10 +45,7 @@ for _ in range(2):
 """
 
 
-def test_ranks_are_not_forked_after_a_backward_pass_beside_gpus():
-    ended = subprocess.run(
-        [sys.executable, "-c", AFTER_A_BACKWARD_PASS], capture_output=True, text=True, check=True, timeout=300
-    )
-    before, after = ended.stdout.splitlines()
+def test_ranks_are_not_forked_after_a_backward_pass_beside_gpus(tmp_path):
+    before, after = run_script(tmp_path / "run.py", AFTER_A_BACKWARD_PASS)
     assert before == "2"
     assert after.startswith("start_method='fork' cannot be used after a backward pass in this process beside a GPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dstrat.checkpoint.async_io import AsyncCheckpointIO
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
 from dstrat.checkpoint.torch_file import TorchCheckpointIO
 from dstrat.data.prefetch import prefetch
+from dstrat.interfaces.batch import mover_to
 from dstrat.interfaces.pipeline import Pipeline
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat.testing import simulated_gpu
@@ -82,48 +84,127 @@ def test_training_equals_that_on_the_cpu_bit_for_bit():
 
 
 class Prepared(Net):
-    """Has its optimizer and tied layers before the run, and marks a parameter."""
+    """Has its optimizer, tied layers and a mark of a parameter before the run."""
 
-    def __init__(self):
+    def __init__(self, prepare=lambda net: None):
         super().__init__()
         self.layers[2].bias = self.layers[2].weight_bias = nn.Parameter(torch.zeros(3))
         self.layers[0].weight.mark = "first"
+        self.kept = prepare(self)  # before the optimizer, as it may add layers
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def configure_optimizers(self):
         return self.optimizer
 
 
-def trained_with_prepared_optimizer(**options):
-    net = Prepared()
+def trained_with_prepared_optimizer(prepare=lambda net: None, **options):
+    net = Prepared(prepare)
     before = dict(net.named_parameters(remove_duplicate=False))
+    classes = {name: type(parameter) for name, parameter in before.items()}
     make_trainer(**options).fit(net, loader())
     after = dict(net.named_parameters(remove_duplicate=False))
     assert all(after[name] is before[name] for name in before)
-    assert net.layers[0].weight.mark == "first"
-    assert net.optimizer.state[net.layers[0].weight]["momentum_buffer"].device.type == "cpu"
-    return weights(net)
+    assert classes == {name: type(parameter) for name, parameter in after.items()}
+    assert net.layers[2].bias is net.layers[2].weight_bias
+    assert net.layers[0].bias.device.type == "cpu"
+    momentum = [state["momentum_buffer"] for state in net.optimizer.state.values()]
+    assert {buffer.device.type for buffer in momentum} == {"cpu"}
+    assert all(buffer.any() for buffer in momentum)
+    return net
 
 
 def test_parameters_are_the_same_objects_during_a_run_and_after_it():
-    assert equal(trained_with_prepared_optimizer(), trained_with_prepared_optimizer(accelerator="cpu"))
+    nets = trained_with_prepared_optimizer(), trained_with_prepared_optimizer(accelerator="cpu")
+    assert equal(*map(weights, nets))
+    assert nets[0].layers[0].weight.mark == "first"
 
 
-def test_layers_stay_tied_where_a_parameter_cannot_be_moved_in_place():
-    net = Prepared()
-    reference = weakref.ref(net.layers[2].bias)
-    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.1)
+def referred_to_weakly(net):
+    return [weakref.ref(parameter) for parameter in net.parameters()]
+
+
+def in_a_graph(net):
+    return net.layers(torch.ones(1, 6, requires_grad=True))  # of a loss that the program has kept, for example
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def of_another_class(net):
+    net.layers[0].weight = Marked(net.layers[0].weight.detach())
+
+
+class LastOutput(nn.RNN):
+    def forward(self, inputs):
+        return super().forward(inputs.unsqueeze(1))[0][:, 0]  # the batch is one sequence
+
+
+def in_an_rnn(net):
+    net.layers.append(LastOutput(3, 3))  # has weak references to them, and a list from which it computes
+
+
+def in_normalized_weights(net):
+    nn.utils.parametrizations.weight_norm(net.layers[0])
+
+
+def averaged_apart(net):
+    net.average = torch.optim.swa_utils.AveragedModel(net.layers)  # a copy, as for an exponential average
+    net.average.requires_grad_(False)
+    net.on_train_batch_end = lambda *_args: net.average.update_parameters(net.layers)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [referred_to_weakly, in_a_graph, of_another_class, in_an_rnn, in_normalized_weights, averaged_apart],
+    ids=lambda prepare: prepare.__name__,
+)
+def test_parameters_are_the_same_objects_whatever_refers_to_them(prepare):
+    nets = [trained_with_prepared_optimizer(prepare, accelerator=name) for name in ("simulated_gpu", "cpu")]
+    torch.testing.assert_close(*map(weights, nets))  # not equal: an RNN has its own kernels on the CPU
+
+
+def note_device(devices, parameter):
+    devices.append(parameter.device.type)
+
+
+def test_hooks_of_parameters_run_on_the_device_and_after_the_run():
+    net, on_cpu, devices = Net(), Net(), []
+    for module in (net, on_cpu):
+        module.layers[0].weight.register_hook(lambda gradient: gradient * 2)
+        module.layers[0].bias.register_hook(torch.zeros_like)
+        module.layers[2].bias.register_post_accumulate_grad_hook(partial(note_device, devices))
+    make_trainer(max_steps=2).fit(net, loader())
+    make_trainer(max_steps=2, accelerator="cpu").fit(on_cpu, loader())
+    assert equal(weights(net), weights(on_cpu))
+    assert devices == ["simgpu"] * 2 + ["cpu"] * 2
+    net.layers(torch.ones(4, 6)).sum().backward()
+    assert devices[4:] == ["cpu"]
+    assert not net.layers[0].bias.grad.any()
+
+
+def test_parameters_are_the_same_objects_where_memory_ends_as_they_move():
+    net = Prepared(lambda net: setattr(net, "last", nn.Sequential(nn.Linear(99, 99), nn.Linear(8, 3))))
+    net.last[1].weight = net.layers[2].weight
+    before = dict(net.named_parameters(remove_duplicate=False))
+    with simulated_gpu.limited_memory(torch.simgpu.memory_allocated() + 9999), pytest.raises(torch.OutOfMemoryError):
+        make_trainer().fit(net, loader())
+    assert all(parameter is before[name] for name, parameter in net.named_parameters(remove_duplicate=False))
+    assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}
+
+
+def test_lazy_layers_get_their_shape_on_the_device():
+    net = Net()
+    net.layers[0] = nn.LazyLinear(8)
     make_trainer().fit(net, loader())
-    assert net.layers[2].bias is net.layers[2].weight_bias
-    assert reference() is not net.layers[2].bias
-    assert net.layers[2].bias.any()
+    assert net.layers[0].weight.shape == (8, 6)
 
 
 # Batches
 
 
 def copied(batches):
-    return prefetch(batches, lambda batch: batch.to(DEVICE, non_blocking=True), torch.device(DEVICE))
+    return prefetch(batches, mover_to(torch.device(DEVICE), pins=True), torch.device(DEVICE))
 
 
 def test_batches_arrive_whole_while_steps_compute():

@@ -235,12 +235,12 @@ def units_and_gradients(cluster, module, **options):
     strategy, net = FSDPStrategy(**options), module()
     start(strategy, net, parts(cluster))
     memory = [local_tensor(parameter).data_ptr() for parameter in net.parameters()]
-    loss = strategy.training_step((torch.ones(4, 6), torch.ones(4, 3)), 0)
+    loss = strategy.training_step(strategy.batch_to_device((torch.ones(4, 6), torch.ones(4, 3))), 0)
     in_step = [parameter.data_ptr() for parameter in net.parameters()]
     loss.backward()
     strategy.local_weights()  # which leaves the step
     gradients = [parameter.grad is not None for parameter in net.parameters()]
-    outside = net.blocks[0](torch.ones(1, 10)).requires_grad
+    outside = net.blocks[0](torch.ones(1, 10, device=strategy.root_device)).requires_grad
     strategy.teardown()
     return any(isinstance(layer, FSDPModule) for layer in net.modules()), memory == in_step, all(gradients), outside
 

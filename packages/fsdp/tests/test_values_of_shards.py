@@ -106,7 +106,7 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         weights = dict(self.layers.named_parameters())
-        loss = functional_call(self.layers, weights, (torch.ones(1, 6),)).square().mean()
+        loss = functional_call(self.layers, weights, (torch.ones_like(x[:1]),)).square().mean()
         gradients = torch.autograd.grad(loss, list(weights.values()))
         adapted = {name: weights[name] - 0.1 * gradient for name, gradient in zip(weights, gradients, strict=True)}
         return functional_call(self.layers, adapted, (x,))
@@ -121,7 +121,7 @@ class Passing(TrainModule):
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
         if self.how == "other weights":
-            given = {"2.bias": torch.ones(3)}
+            given = {"2.bias": torch.ones(3, device=self.device)}
             return nn.functional.mse_loss(functional_call(self.net.layers, given, (inputs,)), targets)
         output = self.net(inputs) if self.how == "in a layer" else Adapted.forward(self.net, inputs)
         return nn.functional.mse_loss(output, targets)

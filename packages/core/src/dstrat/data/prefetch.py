@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dstrat.interfaces.batch import pin_memory
+from dstrat.interfaces.batch import mover_to, pin_memory
+from dstrat.interfaces.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from dstrat.interfaces.strategy import Strategy
-
 T = TypeVar("T")
 
 
+def mover_for(strategy: Strategy) -> Callable[[Any], Any]:
+    """Return an equivalent of the strategy's ``batch_to_device``, with its look-ups done once instead of per batch.
+
+    On a device with streams, batches are copied from pinned memory, so that the host does not wait for the device.
+    """
+    to_device = strategy.batch_to_device
+    if getattr(to_device, "__func__", None) is not Strategy.batch_to_device:
+        return (lambda batch: to_device(pin_memory(batch))) if strategy.copies_ahead else to_device
+    has_streams = strategy.accelerator.has_streams
+    move = mover_to(strategy.root_device, non_blocking=has_streams, pins=has_streams)
+    convert = strategy.precision_plugin.convert_input
+    return lambda batch: convert(move(batch))
+
+
 def move_batches(
-    items: Iterable[T], move: Callable[[T], T], strategy: Strategy, *, in_threads: bool, pins: bool, ahead: bool
+    items: Iterable[T], move: Callable[[T], T], strategy: Strategy, *, in_threads: bool, ahead: bool
 ) -> Iterator[T]:
     """Return the items after ``move``.
 
@@ -27,36 +40,34 @@ def move_batches(
         move: Returns an item with its batch on the device.
         strategy: Has the device.
         in_threads: Whether the strategy prefetches the items in threads.
-        pins: Whether each item is copied from pinned memory, so that the host does not wait for the device.
         ahead: Whether the next item is copied during a step; otherwise each is moved when it is needed.
     """
     if in_threads:
         return strategy.prefetch(items, move)
     if ahead:
         return prefetch(items, move, strategy.root_device)
-    # No generator, which would cost time per batch.
-    return map(move, map(pin_memory, items) if pins else items)
+    return map(move, items)  # no generator, which would cost time per batch
 
 
 def prefetch(items: Iterable[T], move: Callable[[T], T], device: torch.device) -> Iterator[T]:
     """Yield items on the device, and start the copy of the next one before each is yielded.
 
-    A copy runs on a separate stream, from pinned memory.  It waits for the step that was queued last, and overlaps
-    with the step of the batch that is yielded.
+    A copy runs on a separate stream.  It waits for the step that was queued last, and overlaps with the step of the
+    batch that is yielded.
 
     Args:
         items: Batches on the host, with data of the caller.
-        move: Returns an item with its batch on the device, on the current stream.
+        move: Returns an item with its batch on the device, on the current stream; from pinned memory, as the host
+            waits until the step has ended in copies from other memory.
         device: A device of torch's current accelerator, which has streams.
     """
     copies = _copy_stream(device)
 
     def start(item: T) -> tuple[T, torch.Event]:
-        pinned = pin_memory(item)  # from other memory, the copy would block the host until the step has ended
         # So that the memory of an old batch is reused only when no step reads it, without record_stream.
         copies.wait_stream(torch.accelerator.current_stream(device))
         with copies:
-            return move(pinned), copies.record_event()
+            return move(item), copies.record_event()
 
     ready: tuple[T, torch.Event] | None = None
     for item in items:

@@ -43,7 +43,7 @@ def apply_to_columns(batch: Any, is_column: Callable[[Any], bool], function: Cal
     kind = _classify(type(batch))  # type: ignore[arg-type]  # a class is hashable
     if kind is _TENSOR:
         return function(batch)
-    if kind in (_PLAIN, _NodeKind.OBJECT):
+    if kind in (_PLAIN, _OBJECT):
         return batch
     names, values, rebuild = _unpack(batch, kind)
     changed = {name: convert(value) for name, value in zip(names, values, strict=True)}
@@ -92,24 +92,33 @@ def move_to_device(batch: Any, device: torch.device, *, non_blocking: bool = Fal
     Raises:
         MisuseError: An object in the batch holds tensors and cannot be moved.
     """
-    if _is_on_device(batch, device):
-        return batch
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.is_pinned())
-
-    return _apply(batch, _classify_movable, move, lambda other: _move_object(other, device, non_blocking))
+    return mover_to(device, non_blocking=non_blocking)(batch)
 
 
-def mover_to(device: torch.device, *, non_blocking: bool = False) -> Callable[[Any], Any]:
+def mover_to(device: torch.device, *, non_blocking: bool = False, pins: bool = False) -> Callable[[Any], Any]:
     """Return a function that moves batches as :func:`move_to_device` does, for many calls.
 
     On the CPU most batches are plain lists or tuples of tensors that need no move, which a fast path recognizes.
+
+    Args:
+        device: The device.
+        non_blocking: Whether objects copy without waiting too.
+        pins: Whether what is on the host is copied from pinned memory, as by :func:`pin_memory`.
     """
     from torch import Tensor
 
+    def move_tensor(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        if pins:
+            tensor = _pin(tensor)
+        return tensor.to(device, non_blocking=tensor.is_pinned())
+
+    def move_object(other: Any) -> Any:
+        return _move_object(_pin_object(other) if pins else other, device, non_blocking)
+
     def move(batch: Any) -> Any:
-        return move_to_device(batch, device, non_blocking=non_blocking)
+        return _apply(batch, _classify_movable, move_tensor, move_object)
 
     def look_and_move(batch: Any) -> Any:
         # Exact types: a subclass may have a method ``to`` of its own.
@@ -119,7 +128,7 @@ def mover_to(device: torch.device, *, non_blocking: bool = False) -> Callable[[A
                     break
             else:
                 return batch
-        return move_to_device(batch, device)
+        return batch if _is_on_device(batch, device) else move(batch)
 
     return look_and_move if device.type == "cpu" else move
 
@@ -130,22 +139,24 @@ def pin_memory(batch: Any) -> Any:
     Of objects that move themselves, those with a method ``pin_memory`` and mappings are pinned, as torch's DataLoader
     does; from other ones the host waits for each copy.
     """
+    return _apply(batch, _classify_movable, _pin, _pin_object)
+
+
+def _pin(tensor: Tensor) -> Tensor:
     import torch
 
-    def pin(tensor: Tensor) -> Tensor:
-        is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        return tensor.pin_memory() if is_plain else tensor
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.pin_memory() if is_plain else tensor
 
-    def pin_object(other: Any) -> Any:
-        method = getattr(other, "pin_memory", None)
-        if callable(method):
-            return method()
-        if not isinstance(other, MutableMapping):  # such as the batches of tokenizers
-            return other
-        keys, values, rebuild = _unpack(other, _NodeKind.MAPPING)
-        return rebuild(other, {key: pin_memory(value) for key, value in zip(keys, values, strict=True)})
 
-    return _apply(batch, _classify_movable, pin, pin_object)
+def _pin_object(other: Any) -> Any:
+    method = getattr(other, "pin_memory", None)
+    if callable(method):
+        return method()
+    if not isinstance(other, MutableMapping):  # such as the batches of tokenizers
+        return other
+    keys, values, rebuild = _unpack(other, _MAPPING)
+    return rebuild(other, {key: pin_memory(value) for key, value in zip(keys, values, strict=True)})
 
 
 class _NodeKind(enum.Enum):
@@ -160,8 +171,9 @@ class _NodeKind(enum.Enum):
 
 
 _NUMBERS = (bool, int, float, complex)
-# For _is_on_device, which sees each batch: looking a member up in the class of an enum is slow.
-_TENSOR, _PLAIN, _SEQUENCE, _MAPPING = _NodeKind.TENSOR, _NodeKind.PLAIN, _NodeKind.SEQUENCE, _NodeKind.MAPPING
+# For functions that see each batch: looking a member up in the class of an enum is slow.
+_TENSOR, _PLAIN, _OBJECT = _NodeKind.TENSOR, _NodeKind.PLAIN, _NodeKind.OBJECT
+_SEQUENCE, _MAPPING = _NodeKind.SEQUENCE, _NodeKind.MAPPING
 
 
 @lru_cache(maxsize=1024)  # with a limit, as a program may make classes without end, and the cache keeps them alive
@@ -218,24 +230,25 @@ def _apply(
 ) -> Any:
     """Apply one function to the tensors, and another to objects that are neither tensors nor collections."""
     kind = classify(type(batch))
-    if kind is _NodeKind.TENSOR:
+    if kind is _TENSOR:
         return to_tensor(batch)
-    if kind is _NodeKind.PLAIN:
+    if kind is _PLAIN:
         return batch
-    if kind is _NodeKind.OBJECT:
+    if kind is _OBJECT:
         return to_object(batch)
     names, values, rebuild = _unpack(batch, kind)
     changed = [_apply(value, classify, to_tensor, to_object) for value in values]
-    if all(new is old for new, old in zip(changed, values, strict=True)):
-        return batch  # the same object: a copy would lose attributes, and not all collections can be rebuilt
-    return rebuild(batch, dict(zip(names, changed, strict=True)))
+    for new, old in zip(changed, values, strict=True):
+        if new is not old:
+            return rebuild(batch, dict(zip(names, changed, strict=True)))
+    return batch  # the same object: a copy would lose attributes, and not all collections can be rebuilt
 
 
 def _unpack(batch: Any, kind: _NodeKind) -> tuple[Sequence[Any], Sequence[Any], Callable[[Any, dict[Any, Any]], Any]]:
     """Return the keys and values of a collection, and the function that rebuilds it with other values."""
-    if kind is _NodeKind.SEQUENCE:
+    if kind is _SEQUENCE:
         return range(len(batch)), batch, _rebuild_sequence
-    if kind is _NodeKind.MAPPING:
+    if kind is _MAPPING:
         # Not the keys by iteration: that of a TensorDict gives rows.
         return list(batch.keys()), list(batch.values()), _rebuild_mapping
     names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]

@@ -15,32 +15,35 @@ if TYPE_CHECKING:
 
 @contextmanager
 def keep_ties(module: Module) -> Iterator[None]:
-    """Keep the parameters the same objects, and those tied that layers share, while the module moves to a device.
+    """Keep the parameters the same objects, also those that layers share, while the module moves to a device.
 
-    On CUDA, XPU and MPS torch moves a parameter in place.  On other devices each layer gets a new one: optimizers that
-    the program made before would train the old ones, and those of a run have no state of the new ones after it.
+    On CUDA, XPU and MPS torch moves a parameter in place.  On other devices each layer gets a new one, without the
+    hooks and the class of the old one: optimizers that the program made before would train the old ones, and those of
+    a run have no state of the new ones after it.
     """
     users = _users_of_parameters(module)
-    yield
-    for parameter, layers in users.items():
-        first, first_name = layers[0]
-        moved = getattr(first, first_name)
-        result = parameter if moved is parameter or _take_value(parameter, moved) else moved
-        for layer, name in layers:
-            if getattr(layer, name) is not result:
-                layer.register_parameter(name, result)
-
-
-def _take_value(parameter: Parameter, moved: Parameter) -> bool:
-    """Give a parameter the value and gradient of another one; return False if something else has its old value."""
-    from torch.utils import swap_tensors
-
     try:
-        swap_tensors(parameter, moved)
-    except RuntimeError:
-        return False
-    parameter.__dict__.update(moved.__dict__)  # attributes, which have been swapped too
-    return True
+        yield
+    finally:  # also where memory was short, and a part of the layers has moved
+        for parameter, layers in users.items():
+            first, first_name = layers[0]
+            moved = getattr(first, first_name)
+            if moved is not parameter:
+                _take_tensor(parameter, moved)
+            for layer, name in layers:
+                if getattr(layer, name) is not parameter:
+                    setattr(layer, name, parameter)  # an RNN then computes with it too
+
+
+def _take_tensor(parameter: Parameter, moved: Parameter) -> None:
+    """Give a parameter the tensor and gradient of another one; its class, attributes and hooks stay."""
+    import torch
+
+    # torch.utils.swap_tensors swaps classes and attributes too.  It refuses parameters with weak references, such as
+    # those of an RNN, and in graphs, such as those that a program keeps with a loss.
+    torch._C._swap_tensor_impl(parameter, moved)  # noqa: SLF001
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(parameter, hooks, getattr(parameter, hooks))  # enters them in the new tensor
 
 
 @contextmanager

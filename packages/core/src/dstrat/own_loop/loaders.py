@@ -15,7 +15,7 @@ from dstrat.data.loaders import (
     prepare_training_loader,
     reads_ahead,
 )
-from dstrat.data.prefetch import move_batches
+from dstrat.data.prefetch import move_batches, mover_for
 from dstrat.data.resume import convert_position, share_seeds, shared_seeds
 from dstrat.data.samplers import set_epoch
 
@@ -173,6 +173,5 @@ class EvaluationLoader:
 def _on_device(batches: Iterable[Any], strategy: Strategy, loader: Any) -> Iterator[Any]:
     """Return a loader's batches on the strategy's device; with streams, copies overlap with the previous step."""
     in_threads = strategy.prefetches and loads_in_workers(loader)
-    move, copies_ahead = strategy.batch_to_device, strategy.copies_ahead
-    ahead = reads_ahead(loader, copies_ahead=copies_ahead)
-    return move_batches(batches, move, strategy, in_threads=in_threads, pins=copies_ahead, ahead=ahead)
+    ahead = reads_ahead(loader, copies_ahead=strategy.copies_ahead)
+    return move_batches(batches, mover_for(strategy), strategy, in_threads=in_threads, ahead=ahead)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dstrat import DataModule, SingleDeviceStrategy
 from dstrat.data.prefetch import move_batches, prefetch
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import mover_to
 from dstrat.training.loops.batches import Batches, batch_mover, can_copy_ahead
 
 
@@ -102,7 +103,7 @@ def test_batches_are_moved_when_they_are_due(strategy):
         noted.append(pair)
         return -pair[0], pair[1]
 
-    batches = move_batches(Batches(range(3), 3), move, strategy, in_threads=False, pins=False, ahead=False)
+    batches = move_batches(Batches(range(3), 3), move, strategy, in_threads=False, ahead=False)
     assert next(batches) == (0, False)
     assert noted == [(0, False)]
     assert list(batches) == [(-1, False), (-2, True)]
@@ -110,7 +111,7 @@ def test_batches_are_moved_when_they_are_due(strategy):
 
 def test_a_batch_that_is_on_the_device_stays_the_same_object(strategy, line):
     batch = strategy.batch_to_device([torch.ones(2), {"x": torch.ones(2)}])
-    assert batch_mover(Conditions(strategy, line))(batch, 0) is batch
+    assert batch_mover(Conditions(strategy, line), 0)(batch) is batch
 
 
 @pytest.mark.parametrize("owner", ["module", "data module"])
@@ -132,8 +133,8 @@ def test_overridden_transfer_hooks_are_called_in_their_order(strategy, make_line
         pass
 
     module, data = (make_line(Module), None) if owner == "module" else (make_line(), Data())
-    move = batch_mover(Conditions(strategy, module, data))
-    assert move([], 1) == [("before", 1), ("transfer", str(strategy.root_device), 1), ("after", 1)]
+    move = batch_mover(Conditions(strategy, module, data), 1)
+    assert move([]) == [("before", 1), ("transfer", str(strategy.root_device), 1), ("after", 1)]
 
 
 def test_a_batch_that_cannot_be_moved_ends_training_with_an_error_that_says_what_to_do(quiet_trainer, make_line):
@@ -161,10 +162,7 @@ class TestCopiesAhead:
     device = torch.device("cuda", 0)
 
     def copied(self, batches):
-        def move(pair):
-            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pair[0].items()}, pair[1]
-
-        return prefetch(batches, move, self.device)
+        return prefetch(batches, mover_to(self.device, pins=True), self.device)
 
     def test_batches_arrive_whole_while_steps_are_computed(self):
         size = 1 << 22

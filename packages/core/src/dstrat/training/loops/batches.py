@@ -21,10 +21,8 @@ from dstrat.data.loaders import (
     reads_ahead,
     sequential,
 )
-from dstrat.data.prefetch import move_batches
+from dstrat.data.prefetch import move_batches, mover_for
 from dstrat.errors import ConflictError, MisuseError
-from dstrat.interfaces.batch import mover_to
-from dstrat.interfaces.strategy import Strategy
 from dstrat.training.hooks import overrides
 from dstrat.training.loops.global_batch import keep_global_batch
 from dstrat.training.module.hooks import DataHooks
@@ -149,19 +147,17 @@ class TrainingData:
         done //= self.batches_per_item
         if num_remaining is not None:
             num_remaining = max(0, num_remaining // self.batches_per_item - done)
-        pins = can_copy_ahead(run)
-        ahead = reads_ahead(self.loader, copies_ahead=pins)
+        ahead = reads_ahead(self.loader, copies_ahead=can_copy_ahead(run))
         is_read_ahead = ahead or num_remaining is None or not length_is_certain(self.loader)
         loader = self.reader.read(self.loader, done, is_read_ahead=is_read_ahead, is_over=is_over)
-        move = run.profiled("transfer_batch", batch_mover(run))
+        move = run.profiled("transfer_batch", batch_mover(run, 0))
         # A resume after the last batch of an epoch has no batch left, which is no error.
         batches = run.profiled_batches(Batches(loader, num_remaining, None if done else "training"))
         return move_batches(
             batches,
-            lambda pair: (move(pair[0], 0), pair[1]),
+            lambda pair: (move(pair[0]), pair[1]),
             run.strategy,
             in_threads=can_prefetch(run, loader),
-            pins=pins,
             ahead=ahead,
         )
 
@@ -228,17 +224,17 @@ def can_prefetch(run: Run, loader: Any) -> bool:
     return does and run.profiler is None and not any(_hook_owners(run))
 
 
-def batch_mover(run: Run) -> Callable[[Any, int], Any]:
-    """Return the function that moves a batch (with the index of its loader) to the device.
+def batch_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any]:
+    """Return the function that moves the batches of a loader to the device.
 
     It calls the transfer hooks that the module or the data module overrides.
     """
     strategy = run.strategy
     before, transfer, after = owners = _hook_owners(run)
     if not any(owners):
-        return _leanest_mover(strategy)
+        return mover_for(strategy)
 
-    def move(batch: Any, dataloader_idx: int) -> Any:
+    def move(batch: Any) -> Any:
         if before is not None:
             batch = before.on_before_batch_transfer(batch, dataloader_idx)
         if transfer is None:
@@ -249,16 +245,6 @@ def batch_mover(run: Run) -> Callable[[Any, int], Any]:
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
 
     return move
-
-
-def _leanest_mover(strategy: Strategy) -> Callable[[Any, int], Any]:
-    """Return an equivalent of the strategy's method, with its look-ups done once instead of per batch."""
-    if overrides(strategy, "batch_to_device", Strategy):
-        to_device = strategy.batch_to_device
-        return lambda batch, dataloader_idx: to_device(batch)  # noqa: ARG005 - no hook asks for it
-    move = mover_to(strategy.root_device, non_blocking=strategy.accelerator.has_streams)
-    convert = strategy.precision_plugin.convert_input
-    return lambda batch, dataloader_idx: convert(move(batch))  # noqa: ARG005 - likewise
 
 
 def _hook_owners(run: Run) -> list[DataHooks | None]:

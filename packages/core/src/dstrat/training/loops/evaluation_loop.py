@@ -7,7 +7,6 @@ import logging
 import pickle
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +71,6 @@ class EvaluationLoop:
         module_step = getattr(run.module, name)
         self._num_arguments = count_arguments(module_step)
         self._requires_index = requires_arguments(module_step) > 2
-        self._mover = run.profiled("transfer_batch", batch_mover(run))
         self._per_item = run.strategy.evaluation_batches_per_item()
         self.logged = LoggedValues(training=False)
         self._keeps_outputs = purpose == "predict" and run.return_predictions
@@ -378,28 +376,27 @@ class EvaluationLoop:
             return self._batches_together(dataloader_idx, host_batches, items, self._votes)
         return self._votes.between(self._batches_of_rank(dataloader_idx, host_batches, loader))
 
+    def _mover(self, dataloader_idx: int) -> Callable[[Any], Any]:
+        return self._run.profiled("transfer_batch", batch_mover(self._run, dataloader_idx))
+
     def _batches_of_rank(self, dataloader_idx: int, host_batches: Iterable[Any], loader: Any) -> Iterable[Any]:
         """Return the batches on the device."""
-        run, move = self._run, partial(self._mover, dataloader_idx=dataloader_idx)
+        run, move = self._run, self._mover(dataloader_idx)
         in_threads, ahead = can_prefetch(run, loader), can_copy_ahead(run)
-        return move_batches(host_batches, move, run.strategy, in_threads=in_threads, pins=ahead, ahead=ahead)
+        return move_batches(host_batches, move, run.strategy, in_threads=in_threads, ahead=ahead)
 
     def _batches_together(
         self, dataloader_idx: int, host_batches: Iterable[Any], items: int | None, votes: EvaluationVotes
     ) -> Iterator[Any]:
         """Yield the batches of this process, and run padding steps while other processes still have batches."""
         run, loader, longest = self._run, self._passed_loaders[dataloader_idx], None
+        move = self._mover(dataloader_idx)
         if items is not None and self._longest is not None and self._are_known[dataloader_idx]:
             longest = (_smaller(self._longest[dataloader_idx], self._at_most) or 0) // self._per_item
         padded = pad_to_longest(host_batches, loader, run.strategy, longest)
         ahead = longest is not None and can_copy_ahead(run)  # votes keep their order
         copied = move_batches(
-            padded,
-            lambda pair: (self._mover(pair[0], dataloader_idx), pair[1]),
-            run.strategy,
-            in_threads=False,
-            pins=ahead,
-            ahead=ahead,
+            padded, lambda pair: (move(pair[0]), pair[1]), run.strategy, in_threads=False, ahead=ahead
         )
         for index, (batch, counts) in enumerate(copied):
             if counts:
