@@ -1,4 +1,4 @@
-"""Checks of optimizers for sharded parameters: their parameters, and steps of copies with small tensors."""
+"""Checks of optimizers: their parameters, steps of copies with small tensors, and steps outside of the strategy."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import copy
 import itertools
 import warnings
+import weakref
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -297,3 +299,63 @@ def _step(probe: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Se
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient
         type(probe).step(probe)  # an instance attribute may be a scheduler's wrapper, bound to the original
+
+
+# Optimizers of the user that a strategy does not know
+
+
+class FirstParameters:
+    """The parameters of a module as they were before a strategy replaced them, without keeping them in memory."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+
+    def record(self, module: Module) -> None:
+        """Record the present parameters of a module, beside those that were recorded before."""
+        for name, parameter in module.named_parameters():
+            self._references[id(parameter)] = name, weakref.ref(parameter)
+
+    def replaced(self, module: Module) -> dict[str, Tensor]:
+        """Return the recorded parameters that something still refers to, and for which a module has others, by name."""
+        present = dict(module.named_parameters(remove_duplicate=False))
+        ids = set(map(id, present.values()))
+        recorded = ((name, reference()) for name, reference in self._references.values())
+        return {name: one for name, one in recorded if one is not None and name in present and id(one) not in ids}
+
+
+class StepGuard:
+    """Refuses steps of any optimizer of this process with some parameters, until it is removed.
+
+    Args:
+        parameters: These parameters, by name.
+        reason: What a step of them does, and what to do; it follows "the SGD steps 'weight' and 3 other parameters, ".
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], reason: str) -> None:
+        self._reason = reason
+        # By weak references: an id could be that of a new tensor.
+        self._references = {id(one): (name, weakref.ref(one)) for name, one in parameters.items()}
+        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._hook = register_optimizer_step_pre_hook(self._check)
+
+    def remove(self) -> None:
+        """Let all optimizers step again."""
+        self._hook.remove()
+
+    def _check(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._checked.get(optimizer) == count:  # it may get further groups
+            return
+        names = [
+            self._references[id(parameter)][0]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self._references and self._references[id(parameter)][1]() is parameter
+        ]
+        if not names:
+            self._checked[optimizer] = count
+            return
+        beside = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
+        raise MisuseError(f"the {type(optimizer).__name__} steps {names[0]!r}{beside}, {self._reason}")
