@@ -16,6 +16,10 @@ READS = {
     "item of a sum": lambda tensor: tensor.data.pow(2).sum().item(),
     "mean": lambda tensor: float(tensor.detach().abs().mean()),
     "largest": lambda tensor: tensor.abs().max().item(),
+    "largest of a tensor": lambda tensor: tensor.max().item(),
+    "smallest of a tensor": lambda tensor: tensor.min().item(),
+    "index of the largest": lambda tensor: float(tensor.argmax().item()),
+    "largest over all dimensions": lambda tensor: tensor.amax().item(),
     "count": lambda tensor: int((tensor > 0).sum()),
     "any": lambda tensor: float(bool((tensor < -0.3).any())),
     "all": lambda tensor: float(bool((tensor > -0.3).all())),
@@ -29,7 +33,8 @@ class Reading(TrainModule):
     def __init__(self, read):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))  # a bias of three values: uneven shards
+        # A bias of three values: uneven shards.  Of the slope's one value a rank has none.
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3), nn.PReLU())
         self.read, self.factor = READS[read], 1.0
 
     def training_step(self, batch, batch_idx):

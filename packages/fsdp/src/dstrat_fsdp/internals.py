@@ -287,6 +287,16 @@ VIEWS: tuple[OpOverload, ...] = (
 READ: OpOverload = torch.ops.aten._local_scalar_dense.default
 """The operation of ``item()``, ``float()`` and ``bool()``."""
 
+EXTREMES: tuple[OpOverload, ...] = (
+    torch.ops.aten.amax.default,
+    torch.ops.aten.amin.default,
+    torch.ops.aten.argmax.default,
+    torch.ops.aten.argmin.default,
+    torch.ops.aten.max.default,
+    torch.ops.aten.min.default,
+)
+"""Operations that torch computes of each shard first, which fails for one without elements."""
+
 
 @cache
 def mutating_operations() -> tuple[OpOverload, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from dstrat.errors import MisuseError
 from dstrat.parallel.full_state import full_tensor
@@ -263,12 +264,13 @@ class SliceGuard:
 
 
 def read_full_values() -> None:
-    """Let ``item()``, ``float()`` and ``bool()`` of a ``DTensor`` return its full value on each rank, from now on.
+    """Let reads of a ``DTensor`` (``item()``, ``float()``, ``max()`` ...) return its full value, from now on.
 
     torch returns what this rank has of it: of ``parameter.grad.norm()`` the norm of its own shard.  The read of a value
     that ranks have parts of is collective.  It stays so after a run, whose module keeps its shards.
     """
     internals.set_dispatch_handler([internals.READ], _read)
+    internals.set_dispatch_handler(internals.EXTREMES, _find_extreme)
 
 
 def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -281,3 +283,18 @@ def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
             "each rank has a part of it only: read it in on_train_end, or load a checkpoint into a new module"
         )
     return full_tensor(tensor.detach()).item()
+
+
+def _find_extreme(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the largest or smallest value, or its index, where some ranks may have no elements; collective."""
+    tensor = args[0]
+    counts: Counter[int] = Counter()  # of the shards, by dimensions of the tensor
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if hasattr(placement, "dim"):
+            counts[placement.dim] = max(1, counts[placement.dim]) * size
+    # The last one begins after all others, which have the sizes of torch.chunk.
+    lengths = [(tensor.shape[dimension], count) for dimension, count in counts.items()]
+    if all(length > (count - 1) * -(-length // count) for length, count in lengths) or not dist.is_initialized():
+        return internals.dispatch(operation, args, kwargs)
+    value = operation(full_tensor(tensor.detach()), *args[1:], **kwargs)
+    return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
