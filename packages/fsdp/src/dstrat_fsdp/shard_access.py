@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.full_state import full_tensor
+from dstrat.parallel.full_state import copy_full, full_tensor
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
@@ -249,7 +249,19 @@ class SliceGuard:
 
     @classmethod
     def _write(cls, operation: OpOverload, args: Any, kwargs: Any) -> Any:
-        name = cls._copies.get(internals.shard_memory(args[0]))
+        cls.check_write(operation, args[0])
+        return internals.dispatch(operation, args, kwargs)
+
+    @classmethod
+    def check_write(cls, operation: OpOverload, tensor: Any) -> None:
+        """Check that an operation does not change a copy of a part.
+
+        Raises:
+            MisuseError: It does.
+        """
+        if not cls._copies:
+            return
+        name = cls._copies.get(internals.shard_memory(tensor))
         if name is not None:
             write = operation.overloadpacket.__name__
             raise MisuseError(
@@ -257,7 +269,30 @@ class SliceGuard:
                 "and torch has gathered a copy of it. Change the whole parameter, with a mask that is sharded "
                 "likewise: parameter.mul_(distribute_tensor(mask, parameter.device_mesh, parameter.placements))"
             )
+
+
+# Random values
+
+
+def draw_full_values() -> None:
+    """Let ``uniform_()``, ``normal_()`` and the like fill a ``DTensor`` with the values of one device, from now on.
+
+    On devices such as the CPU torch draws the numbers of each shard from the rank's generator, so that ranks with the
+    same state give all shards the same values.
+    """
+    internals.set_dispatch_handler(internals.DRAWS, _draw)
+
+
+def _draw(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Fill a tensor with this rank's shard of the random values that the full tensor would have."""
+    tensor = args[0]
+    SliceGuard.check_write(operation, tensor)
+    is_replicated = all(placement.is_replicate() for placement in tensor.placements)
+    if is_replicated or any(isinstance(one, DTensor) for one in args[1:]) or internals.counts_draws(tensor.device.type):
         return internals.dispatch(operation, args, kwargs)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy_full(tensor, operation(full, *args[1:], **kwargs))
+    return tensor
 
 
 # Reads
