@@ -1,7 +1,6 @@
 """Steps of optimizers with parameters that a strategy has replaced."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -19,25 +18,31 @@ def test_parameters_that_something_holds_are_replaced_ones():
     net, first = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), FirstParameters()
     first.record(net)
     weight = net[0].weight
+    first.hold(net)
+    torch.utils.swap_tensors(net[0].bias, nn.Parameter(torch.ones(2)))  # which fails with a weak reference
     replace(net[0])
-    replace(net[1])  # nothing holds the first one
-    gc.collect()
-    replaced = first.replaced(net)
-    assert list(replaced) == ["0.weight"]
-    assert replaced["0.weight"] is weight
+    replace(net[1])  # nothing else has held the first one
+    replaced = first.take_replaced(net)
+    assert {name: reference() for name, reference in replaced.items()} == {"0.weight": weight}
+    assert not first.take_replaced(net)
 
 
 def test_a_layer_that_has_left_the_module_is_not_replaced():
     net, first = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), FirstParameters()
     first.record(net)
-    kept = net.pop(1)
-    assert not first.replaced(net)
+    kept, weight = net[1], net[1].weight
+    first.hold(net)
+    net.pop(1)
+    assert not first.take_replaced(net)
+    assert kept.weight is weight
     assert kept.weight.requires_grad
 
 
 def test_a_step_with_a_guarded_parameter_raises():
     guarded, free = nn.Linear(2, 2), nn.Linear(2, 2)
-    guard = StepGuard({"guarded.weight": guarded.weight, "guarded.bias": guarded.bias}, "which is wrong")
+    guard = StepGuard(
+        lambda: {f"guarded.{name}": parameter for name, parameter in guarded.named_parameters()}, "which is wrong"
+    )
     try:
         optimizer = torch.optim.SGD(free.parameters(), lr=1.0)
         optimizer.step()

@@ -270,7 +270,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if optimizer is not None and self._steps_flat_tensors:
             name = type(self).__name__
             self.refuse_steps(
-                dict(self.module.named_parameters()),
+                lambda: dict(self.module.named_parameters()),
                 f"which {name} steps in flat tensors of its own, and whose gradients it synchronizes for one optimizer "
                 "only: return one optimizer of all parameters from configure_optimizers, in groups if they differ",
             )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -305,36 +306,54 @@ def _step(probe: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Se
 
 
 class FirstParameters:
-    """The parameters of a module as they were before a strategy replaced them, without keeping them in memory."""
+    """The parameters of a module as they were before a strategy replaced them, if something else refers to them.
+
+    There are weak references until the setup only, as torch swaps no tensors that have some (``swap_tensors``), and
+    strong ones during the setup only.
+    """
 
     def __init__(self) -> None:
-        self._references: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._weak: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._strong: list[tuple[str, Tensor]] = []
 
     def record(self, module: Module) -> None:
         """Record the present parameters of a module, beside those that were recorded before."""
         for name, parameter in module.named_parameters():
-            self._references[id(parameter)] = name, weakref.ref(parameter)
+            if type(parameter) is torch.nn.Parameter:  # torch swaps others, such as DTensors, when a module moves
+                self._weak[id(parameter)] = name, weakref.ref(parameter)
 
-    def replaced(self, module: Module) -> dict[str, Tensor]:
-        """Return the recorded parameters that something still refers to, and for which a module has others, by name."""
+    def hold(self, module: Module) -> None:
+        """Keep those to which more than the layers of a module refer, before the strategy replaces them."""
+        layers = Counter(
+            id(parameter)
+            for layer in module.modules()
+            for _, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        for name, reference in self._weak.values():
+            parameter = reference()
+            # Two are those of this function.
+            if parameter is not None and sys.getrefcount(parameter) > 2 + layers[id(parameter)]:
+                self._strong.append((name, parameter))
+        self._weak.clear()
+
+    def take_replaced(self, module: Module) -> dict[str, weakref.ref[Tensor]]:
+        """Return those that were held, and for which a module has others by now, by name; none is held any more."""
         present = dict(module.named_parameters(remove_duplicate=False))
         ids = set(map(id, present.values()))
-        recorded = ((name, reference()) for name, reference in self._references.values())
-        return {name: one for name, one in recorded if one is not None and name in present and id(one) not in ids}
+        held, self._strong = self._strong, []
+        return {name: weakref.ref(one) for name, one in held if name in present and id(one) not in ids}
 
 
 class StepGuard:
     """Refuses steps of any optimizer of this process with some parameters, until it is removed.
 
     Args:
-        parameters: These parameters, by name.
+        parameters: Returns these parameters, by name; called for each optimizer that steps for the first time.
         reason: What a step of them does, and what to do; it follows "the SGD steps 'weight' and 3 other parameters, ".
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], reason: str) -> None:
-        self._reason = reason
-        # By weak references: an id could be that of a new tensor.
-        self._references = {id(one): (name, weakref.ref(one)) for name, one in parameters.items()}
+    def __init__(self, parameters: Callable[[], Mapping[str, Tensor | None]], reason: str) -> None:
+        self._parameters, self._reason = parameters, reason
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._hook = register_optimizer_step_pre_hook(self._check)
 
@@ -348,12 +367,9 @@ class StepGuard:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == count:  # it may get further groups
             return
-        names = [
-            self._references[id(parameter)][0]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in self._references and self._references[id(parameter)][1]() is parameter
-        ]
+        refused = {id(one): name for name, one in self._parameters().items() if one is not None}
+        stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        names = [refused[identity] for identity in stepped if identity in refused]
         if not names:
             self._checked[optimizer] = count
             return

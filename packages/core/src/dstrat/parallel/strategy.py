@@ -223,21 +223,22 @@ class ParallelStrategy(Strategy):
             close_process_group()
 
     def setup(self, trainer: TrainerLike) -> None:
+        self._first_parameters.hold(self.module)
         super().setup(trainer)
-        replaced = self._first_parameters.replaced(self.module)
+        replaced = self._first_parameters.take_replaced(self.module)
         if trainer.is_fitting and replaced:  # something refers to them, such as an optimizer made too early
             self.refuse_steps(
-                replaced,
+                lambda: {name: reference() for name, reference in replaced.items()},
                 f"in place of which {type(self.module).__name__} has others by now, as {type(self).__name__} may "
                 "replace them, so that nothing is trained: make the optimizer later, from module.parameters(), in "
                 "configure_optimizers or in the function that an own loop passes to setup",
             )
 
-    def refuse_steps(self, parameters: Mapping[str, Tensor], reason: str) -> None:
+    def refuse_steps(self, parameters: Callable[[], Mapping[str, Tensor | None]], reason: str) -> None:
         """Let any optimizer of this process that steps one of these tensors raise MisuseError, until the teardown.
 
         Args:
-            parameters: Tensors that no optimizer steps in this strategy, by the names of parameters.
+            parameters: Returns the tensors that no optimizer steps in this strategy, by the names of parameters.
             reason: What the step of another optimizer would do, and what to do; see
                 :class:`~dstrat.parallel.optimizer_checks.StepGuard`.
         """
