@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dstrat
 from dstrat import Callback, OwnLoop, Trainer
-from dstrat.errors import RankFailedError
+from dstrat.errors import MisuseError, RankFailedError
 from dstrat_ddp import DDPStrategy
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
 
@@ -321,3 +321,31 @@ def test_the_gpt_of_the_demo_has_the_losses_of_the_trainer_to_the_last_bit(gpt: 
     by_hand = own.launch(train_gpt, net)
     assert len(by_hand) == 10
     assert by_hand == losses.losses
+
+
+def step_early(loop: OwnLoop) -> list[str]:
+    """Step optimizers that were made before and after the module was set up; return the error of the first."""
+    net = Net()
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    loop.setup(net, adam)
+    late = torch.optim.SGD(net.parameters(), lr=0.1)
+    loop.backward(loop.compute(net.loss, *data()[:4]))
+    late.step()
+    try:
+        early.step()
+    except MisuseError as error:
+        return [str(error)]
+    finally:
+        loop.barrier()
+    return []
+
+
+def test_an_optimizer_made_before_sharding_raises_in_its_step() -> None:
+    (message,) = loop_of("fsdp", 2).launch(step_early)
+    assert message.startswith(
+        "the SGD steps 'layers.0.weight' and 5 other parameters, in place of which Net has others"
+    )
+
+
+def test_an_optimizer_made_before_ddp_steps() -> None:
+    assert loop_of("ddp", 2).launch(step_early) == []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deepspeed_fit import Model, fit
+from tests.ranks import in_ranks
 from torch import nn
 
 from dstrat.errors import MisuseError
@@ -142,3 +143,32 @@ def test_a_parameter_without_a_dimension_is_trained_as_on_one_device(found):
 def test_the_number_of_skipped_steps_is_there_after_the_training(found):
     for rank in found:
         assert rank["skipped"] == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+class SteppingItself(Model):
+    """Steps a layer by an optimizer beside the returned one."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside = torch.optim.SGD(self.net.last.parameters(), lr=0.01)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.blocks.parameters(), lr=0.01)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.beside.step()
+
+
+def step_itself(cluster):
+    messages = {}
+    for stage in STAGES[1:]:
+        with pytest.raises(MisuseError) as raised:
+            fit(SteppingItself(), DeepSpeedStrategy(stage=stage), cluster)
+        messages[stage] = str(raised.value)
+    return messages
+
+
+def test_an_optimizer_beside_that_of_the_engine_raises():
+    for messages in in_ranks(step_itself):
+        for message in messages.values():
+            assert message.startswith("the SGD steps 'net.last.weight' and 1 other parameters, which DeepSpeedStrategy")

@@ -85,3 +85,35 @@ def test_parameters_may_have_any_order_in_memory():
     expected = single_device_losses(Strided(), **WAYS["accumulation"])
     for losses in in_ranks(strided_losses):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class Wrapped(BlockNet):
+    """The layers are beside a wrapper of them, which has a sibling."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = blocks
+            self.scale = nn.Linear(10, 10)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.scale(x)
+
+    def make_layers(self):
+        super().make_layers()
+        self.one, self.two = self.Wrapper(self.blocks), self.Wrapper(nn.ModuleList([Block(10)]))
+
+    def layers(self, x):
+        return self.last(self.two(self.one(self.first(x))))
+
+
+def wrapped_losses(cluster):
+    return losses_of(FSDPStrategy(), Wrapped(), parts(cluster))
+
+
+def test_layers_beside_their_wrapper_have_the_losses_of_one_device():
+    expected = pytest.approx(single_device_losses(Wrapped()), rel=1e-6)
+    for losses in in_ranks(wrapped_losses):
+        assert losses == expected

@@ -16,6 +16,10 @@ READS = {
     "item of a sum": lambda tensor: tensor.data.pow(2).sum().item(),
     "mean": lambda tensor: float(tensor.detach().abs().mean()),
     "largest": lambda tensor: tensor.abs().max().item(),
+    "largest of a tensor": lambda tensor: tensor.max().item(),
+    "smallest of a tensor": lambda tensor: tensor.min().item(),
+    "index of the largest": lambda tensor: float(tensor.argmax().item()),
+    "largest over all dimensions": lambda tensor: tensor.amax().item(),
     "count": lambda tensor: int((tensor > 0).sum()),
     "any": lambda tensor: float(bool((tensor < -0.3).any())),
     "all": lambda tensor: float(bool((tensor > -0.3).all())),
@@ -29,7 +33,8 @@ class Reading(TrainModule):
     def __init__(self, read):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))  # a bias of three values: uneven shards
+        # A bias of three values: uneven shards.  Of the slope's one value a rank has none.
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3), nn.PReLU())
         self.read, self.factor = READS[read], 1.0
 
     def training_step(self, batch, batch_idx):
@@ -147,3 +152,35 @@ def test_parameters_that_a_call_replaces_count_or_are_an_error():
         assert "'net.layers.2'" in found["other weights"]
         assert "auto_wrap_policy={Net}" in found["in the step"]
         assert found["in a layer"] == pytest.approx(losses_of_passed(None, "in a layer"), rel=1e-5)
+
+
+class Drawing(Reading):
+    """Its weights are drawn anew while they are sharded."""
+
+    def __init__(self):
+        super().__init__("mean")
+        self.drawn = {}
+
+    @torch.no_grad()
+    def on_train_start(self):
+        torch.manual_seed(5)
+        self.net[0].reset_parameters()
+        nn.init.trunc_normal_(self.net[2].weight)
+        self.net[2].bias.bernoulli_(0.5)
+        self.net[3].weight.uniform_(0.1, 0.2)
+        values = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in self.named_parameters()}
+        self.drawn = {name: value.tolist() for name, value in values.items()}
+
+
+def drawn_weights(cluster=None):
+    module, noted = Drawing(), Losses()
+    strategy = "single_device" if cluster is None else FSDPStrategy()
+    quiet_trainer(strategy, cluster, callbacks=[noted]).fit(module, loader(16, 4 if cluster is None else 2))
+    return module.drawn, noted.losses
+
+
+def test_values_drawn_for_shards_are_those_of_one_device():
+    weights, expected = drawn_weights()
+    for drawn, found in in_ranks(drawn_weights):
+        assert drawn == weights
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -58,6 +58,40 @@ def test_a_layer_with_several_names_is_one_block():
     assert len(outermost_layers(module)) == len(set(outermost_layers(module)))
 
 
+class Encoder(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.net.layers(x))
+
+
+class Distilled(nn.Module):
+    """A network beside an encoder that contains it, and that has a sibling."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = BlockNet()
+        self.student, self.teacher = Encoder(self.net), Encoder(BlockNet())
+
+
+def test_a_layer_whose_network_is_also_outside_is_no_block():
+    inner = [f"net.blocks.{index}" for index in range(3)]  # also those of the student
+    assert sorted(names(Distilled())) == [*inner, "teacher"]
+    with pytest.raises(RequestError, match=r"Encoder that is sharded by itself shares its parameter 'net\."):
+        blocks_of(Distilled(), {Encoder})
+    blocks = blocks_of(Distilled(), {Encoder, Block, nn.Linear})  # all of the network is in blocks of its own
+    assert len([block for block in blocks if isinstance(block, Encoder)]) == 2
+
+
+def test_a_layer_that_contains_itself_ends():
+    module = BlockNet()
+    module.blocks[0].back = module
+    assert sorted(names(module)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
 def test_repeated_stages_are_blocks_and_what_they_contain_is_not():
     assert sorted(names(Convolutional())) == ["stages.0", "stages.1"]
 

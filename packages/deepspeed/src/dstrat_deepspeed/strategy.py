@@ -267,13 +267,20 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if state is not None:
             state.init_adagrad()
             self._watch_weights(state)
+        if optimizer is not None and self._steps_flat_tensors:
+            name = type(self).__name__
+            self.refuse_steps(
+                lambda: dict(self.module.named_parameters()),
+                f"which {name} steps in flat tensors of its own, and whose gradients it synchronizes for one optimizer "
+                "only: return one optimizer of all parameters from configure_optimizers, in groups if they differ",
+            )
 
     def _checked_config(self, trainer: TrainerLike, optimizer: Optimizer | None) -> dict[str, Any]:
         """Return the configuration of a run, after checking that DeepSpeed can train the module and the optimizer."""
         if optimizer is not None:
             check_layers(self.module, stage=self.stage, world_size=self.world_size)
         flag = self.precision_plugin.flag
-        if optimizer is not None and (self.stage > 0 or flag in _HAS_MASTER_WEIGHTS):  # it steps flat tensors
+        if optimizer is not None and self._steps_flat_tensors:
             check_unstepped(optimizer)
             check_layout(optimizer)
         config = self._configuration.for_run(trainer, optimizer, flag=flag, world_size=self.world_size)
@@ -281,6 +288,11 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if optimizer is not None:
             check_state_buffers(config, optimizer.param_groups, self.world_size)
         return config
+
+    @property
+    def _steps_flat_tensors(self) -> bool:
+        """Whether the engine's optimizer steps flat tensors in place of the module's parameters."""
+        return self.stage > 0 or self.precision_plugin.flag in _HAS_MASTER_WEIGHTS
 
     def _watch_weights(self, state: PartitionedState) -> None:
         names = self._names()

@@ -287,17 +287,47 @@ VIEWS: tuple[OpOverload, ...] = (
 READ: OpOverload = torch.ops.aten._local_scalar_dense.default
 """The operation of ``item()``, ``float()`` and ``bool()``."""
 
+EXTREMES: tuple[OpOverload, ...] = (
+    torch.ops.aten.amax.default,
+    torch.ops.aten.amin.default,
+    torch.ops.aten.argmax.default,
+    torch.ops.aten.argmin.default,
+    torch.ops.aten.max.default,
+    torch.ops.aten.min.default,
+)
+"""Operations that torch computes of each shard first, which fails for one without elements."""
+
+DRAWS: tuple[OpOverload, ...] = (
+    torch.ops.aten.bernoulli_.Tensor,
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.cauchy_.default,
+    torch.ops.aten.exponential_.default,
+    torch.ops.aten.geometric_.default,
+    torch.ops.aten.log_normal_.default,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.random_.default,
+    torch.ops.aten.random_.to,
+    getattr(torch.ops.aten.random_, "from"),
+    torch.ops.aten.uniform_.default,
+)
+"""Operations that fill a tensor with random numbers."""
+
+
+def counts_draws(device: str) -> bool:
+    """Return whether torch gives the ranks of a ``DTensor`` different random numbers, on a type of device."""
+    return hasattr(torch.get_device_module(device), "set_rng_state")
+
 
 @cache
 def mutating_operations() -> tuple[OpOverload, ...]:
-    """Return torch's operations that change their first argument, a tensor."""
+    """Return torch's operations that change their first argument, a tensor, except those of ``DRAWS``."""
     operations = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         if namespace == "aten" and packet.endswith("_") and not packet.startswith("_"):
             operations.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
-    return tuple(operations)
+    return tuple(operation for operation in operations if operation not in DRAWS)
 
 
 def set_dispatch_handler(operations: Iterable[OpOverload], handler: Callable[..., Any] | None) -> None:

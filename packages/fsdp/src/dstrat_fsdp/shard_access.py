@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.full_state import full_tensor
+from dstrat.parallel.full_state import copy_full, full_tensor
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
@@ -248,7 +249,19 @@ class SliceGuard:
 
     @classmethod
     def _write(cls, operation: OpOverload, args: Any, kwargs: Any) -> Any:
-        name = cls._copies.get(internals.shard_memory(args[0]))
+        cls.check_write(operation, args[0])
+        return internals.dispatch(operation, args, kwargs)
+
+    @classmethod
+    def check_write(cls, operation: OpOverload, tensor: Any) -> None:
+        """Check that an operation does not change a copy of a part.
+
+        Raises:
+            MisuseError: It does.
+        """
+        if not cls._copies:
+            return
+        name = cls._copies.get(internals.shard_memory(tensor))
         if name is not None:
             write = operation.overloadpacket.__name__
             raise MisuseError(
@@ -256,19 +269,43 @@ class SliceGuard:
                 "and torch has gathered a copy of it. Change the whole parameter, with a mask that is sharded "
                 "likewise: parameter.mul_(distribute_tensor(mask, parameter.device_mesh, parameter.placements))"
             )
+
+
+# Random values
+
+
+def draw_full_values() -> None:
+    """Let ``uniform_()``, ``normal_()`` and the like fill a ``DTensor`` with the values of one device, from now on.
+
+    On devices such as the CPU torch draws the numbers of each shard from the rank's generator, so that ranks with the
+    same state give all shards the same values.
+    """
+    internals.set_dispatch_handler(internals.DRAWS, _draw)
+
+
+def _draw(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Fill a tensor with this rank's shard of the random values that the full tensor would have."""
+    tensor = args[0]
+    SliceGuard.check_write(operation, tensor)
+    is_replicated = all(placement.is_replicate() for placement in tensor.placements)
+    if is_replicated or any(isinstance(one, DTensor) for one in args[1:]) or internals.counts_draws(tensor.device.type):
         return internals.dispatch(operation, args, kwargs)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy_full(tensor, operation(full, *args[1:], **kwargs))
+    return tensor
 
 
 # Reads
 
 
 def read_full_values() -> None:
-    """Let ``item()``, ``float()`` and ``bool()`` of a ``DTensor`` return its full value on each rank, from now on.
+    """Let reads of a ``DTensor`` (``item()``, ``float()``, ``max()`` ...) return its full value, from now on.
 
     torch returns what this rank has of it: of ``parameter.grad.norm()`` the norm of its own shard.  The read of a value
     that ranks have parts of is collective.  It stays so after a run, whose module keeps its shards.
     """
     internals.set_dispatch_handler([internals.READ], _read)
+    internals.set_dispatch_handler(internals.EXTREMES, _find_extreme)
 
 
 def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -281,3 +318,18 @@ def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
             "each rank has a part of it only: read it in on_train_end, or load a checkpoint into a new module"
         )
     return full_tensor(tensor.detach()).item()
+
+
+def _find_extreme(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the largest or smallest value, or its index, where some ranks may have no elements; collective."""
+    tensor = args[0]
+    counts: Counter[int] = Counter()  # of the shards, by dimensions of the tensor
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if hasattr(placement, "dim"):
+            counts[placement.dim] = max(1, counts[placement.dim]) * size
+    # The last one begins after all others, which have the sizes of torch.chunk.
+    lengths = [(tensor.shape[dimension], count) for dimension, count in counts.items()]
+    if all(length > (count - 1) * -(-length // count) for length, count in lengths) or not dist.is_initialized():
+        return internals.dispatch(operation, args, kwargs)
+    value = operation(full_tensor(tensor.detach()), *args[1:], **kwargs)
+    return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)

@@ -44,7 +44,7 @@ from dstrat_fsdp.parameters import (
     restore_attributes,
     unpark_shards,
 )
-from dstrat_fsdp.shard_access import read_full_values
+from dstrat_fsdp.shard_access import draw_full_values, read_full_values
 from dstrat_fsdp.sharded_module import ShardedModule, Sharding
 from dstrat_fsdp.wrap_policy import outermost_layers
 
@@ -204,6 +204,7 @@ class ShardedStrategy(ParallelStrategy):
         self._has_no_values = False
         self._sharded.guard_shards()
         read_full_values()
+        draw_full_values()
         self.model = self._sharded.root
 
     def discard_values(self) -> None:

@@ -42,9 +42,7 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         option = f"{type(module).__name__}.auto_wrap_policy"
         policy = checked_policy(option, getattr(module, "auto_wrap_policy", None), or_size=True)
     if policy is None:
-        uses = parameter_uses(module)
-        layers = repeated_layers(module, lambda layer: isinstance(layer, FSDPModule))
-        return [block for block in layers if not names_of_shared(block, uses)]
+        return list(dict.fromkeys(_repeated_blocks(module, parameter_uses(module))))  # one may be in several of them
     blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
     matches_elsewhere = root is not None and any(layer is not root for layer in _matching_policy(root, policy))
     if not (blocks or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
@@ -57,6 +55,15 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         )
     _refuse_shared_parameters(blocks, module)
     return blocks
+
+
+def _repeated_blocks(module: Module, uses: Counter[int]) -> Iterator[Module]:
+    """Yield repeated layers, or those within one that shares parameters with a layer outside of it."""
+    for layer in repeated_layers(module, lambda layer: isinstance(layer, FSDPModule)):
+        if names_of_shared(layer, uses):
+            yield from _repeated_blocks(layer, uses)
+        else:
+            yield layer
 
 
 def outermost_layers(module: Module) -> list[Module]:
@@ -122,9 +129,12 @@ def _by_size(module: Module, is_block: Callable[[Module, int], bool]) -> list[Mo
 
 
 def _refuse_shared_parameters(blocks: Iterable[Module], module: Module) -> None:
-    uses = parameter_uses(module)
+    uses, blocks = parameter_uses(module), list(blocks)
     for block in blocks:
-        if shared := names_of_shared(block, uses):
+        inner = [layer for layer in block.modules() if any(layer is one for one in blocks) and layer is not block]
+        in_inner = {id(parameter) for layer in inner for parameter in layer.parameters()}
+        parameters = dict(block.named_parameters())
+        if shared := [name for name in names_of_shared(block, uses) if id(parameters[name]) not in in_inner]:
             raise RequestError(
                 f"a {type(block).__name__} that is sharded by itself shares its parameter {shared[0]!r} with a layer "
                 "outside of it: shard a layer that contains both, or exclude it from auto_wrap_policy"
@@ -132,8 +142,21 @@ def _refuse_shared_parameters(blocks: Iterable[Module], module: Module) -> None:
 
 
 def parameter_uses(module: Module) -> Counter[int]:
-    """Return how many layers have each parameter, by its identity."""
-    return Counter(id(one) for layer in module.modules() for one in layer.parameters(recurse=False))
+    """Return in how many ways a module contains each layer and each parameter, by their identities.
+
+    A layer that several others contain, as that of a network beside its wrapper, counts once for each.
+    """
+    uses: Counter[int] = Counter()
+
+    def count(layer: Module, above: frozenset[int]) -> None:
+        uses[id(layer)] += 1
+        uses.update(id(parameter) for parameter in layer.parameters(recurse=False))
+        for child in layer.children():
+            if id(child) not in above:  # it may contain itself
+                count(child, above | {id(child)})
+
+    count(module, frozenset([id(module)]))
+    return uses
 
 
 def names_of_shared(block: Module, uses: Counter[int]) -> list[str]:
@@ -143,9 +166,9 @@ def names_of_shared(block: Module, uses: Counter[int]) -> list[str]:
         block: The block.
         uses: The :func:`parameter_uses` of the module.
     """
-    inside = parameter_uses(block)
+    inside, times = parameter_uses(block), uses[id(block)]
     # Scalars are sharded with no block, so that any layers may share them.
-    return [name for name, one in block.named_parameters() if one.dim() and inside[id(one)] < uses[id(one)]]
+    return [name for name, one in block.named_parameters() if one.dim() and times * inside[id(one)] < uses[id(one)]]
 
 
 def layers_with_statistics(module: Module) -> list[Module]:

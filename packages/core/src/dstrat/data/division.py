@@ -23,6 +23,7 @@ from dstrat.data.samplers import (
     AgreedSampler,
     BroadcastOrder,
     CutBatches,
+    DrawnOrder,
     RankBatchSampler,
     RankSampler,
     RepeatedBatches,
@@ -102,6 +103,7 @@ def divide_training(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[A
             "training_loader(loader, distribute=False) of an OwnLoop"
         )
     sampler = sampler_of(loader)
+    _check_length(sampler, "training")
     return with_sampler(loader, RankSampler(_order(sampler, strategy, loader), length=len(sampler), **share))
 
 
@@ -123,6 +125,7 @@ def divide_evaluation(
         )
     batch_sampler = loader.batch_sampler
     sampler: Any = sampler_of(loader) if batch_sampler is None or groups_samples(loader) else batch_sampler
+    _check_length(sampler, "evaluation")
     order = _order(sampler, strategy, loader)
     batches: Any = AgreedSampler(order, sampler)
     if groups_samples(loader):
@@ -205,7 +208,33 @@ def _order(sampler: Any, strategy: Strategy, loader: DataLoader[Any]) -> Order:
         return SequentialOrder(len(sampler))
     if _is_plain_random(sampler, loader):
         return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples):  # noqa: SLF001 - as below
+        return DrawnOrder(sampler, strategy.broadcast)
     return BroadcastOrder(sampler, strategy.broadcast)
+
+
+_MOST_DRAWN = 10**9  # indices of which rank 0 sends a list, of 8 GiB and more
+
+
+def _check_length(sampler: Any, purpose: str) -> None:
+    """Check that the order of a sampler ends, and fits into memory where rank 0 draws it for all.
+
+    Raises:
+        RequestError: It does not, as that of a sampler that repeats the data without end.
+    """
+    try:
+        length = len(sampler)
+    except (TypeError, NotImplementedError):
+        length = None
+    draws_for_all = type(sampler) not in (SequentialSampler, RandomSampler)
+    if length is None or (draws_for_all and length > _MOST_DRAWN):
+        name = type(sampler).__name__
+        raise RequestError(
+            f"the {purpose} loader has a sampler {'without a length' if length is None else f'of {length} indices'} "
+            f"({name}), whose order rank 0 cannot draw for all processes: divide it by num_replicas and rank of "
+            "strategy.distributed_sampler_kwargs, and say so with Trainer(use_distributed_sampler=False), or with "
+            f"{purpose}_loader(loader, distribute=False) of an OwnLoop"
+        )
 
 
 def _is_plain_random(sampler: Any, loader: DataLoader[Any]) -> bool:

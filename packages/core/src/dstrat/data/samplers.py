@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -70,15 +71,17 @@ class RankSampler(Sampler[int]):
         return math.ceil(self._length / self._num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        indices = list(self.order(self.epoch, self._times_read))
+        # Drawn as it is read: an order of RandomSampler(num_samples=10**10) fits into no memory.
+        order = iter(self.order(self.epoch, self._times_read))
+        first = list(itertools.islice(order, self._num_replicas))
         self._times_read += 1  # a loader that is read twice in an epoch (max_size_cycle) gets another order
-        total = len(self) * self._num_replicas
-        while indices and len(indices) < total:  # more than once where there are fewer samples than processes
-            indices += indices[: total - len(indices)]
+        # More than once where there are fewer samples than processes.
+        padded = itertools.chain(first, order, itertools.cycle(first))
         # A loader that has read everything starts again.
         self._num_read = self._num_skipped if self._num_skipped < len(self) else 0
         self._num_skipped = 0
-        for index in indices[self._rank :: self._num_replicas][self._num_read :]:
+        begin, end = self._num_read * self._num_replicas + self._rank, len(self) * self._num_replicas
+        for index in itertools.islice(padded, begin, end, self._num_replicas):
             self._num_read += 1
             yield index
 
@@ -250,10 +253,31 @@ class BroadcastOrder:
         return self._broadcast(list(self.sampler))
 
 
+class DrawnOrder:
+    """The order of a ``RandomSampler`` that repeats indices, or draws a number of them, as rank 0 draws it.
+
+    Ranks have the seed in common, or the state of the sampler's generator, and draw the same indices as they read them.
+    """
+
+    def __init__(self, sampler: RandomSampler, broadcast: Callable[[Any], Any]) -> None:
+        self.sampler = sampler
+        self._broadcast = broadcast
+
+    def __call__(self, _epoch: int, _times_read: int) -> Iterable[Any]:
+        generator: torch.Generator | None = self.sampler.generator
+        if generator is not None:
+            generator.set_state(self._broadcast(generator.get_state()))
+            return self.sampler
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler.__iter__ does
+        drawn = copy.copy(self.sampler)
+        drawn.generator = torch.Generator().manual_seed(self._broadcast(seed))
+        return drawn
+
+
 def generators_of(sampler: Any) -> list[torch.Generator]:
     """Return the generators of torch that a sampler or batch sampler has, and those of samplers in it."""
     order = getattr(sampler, "order", None)
-    inner = [getattr(sampler, "sampler", None), order.sampler if isinstance(order, BroadcastOrder) else None]
+    inner = [getattr(sampler, "sampler", None), getattr(order, "sampler", None)]
     generator = getattr(sampler, "generator", None)
     generators = [generator] if isinstance(generator, torch.Generator) else []
     return generators + [generator for one in inner if one is not None for generator in generators_of(one)]

@@ -1,21 +1,24 @@
-"""Checks of optimizers for sharded parameters: their parameters, and steps of copies with small tensors."""
+"""Checks of optimizers: their parameters, steps of copies with small tensors, and steps outside of the strategy."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
+import sys
 import warnings
-from collections import defaultdict
+import weakref
+from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dstrat.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -297,3 +300,78 @@ def _step(probe: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Se
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient
         type(probe).step(probe)  # an instance attribute may be a scheduler's wrapper, bound to the original
+
+
+# Optimizers of the user that a strategy does not know
+
+
+class FirstParameters:
+    """The parameters of a module as they were before a strategy replaced them, if something else refers to them.
+
+    There are weak references until the setup only, as torch swaps no tensors that have some (``swap_tensors``), and
+    strong ones during the setup only.
+    """
+
+    def __init__(self) -> None:
+        self._weak: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._strong: list[tuple[str, Tensor]] = []
+
+    def record(self, module: Module) -> None:
+        """Record the present parameters of a module, beside those that were recorded before."""
+        for name, parameter in module.named_parameters():
+            if type(parameter) is torch.nn.Parameter:  # torch swaps others, such as DTensors, when a module moves
+                self._weak[id(parameter)] = name, weakref.ref(parameter)
+
+    def hold(self, module: Module) -> None:
+        """Keep those to which more than the layers of a module refer, before the strategy replaces them."""
+        layers = Counter(
+            id(parameter)
+            for layer in module.modules()
+            for _, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        for name, reference in self._weak.values():
+            parameter = reference()
+            # Two are those of this function.
+            if parameter is not None and sys.getrefcount(parameter) > 2 + layers[id(parameter)]:
+                self._strong.append((name, parameter))
+        self._weak.clear()
+
+    def take_replaced(self, module: Module) -> dict[str, weakref.ref[Tensor]]:
+        """Return those that were held, and for which a module has others by now, by name; none is held any more."""
+        present = dict(module.named_parameters(remove_duplicate=False))
+        ids = set(map(id, present.values()))
+        held, self._strong = self._strong, []
+        return {name: weakref.ref(one) for name, one in held if name in present and id(one) not in ids}
+
+
+class StepGuard:
+    """Refuses steps of any optimizer of this process with some parameters, until it is removed.
+
+    Args:
+        parameters: Returns these parameters, by name; called for each optimizer that steps for the first time.
+        reason: What a step of them does, and what to do; it follows "the SGD steps 'weight' and 3 other parameters, ".
+    """
+
+    def __init__(self, parameters: Callable[[], Mapping[str, Tensor | None]], reason: str) -> None:
+        self._parameters, self._reason = parameters, reason
+        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._hook = register_optimizer_step_pre_hook(self._check)
+
+    def remove(self) -> None:
+        """Let all optimizers step again."""
+        self._hook.remove()
+
+    def _check(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._checked.get(optimizer) == count:  # it may get further groups
+            return
+        refused = {id(one): name for name, one in self._parameters().items() if one is not None}
+        stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        names = [refused[identity] for identity in stepped if identity in refused]
+        if not names:
+            self._checked[optimizer] = count
+            return
+        beside = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
+        raise MisuseError(f"the {type(optimizer).__name__} steps {names[0]!r}{beside}, {self._reason}")

@@ -23,6 +23,7 @@ from dstrat.parallel.collectives import (
 )
 from dstrat.parallel.internals import BatchNorm, count_collectives
 from dstrat.parallel.job import current_job
+from dstrat.parallel.optimizer_checks import FirstParameters, StepGuard
 from dstrat.parallel.process_group import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -114,6 +115,8 @@ class ParallelStrategy(Strategy):
         self.add_components(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
         self._root_device: torch.device | None = None
         self._synchronized_norm: SynchronizedNorm | None = None
+        self._first_parameters = FirstParameters()
+        self._step_guards: list[StepGuard] = []
         self.process_group_backend = process_group_backend
         self.timeout = timeout or DEFAULT_TIMEOUT
         # By identity: a user who writes 30 minutes means both times.
@@ -126,7 +129,8 @@ class ParallelStrategy(Strategy):
         self._root_device = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_root_device": None, "job": None}  # another process has others
+        # Another process has others.
+        return {**self.__dict__, "_root_device": None, "job": None, "_first_parameters": FirstParameters()}
 
     # Rank and device of this process
 
@@ -182,7 +186,14 @@ class ParallelStrategy(Strategy):
 
     # The life cycle
 
+    def connect(self, module: Module) -> None:
+        super().connect(module)
+        self._first_parameters = FirstParameters()
+        self._first_parameters.record(module)
+
     def setup_environment(self) -> None:
+        if self._module is not None:  # which another process may have sent
+            self._first_parameters.record(self._module)
         self._root_device = None  # a forked rank has inherited the cached value of its parent
         self._num_optimizer_steps = 0  # with new ranks, all count anew
         super().setup_environment()
@@ -212,6 +223,28 @@ class ParallelStrategy(Strategy):
         else:
             close_process_group()
 
+    def setup(self, trainer: TrainerLike) -> None:
+        self._first_parameters.hold(self.module)
+        super().setup(trainer)
+        replaced = self._first_parameters.take_replaced(self.module)
+        if trainer.is_fitting and replaced:  # something refers to them, such as an optimizer made too early
+            self.refuse_steps(
+                lambda: {name: reference() for name, reference in replaced.items()},
+                f"in place of which {type(self.module).__name__} has others by now, as {type(self).__name__} may "
+                "replace them, so that nothing is trained: make the optimizer later, from module.parameters(), in "
+                "configure_optimizers or in the function that an own loop passes to setup",
+            )
+
+    def refuse_steps(self, parameters: Callable[[], Mapping[str, Tensor | None]], reason: str) -> None:
+        """Let any optimizer of this process that steps one of these tensors raise MisuseError, until the teardown.
+
+        Args:
+            parameters: Returns the tensors that no optimizer steps in this strategy, by the names of parameters.
+            reason: What the step of another optimizer would do, and what to do; see
+                :class:`~dstrat.parallel.optimizer_checks.StepGuard`.
+        """
+        self._step_guards.append(StepGuard(parameters, reason))
+
     def model_to_device(self) -> None:
         with keep_ties(self.module):
             self.module.to(self.root_device)
@@ -236,6 +269,9 @@ class ParallelStrategy(Strategy):
         self.close_communication(aborts=True)
 
     def teardown(self) -> None:
+        for guard in self._step_guards:
+            guard.remove()
+        self._step_guards = []
         if self._synchronized_norm is not None:
             self._synchronized_norm.undo()
             self._synchronized_norm = None
