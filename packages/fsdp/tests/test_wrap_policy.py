@@ -175,5 +175,5 @@ def test_a_compiled_layer_is_a_block_with_its_wrapper():
     module = BlockNet()
     for index, block in enumerate(module.blocks):
         module.blocks[index] = torch.compile(block, backend="eager")
-    for policy in (None, Block, lambda layer: isinstance(layer, Block)):
+    for policy in (None, (Block,), lambda layer: isinstance(layer, Block)):
         assert sorted(names(module, policy)) == ["blocks.0", "blocks.1", "blocks.2"]
