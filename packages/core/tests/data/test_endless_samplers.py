@@ -53,6 +53,20 @@ def test_the_start_of_an_order_pads_it(length, num_replicas):
     assert in_order == list(itertools.islice(itertools.cycle(range(length)), len(in_order)))
 
 
+def test_generators_of_all_ranks_have_drawn_the_same():
+    states = []
+    for rank in range(3):  # the last index of rank 0 is the 31st, and torch draws 32 at a time
+        sampler = RandomSampler(range(50), replacement=True, num_samples=33, generator=torch.Generator().manual_seed(5))
+        assert (
+            len(list(RankSampler(DrawnOrder(sampler, lambda drawn: drawn), length=33, num_replicas=3, rank=rank))) == 11
+        )
+        states.append(sampler.generator.get_state())
+    list(
+        RandomSampler(range(50), replacement=True, num_samples=33, generator=(one := torch.Generator().manual_seed(5)))
+    )
+    assert all(torch.equal(state, one.get_state()) for state in states)
+
+
 class Endless(Sampler[int]):
     def __iter__(self):
         return itertools.cycle(range(8))

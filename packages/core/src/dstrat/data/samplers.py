@@ -84,6 +84,8 @@ class RankSampler(Sampler[int]):
         for index in itertools.islice(padded, begin, end, self._num_replicas):
             self._num_read += 1
             yield index
+        for _ in order:  # to its end, which another rank has read: generators stay equal
+            pass
 
 
 class RankBatchSampler(Sampler[Any]):

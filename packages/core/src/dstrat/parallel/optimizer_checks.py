@@ -329,10 +329,11 @@ class FirstParameters:
             for layer in module.modules()
             for _, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         )
+        probe = object()
+        references_here = sys.getrefcount(probe)  # as many of a parameter are those of this function
         for name, reference in self._weak.values():
             parameter = reference()
-            # Two are those of this function.
-            if parameter is not None and sys.getrefcount(parameter) > 2 + layers[id(parameter)]:
+            if parameter is not None and sys.getrefcount(parameter) > references_here + layers[id(parameter)]:
                 self._strong.append((name, parameter))
         self._weak.clear()
 
