@@ -81,11 +81,10 @@ class RankSampler(Sampler[int]):
         self._num_read = self._num_skipped if self._num_skipped < len(self) else 0
         self._num_skipped = 0
         begin, end = self._num_read * self._num_replicas + self._rank, len(self) * self._num_replicas
+        # All ranks draw to the same end, where islice stops: the sampler's generators stay equal.
         for index in itertools.islice(padded, begin, end, self._num_replicas):
             self._num_read += 1
             yield index
-        for _ in order:  # to its end, which another rank has read: generators stay equal
-            pass
 
 
 class RankBatchSampler(Sampler[Any]):
