@@ -330,10 +330,10 @@ class FirstParameters:
             for _, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         )
         probe = object()
-        references_here = sys.getrefcount(probe)  # as many of a parameter are those of this function
+        num_local = sys.getrefcount(probe)  # as many of a parameter are those of this function
         for name, reference in self._weak.values():
             parameter = reference()
-            if parameter is not None and sys.getrefcount(parameter) > references_here + layers[id(parameter)]:
+            if parameter is not None and sys.getrefcount(parameter) > num_local + layers[id(parameter)]:
                 self._strong.append((name, parameter))
         self._weak.clear()
 
