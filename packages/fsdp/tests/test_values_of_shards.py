@@ -168,6 +168,7 @@ class Drawing(Reading):
         nn.init.trunc_normal_(self.net[2].weight)
         self.net[2].bias.bernoulli_(0.5)
         self.net[3].weight.uniform_(0.1, 0.2)
+        assert self.net[0].weight.detach().to("meta").normal_().is_meta
         values = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in self.named_parameters()}
         self.drawn = {name: value.tolist() for name, value in values.items()}
 

@@ -314,7 +314,7 @@ DRAWS: tuple[OpOverload, ...] = (
 
 
 def counts_draws(device: str) -> bool:
-    """Return whether torch gives the ranks of a ``DTensor`` different random numbers, on a type of device."""
+    """Return whether torch gives the ranks of a mesh different random numbers, on a type of device."""
     return hasattr(torch.get_device_module(device), "set_rng_state")
 
 

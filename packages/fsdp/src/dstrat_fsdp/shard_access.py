@@ -288,7 +288,8 @@ def _draw(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     SliceGuard.check_write(operation, tensor)
     is_replicated = all(placement.is_replicate() for placement in tensor.placements)
-    if is_replicated or any(isinstance(one, DTensor) for one in args[1:]) or internals.counts_draws(tensor.device.type):
+    device = tensor.device_mesh.device_type  # not the tensor's, which may be on the meta device
+    if is_replicated or any(isinstance(one, DTensor) for one in args[1:]) or internals.counts_draws(device):
         return internals.dispatch(operation, args, kwargs)
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copy_full(tensor, operation(full, *args[1:], **kwargs))
