@@ -297,6 +297,12 @@ EXTREMES: tuple[OpOverload, ...] = (
 )
 """Operations that torch computes of each shard first, which fails for one without elements."""
 
+NORM: OpOverload = torch.ops.aten.linalg_vector_norm.default
+"""A norm, which is the largest or smallest magnitude where its order is infinite."""
+
+FOREACH_NORM: OpOverload = torch.ops.aten._foreach_norm.Scalar
+"""The same of several tensors."""
+
 DRAWS: tuple[OpOverload, ...] = (
     torch.ops.aten.bernoulli_.Tensor,
     torch.ops.aten.bernoulli_.float,
@@ -311,6 +317,14 @@ DRAWS: tuple[OpOverload, ...] = (
     torch.ops.aten.uniform_.default,
 )
 """Operations that fill a tensor with random numbers."""
+
+LIKE: tuple[OpOverload, ...] = (
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+    torch.ops.aten.randn_like.default,
+)
+"""Operations that return a new tensor of random numbers."""
 
 
 def counts_draws(device: str) -> bool:
