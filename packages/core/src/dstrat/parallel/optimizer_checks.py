@@ -324,12 +324,12 @@ class FirstParameters:
         )
         named = dict(module.named_parameters())
         probe = object()
-        references_here = sys.getrefcount(probe)  # as many of a parameter are those of this function
+        num_references = sys.getrefcount(probe)  # as many of a parameter are those of this function
         for name in list(named):
             parameter = named.pop(name)
             if type(parameter) is not torch.nn.Parameter or id(parameter) in self._held:  # such as a shard
                 continue
-            if sys.getrefcount(parameter) > references_here + layers[id(parameter)]:
+            if sys.getrefcount(parameter) > num_references + layers[id(parameter)]:
                 self._held[id(parameter)] = name, parameter
 
     def take_replaced(self, module: Module) -> dict[str, weakref.ref[Tensor]]:
