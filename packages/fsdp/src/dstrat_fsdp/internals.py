@@ -297,6 +297,9 @@ EXTREMES: tuple[OpOverload, ...] = (
 )
 """Operations that torch computes of each shard first, which fails for one without elements."""
 
+MEAN: OpOverload = torch.ops.aten.mean.default
+"""The mean of all elements, for which torch 2.9 takes the mean of the shards' means, also of shards of other sizes."""
+
 NORM: OpOverload = torch.ops.aten.linalg_vector_norm.default
 """A norm, which is the largest or smallest magnitude where its order is infinite."""
 

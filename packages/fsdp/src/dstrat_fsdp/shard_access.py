@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -323,6 +324,7 @@ def read_full_values() -> None:
     """
     internals.set_dispatch_handler([internals.READ], _read)
     internals.set_dispatch_handler(internals.EXTREMES, _find_extreme)
+    internals.set_dispatch_handler([internals.MEAN], _find_mean)
     internals.set_dispatch_handler([internals.NORM], _find_norm)
     internals.set_dispatch_handler([internals.FOREACH_NORM], _find_norms)
 
@@ -343,7 +345,20 @@ def _find_extreme(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     """Return the largest or smallest value, or its index, where some ranks may have no elements; collective."""
     tensor = args[0]
     if not _may_lack_elements(tensor):
-        return internals.dispatch(operation, args, kwargs)
+        # torch 2.9 divides no argmax, which it says on all ranks before it communicates.
+        with contextlib.suppress(NotImplementedError):
+            return internals.dispatch(operation, args, kwargs)
+    return _compute_of_full(operation, args, kwargs)
+
+
+def _find_mean(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the mean, of shards of different sizes too; collective then."""
+    is_uneven = any(length % count for length, count in _divisions(args[0])) and dist.is_initialized()
+    return (_compute_of_full if is_uneven else internals.dispatch)(operation, args, kwargs)
+
+
+def _compute_of_full(operation: OpOverload, args: Any, kwargs: Any) -> DTensor:
+    tensor = args[0]
     value = operation(full_tensor(tensor.detach()), *args[1:], **kwargs)
     return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
 
@@ -364,10 +379,15 @@ def _find_norms(operation: OpOverload, args: Any, kwargs: Any) -> Any:
 
 def _may_lack_elements(tensor: DTensor) -> bool:
     """Return whether a rank may have no elements of a tensor; the same in all ranks."""
-    counts: Counter[int] = Counter()  # of the shards, by dimensions of the tensor
+    # The last one begins after all others, which have the sizes of torch.chunk.
+    is_empty = any(length <= (count - 1) * -(-length // count) for length, count in _divisions(tensor))
+    return dist.is_initialized() and is_empty
+
+
+def _divisions(tensor: DTensor) -> list[tuple[int, int]]:
+    """Return the length of each dimension that is sharded, and the number of shards."""
+    counts: Counter[int] = Counter()
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if hasattr(placement, "dim"):
             counts[placement.dim] = max(1, counts[placement.dim]) * size
-    # The last one begins after all others, which have the sizes of torch.chunk.
-    lengths = [(tensor.shape[dimension], count) for dimension, count in counts.items()]
-    return dist.is_initialized() and any(length <= (count - 1) * -(-length // count) for length, count in lengths)
+    return [(tensor.shape[dimension], count) for dimension, count in counts.items()]
