@@ -297,6 +297,9 @@ EXTREMES: tuple[OpOverload, ...] = (
 )
 """Operations that torch computes of each shard first, which fails for one without elements."""
 
+ALL: OpOverload = torch.ops.aten.all.default
+"""Whether all elements are true, which in torch 2.9 is whether those of any shard are."""
+
 MEAN: OpOverload = torch.ops.aten.mean.default
 """The mean of all elements, for which torch 2.9 takes the mean of the shards' means, also of shards of other sizes."""
 

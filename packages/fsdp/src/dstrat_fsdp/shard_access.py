@@ -325,6 +325,7 @@ def read_full_values() -> None:
     internals.set_dispatch_handler([internals.READ], _read)
     internals.set_dispatch_handler(internals.EXTREMES, _find_extreme)
     internals.set_dispatch_handler([internals.MEAN], _find_mean)
+    internals.set_dispatch_handler([internals.ALL], _find_all)
     internals.set_dispatch_handler([internals.NORM], _find_norm)
     internals.set_dispatch_handler([internals.FOREACH_NORM], _find_norms)
 
@@ -355,6 +356,13 @@ def _find_mean(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     """Return the mean, of shards of different sizes too; collective then."""
     is_uneven = any(length % count for length, count in _divisions(args[0])) and dist.is_initialized()
     return (_compute_of_full if is_uneven else internals.dispatch)(operation, args, kwargs)
+
+
+def _find_all(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return whether all elements are true: whether none is false."""
+    if all(placement.is_replicate() for placement in args[0].placements):
+        return internals.dispatch(operation, args, kwargs)
+    return args[0].logical_not().any().logical_not()
 
 
 def _compute_of_full(operation: OpOverload, args: Any, kwargs: Any) -> DTensor:
