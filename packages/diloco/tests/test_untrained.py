@@ -1,15 +1,18 @@
 """Buffers and frozen parameters: constants stay, and what modules and validations change is that of all groups."""
 
+import warnings
+
 import pytest
 import torch
+from tests.hand_loop import BlockNet, parts, start, train
 from tests.hand_loop import Net as HandNet
-from tests.hand_loop import parts, start
 from tests.ranks import each, in_ranks
 from tests.trainer_runs import quiet_trainer, same_when_resumed, shuffled_loader
 from torch import nn
 
 from dstrat import Callback, TrainModule
 from dstrat.checkpoint.portable.checkpoint_io import PortableCheckpointIO
+from dstrat.interfaces.state_dict import canonical_name
 from dstrat_diloco import DiLoCoStrategy
 from dstrat_diloco.average import average, digest
 
@@ -136,3 +139,34 @@ def test_a_digest_sees_opposite_changes_and_other_places():
     tensor = torch.tensor([0.6, 0.7, 0.8])
     others = [torch.tensor(one) for one in ([0.7, 0.6, 0.8], [0.65, 0.65, 0.8], [0.61, 0.68, 0.81], [-0.6, 0.7, 0.8])]
     assert len({int(digest(one)) for one in (tensor, tensor.clone(), *others)}) == 1 + len(others)
+
+
+def state_within_a_round(cluster, wraps):
+    """Return the state for a checkpoint, of the weights and a buffer that differ between all ranks."""
+    # Dynamo looks at the gradient of what an earlier layer has computed.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+    module = BlockNet()
+    for index, block in enumerate(module.blocks):
+        block.register_buffer("rank", torch.zeros(()))
+        module.blocks[index] = torch.compile(block, backend="eager") if wraps else block
+    strategy = DiLoCoStrategy(groups=2, every=EVERY)
+    start(strategy, module, parts(cluster))
+    train(strategy, steps=2)
+    for name, buffer in module.named_buffers():
+        if name.endswith("rank"):
+            buffer.add_(strategy.global_rank)
+    named = strategy.sharded_module_state().items()
+    state = {canonical_name(name): value.detach().tolist() for name, value in named}
+    strategy.barrier()
+    strategy.teardown()
+    return state
+
+
+def test_the_state_has_the_means_of_compiled_layers():
+    cases = {wraps: {"wraps": wraps} for wraps in (True, False)}
+    found = in_ranks(each, 4, function=state_within_a_round, cases=cases)
+    for rank, states in enumerate(found):
+        assert states[True] == states[False]
+        assert states[True]["blocks.0.rank"] == rank % 2 + 1  # of ranks 0 and 2, or 1 and 3
+    weights = [{name: value for name, value in one[True].items() if not name.endswith("rank")} for one in found]
+    assert weights == [weights[0]] * 4

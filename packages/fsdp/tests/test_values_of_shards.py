@@ -23,6 +23,8 @@ READS = {
     "count": lambda tensor: int((tensor > 0).sum()),
     "any": lambda tensor: float(bool((tensor < -0.3).any())),
     "all": lambda tensor: float(bool((tensor > -0.3).all())),
+    "largest magnitude": lambda tensor: tensor.norm(float("inf")).item(),
+    "largest magnitudes in one call": lambda tensor: torch._foreach_norm([tensor], float("inf"))[0].item(),
     "norms in one call": lambda tensor: torch._foreach_norm([tensor])[0].item(),
 }
 
@@ -168,6 +170,9 @@ class Drawing(Reading):
         nn.init.trunc_normal_(self.net[2].weight)
         self.net[2].bias.bernoulli_(0.5)
         self.net[3].weight.uniform_(0.1, 0.2)
+        self.net[0].weight.add_(torch.randn_like(self.net[0].weight))
+        self.net[2].weight.add_(torch.rand_like(self.net[2].weight, dtype=torch.float64))
+        assert self.net[0].weight.detach().to("meta").normal_().is_meta
         values = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in self.named_parameters()}
         self.drawn = {name: value.tolist() for name, value in values.items()}
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from dstrat.errors import RequestError
+from dstrat.parallel.layers import selected_layers
 from dstrat_fsdp.wrap_policy import blocks_of, outermost_layers
 
 
@@ -177,3 +178,29 @@ def test_a_compiled_layer_is_a_block_with_its_wrapper():
         module.blocks[index] = torch.compile(block, backend="eager")
     for policy in (None, (Block,), lambda layer: isinstance(layer, Block)):
         assert sorted(names(module, policy)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+class Delegating(nn.Module):
+    """A wrapper with the attributes of its layer, as those of adapters have."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer, name)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_wrapper_of_a_compiled_layer_is_no_compiled_layer():
+    module = BlockNet()
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = Delegating(torch.compile(block, backend="eager"))
+    assert sorted(names(module, {Block})) == ["blocks.0.layer", "blocks.1.layer", "blocks.2.layer"]
+    assert sorted(names(module, {Delegating})) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert set(selected_layers(module, {Delegating})) == set(module.blocks)

@@ -53,23 +53,33 @@ def test_the_start_of_an_order_pads_it(length, num_replicas):
     assert in_order == list(itertools.islice(itertools.cycle(range(length)), len(in_order)))
 
 
-def test_generators_of_all_ranks_have_drawn_the_same():
-    states = []
-    for rank in range(3):  # the last index of rank 0 is the 31st, and torch draws 32 at a time
-        sampler = RandomSampler(range(50), replacement=True, num_samples=33, generator=torch.Generator().manual_seed(5))
-        assert (
-            len(list(RankSampler(DrawnOrder(sampler, lambda drawn: drawn), length=33, num_replicas=3, rank=rank))) == 11
-        )
-        states.append(sampler.generator.get_state())
-    list(
-        RandomSampler(range(50), replacement=True, num_samples=33, generator=(one := torch.Generator().manual_seed(5)))
-    )
-    assert all(torch.equal(state, one.get_state()) for state in states)
+@pytest.mark.parametrize("length", [33, 36])  # read to the end, and left before it
+def test_generators_of_all_ranks_have_drawn_the_same(length):
+    def sampler():  # the 11th index of rank 0 is the 31st, and torch draws 32 at a time
+        generator = torch.Generator().manual_seed(5)
+        return RandomSampler(range(50), replacement=True, num_samples=length, generator=generator)
+
+    one_device = sampler()
+    assert len(list(itertools.islice(one_device, 33))) == 33
+    for rank in range(3):
+        shard = RankSampler(DrawnOrder(sampler(), lambda drawn: drawn), length=length, num_replicas=3, rank=rank)
+        assert len(list(itertools.islice(shard, 11))) == 11
+        assert torch.equal(shard.order.sampler.generator.get_state(), one_device.generator.get_state())
 
 
 class Endless(Sampler[int]):
     def __iter__(self):
         return itertools.cycle(range(8))
+
+
+class Pairs:
+    """Batches without a length."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter([2 * index, 2 * index + 1] for index in range(self.count))
 
 
 class Long(Endless):
@@ -108,3 +118,29 @@ def test_two_ranks_read_an_endless_sampler():
         f"the training loader has a sampler of {LENGTH} indices (Long)",
         f"the evaluation loader has a sampler of {LENGTH} indices (Long)",
     ]
+
+
+def read_pairs(cluster):
+    """Return the batches of a rank, and the error of a batch sampler without an end."""
+    strategy = ParallelStrategy()
+    strategy.receive(parts(cluster))
+    strategy.setup_environment()
+
+    def batches(count):
+        loader, _ = prepare_evaluation_loader(
+            DataLoader(range(10), batch_sampler=Pairs(count)), strategy, distribute=True
+        )
+        return [batch.tolist() for batch in loader]
+
+    pairs = batches(5)
+    with pytest.raises(RequestError) as raised:
+        batches(10**10)
+    strategy.barrier()
+    strategy.teardown()
+    return pairs, str(raised.value)
+
+
+def test_batches_without_a_length_are_evaluated_up_to_their_end():
+    (first, message), (second, _) = in_ranks(read_pairs)
+    assert (first, second) == ([[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]])
+    assert message.startswith("Pairs has no length, and has given 1000000 batches without an end")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
-from dstrat.interfaces.state_dict import canonical_parameters, named_weights
+from dstrat.interfaces.state_dict import canonical_name, canonical_parameters, named_weights
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
@@ -207,8 +207,10 @@ def sharded_state(module: Module) -> dict[str, Any]:
 def with_shards(module: Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state in which this rank's shards replace the parameters that stage 3 has sharded."""
     shards: dict[int, FlatShard] = {}  # by parameter: tied parameters have one shard object, and are saved once
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in state and hasattr(parameter, "ds_tensor"):
+    parameters = named_weights(module)
+    for name in state:
+        parameter = parameters.get(canonical_name(name))
+        if hasattr(parameter, "ds_tensor"):
             if id(parameter) not in shards:
                 shards[id(parameter)] = shard_of_stage_3(parameter)
             state[name] = shards[id(parameter)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from dstrat.errors import ConflictError
 from dstrat.interfaces.checkpoint_io import FlatShard
 from dstrat.interfaces.communication import Collective, CommunicationLayout
-from dstrat.interfaces.state_dict import has_standard_layout
+from dstrat.interfaces.state_dict import canonical_buffers, canonical_name, has_standard_layout
 from dstrat.parallel.collectives import broadcast_object, broadcast_tensors
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.shards import is_sharded, local_tensor, with_local
@@ -291,7 +291,7 @@ class DiLoCoStrategy(GroupedStrategy):
         ):
             buffer.copy_(mean)
         trained = {name for _, outer in self._outer for name in outer.names}
-        names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)} | trained
+        names = canonical_buffers(self.module).keys() | trained
         untrained = {name: one for name, one in self._floating_weights().items() if name not in names}
         self._average_differing(untrained)
 
@@ -328,7 +328,7 @@ class DiLoCoStrategy(GroupedStrategy):
     @torch.no_grad()
     def _average_weights(self, differing: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return this rank's shards of the means of weights and buffers; collective."""
-        buffers = {name for name, _ in self.module.named_buffers()}
+        buffers = canonical_buffers(self.module).keys()
         means: dict[str, Tensor] = {}
         for is_shared in (False, True):  # ranks of a group may differ in buffers
             names = [name for name in differing if (name not in buffers and self.replicates_state) == is_shared]
@@ -395,13 +395,14 @@ class DiLoCoStrategy(GroupedStrategy):
         weights, means = self.local_weights(), self._average_weights(self._differing())
         by_id = {id(weights[name]): mean for name, mean in means.items()}
         averaged = {name: with_local(one, by_id[id(one)]) for name, one in weights.items() if id(one) in by_id}
-        return {name: averaged.get(name, value) for name, value in state.items()}
+        return {name: averaged.get(canonical_name(name), value) for name, value in state.items()}
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
         self._begin_anew()
         # While groups differ, sharded_module_state gives means, and they have been loaded.
         weights = self.local_weights()
-        loaded = {name: one for name, one in state.items() if name in weights and one is not weights[name]}
+        named = {canonical_name(name): one for name, one in state.items()}
+        loaded = {name: one for name, one in named.items() if name in weights and one is not weights[name]}
         self._set_weights({name: local_tensor(one) for name, one in loaded.items()})
         super().load_sharded_module_state(state)
 
@@ -450,7 +451,7 @@ class DiLoCoStrategy(GroupedStrategy):
             inner = self.inner.rank_state()
         if self._groups is None:  # closed after an error
             return inner
-        buffers = {name for name, _ in self.module.named_buffers()}
+        buffers = canonical_buffers(self.module).keys()
         weights = self._unchanged_weights()
         if self._may_differ:
             weights = {name: local_tensor(one) for name, one in self._differing().items()}

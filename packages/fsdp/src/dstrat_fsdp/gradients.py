@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.state_dict import canonical_parameters
+from dstrat.interfaces.state_dict import canonical_name, canonical_parameters
 from dstrat.parallel.shards import local_tensor, with_local
 from dstrat_fsdp import internals
 
@@ -70,14 +70,14 @@ def restore_gradients(units: Sequence[FSDPModule], module: Module, saved: Mappin
     parameters = canonical_parameters(module)
     params = {id(param.sharded_param): param for param in internals.fsdp_params(units)}
     for name, gradient in saved.get("whole", {}).items():
-        param = params[id(parameters[name])]
+        param = params[id(parameters[canonical_name(name)])]  # older checkpoints have the names of torch's wrappers
         like = internals.unsharded_parameter(param)
         restored = gradient.to(like.device, internals.accumulation_dtype(param))
         if name in saved["placements"]:
             restored = deserialize_gradient(restored, saved["placements"][name], like)
         internals.set_accumulated_gradient(param, restored)
     for name, gradient in saved.get("shards", {}).items():
-        parameter: Any = parameters[name]
+        parameter: Any = parameters[canonical_name(name)]
         parameter.grad = with_local(parameter, gradient.to(parameter.device))
 
 

@@ -297,6 +297,18 @@ EXTREMES: tuple[OpOverload, ...] = (
 )
 """Operations that torch computes of each shard first, which fails for one without elements."""
 
+ALL: OpOverload = torch.ops.aten.all.default
+"""Whether all elements are true, which in torch 2.9 is whether those of any shard are."""
+
+MEAN: OpOverload = torch.ops.aten.mean.default
+"""The mean of all elements, for which torch 2.9 takes the mean of the shards' means, also of shards of other sizes."""
+
+NORM: OpOverload = torch.ops.aten.linalg_vector_norm.default
+"""A norm, which is the largest or smallest magnitude where its order is infinite."""
+
+FOREACH_NORM: OpOverload = torch.ops.aten._foreach_norm.Scalar
+"""The same of several tensors."""
+
 DRAWS: tuple[OpOverload, ...] = (
     torch.ops.aten.bernoulli_.Tensor,
     torch.ops.aten.bernoulli_.float,
@@ -312,9 +324,17 @@ DRAWS: tuple[OpOverload, ...] = (
 )
 """Operations that fill a tensor with random numbers."""
 
+LIKE: tuple[OpOverload, ...] = (
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+    torch.ops.aten.randn_like.default,
+)
+"""Operations that return a new tensor of random numbers."""
+
 
 def counts_draws(device: str) -> bool:
-    """Return whether torch gives the ranks of a ``DTensor`` different random numbers, on a type of device."""
+    """Return whether torch gives the ranks of a mesh different random numbers, on a type of device."""
     return hasattr(torch.get_device_module(device), "set_rng_state")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from dstrat.errors import MisuseError
-from dstrat.parallel.full_state import copy_full, full_tensor
+from dstrat.parallel.full_state import copy_full, full_tensor, shard_like
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
 from dstrat_fsdp.checks import untraced
@@ -275,24 +277,40 @@ class SliceGuard:
 
 
 def draw_full_values() -> None:
-    """Let ``uniform_()``, ``normal_()`` and the like fill a ``DTensor`` with the values of one device, from now on.
+    """Let ``uniform_()``, ``randn_like()`` and the like give a ``DTensor`` the values of one device, from now on.
 
     On devices such as the CPU torch draws the numbers of each shard from the rank's generator, so that ranks with the
     same state give all shards the same values.
     """
     internals.set_dispatch_handler(internals.DRAWS, _draw)
+    internals.set_dispatch_handler(internals.LIKE, _draw_like)
 
 
 def _draw(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     """Fill a tensor with this rank's shard of the random values that the full tensor would have."""
     tensor = args[0]
     SliceGuard.check_write(operation, tensor)
-    is_replicated = all(placement.is_replicate() for placement in tensor.placements)
-    if is_replicated or any(isinstance(one, DTensor) for one in args[1:]) or internals.counts_draws(tensor.device.type):
+    if any(isinstance(one, DTensor) for one in args[1:]) or not _has_equal_draws(tensor):
         return internals.dispatch(operation, args, kwargs)
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copy_full(tensor, operation(full, *args[1:], **kwargs))
     return tensor
+
+
+def _draw_like(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return this rank's shard of the random values that a full tensor of the same shape would have."""
+    tensor = args[0]
+    if any(one.is_partial() for one in tensor.placements) or kwargs.get("device") or not _has_equal_draws(tensor):
+        return internals.dispatch(operation, args, kwargs)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return shard_like(tensor, operation(full, *args[1:], **kwargs))
+
+
+def _has_equal_draws(tensor: DTensor) -> bool:
+    """Return whether torch would draw the same numbers for different shards of a tensor."""
+    device = tensor.device_mesh.device_type  # not the tensor's, which may be on the meta device
+    is_replicated = all(placement.is_replicate() for placement in tensor.placements)
+    return not is_replicated and not internals.counts_draws(device)
 
 
 # Reads
@@ -306,6 +324,10 @@ def read_full_values() -> None:
     """
     internals.set_dispatch_handler([internals.READ], _read)
     internals.set_dispatch_handler(internals.EXTREMES, _find_extreme)
+    internals.set_dispatch_handler([internals.MEAN], _find_mean)
+    internals.set_dispatch_handler([internals.ALL], _find_all)
+    internals.set_dispatch_handler([internals.NORM], _find_norm)
+    internals.set_dispatch_handler([internals.FOREACH_NORM], _find_norms)
 
 
 def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -323,13 +345,57 @@ def _read(operation: OpOverload, args: Any, kwargs: Any) -> Any:
 def _find_extreme(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     """Return the largest or smallest value, or its index, where some ranks may have no elements; collective."""
     tensor = args[0]
-    counts: Counter[int] = Counter()  # of the shards, by dimensions of the tensor
+    if not _may_lack_elements(tensor):
+        # torch 2.9 divides no argmax, which it says on all ranks before it communicates.
+        with contextlib.suppress(NotImplementedError):
+            return internals.dispatch(operation, args, kwargs)
+    return _compute_of_full(operation, args, kwargs)
+
+
+def _find_mean(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the mean, of shards of different sizes too; collective then."""
+    is_uneven = any(length % count for length, count in _divisions(args[0])) and dist.is_initialized()
+    return (_compute_of_full if is_uneven else internals.dispatch)(operation, args, kwargs)
+
+
+def _find_all(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return whether all elements are true: whether none is false."""
+    if all(placement.is_replicate() for placement in args[0].placements):
+        return internals.dispatch(operation, args, kwargs)
+    return args[0].logical_not().any().logical_not()
+
+
+def _compute_of_full(operation: OpOverload, args: Any, kwargs: Any) -> DTensor:
+    tensor = args[0]
+    value = operation(full_tensor(tensor.detach()), *args[1:], **kwargs)
+    return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
+
+
+def _find_norm(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return a norm; collective as :func:`_find_extreme` where its order is infinite."""
+    is_extreme = len(args) > 1 and math.isinf(args[1])
+    return (_find_extreme if is_extreme else internals.dispatch)(operation, args, kwargs)
+
+
+def _find_norms(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the norms of several tensors, likewise."""
+    tensors, order = args[0], args[1] if len(args) > 1 else 2
+    if not (math.isinf(order) and any(isinstance(one, DTensor) and _may_lack_elements(one) for one in tensors)):
+        return internals.dispatch(operation, args, kwargs)
+    return [internals.NORM(tensor, order, **kwargs) for tensor in tensors]
+
+
+def _may_lack_elements(tensor: DTensor) -> bool:
+    """Return whether a rank may have no elements of a tensor; the same in all ranks."""
+    # The last one begins after all others, which have the sizes of torch.chunk.
+    is_empty = any(length <= (count - 1) * -(-length // count) for length, count in _divisions(tensor))
+    return dist.is_initialized() and is_empty
+
+
+def _divisions(tensor: DTensor) -> list[tuple[int, int]]:
+    """Return the length of each dimension that is sharded, and the number of shards."""
+    counts: Counter[int] = Counter()
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if hasattr(placement, "dim"):
             counts[placement.dim] = max(1, counts[placement.dim]) * size
-    # The last one begins after all others, which have the sizes of torch.chunk.
-    lengths = [(tensor.shape[dimension], count) for dimension, count in counts.items()]
-    if all(length > (count - 1) * -(-length // count) for length, count in lengths) or not dist.is_initialized():
-        return internals.dispatch(operation, args, kwargs)
-    value = operation(full_tensor(tensor.detach()), *args[1:], **kwargs)
-    return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
+    return [(tensor.shape[dimension], count) for dimension, count in counts.items()]

@@ -14,7 +14,7 @@ from typing_extensions import override
 from dstrat.errors import ConflictError, RequestError
 from dstrat.interfaces.checkpoint_io import FlatShard, OptionalTensors
 from dstrat.interfaces.communication import Collective, CommunicationLayout
-from dstrat.interfaces.state_dict import load_named_state, named_state, parameter_names
+from dstrat.interfaces.state_dict import canonical_parameters, load_named_state, named_state, parameter_names
 from dstrat.interfaces.strategy import Strategy
 from dstrat.parallel.optimizer_checks import state_after_one_step
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
@@ -281,7 +281,7 @@ class XLAFSDPStrategy(XLAStrategy):
         runtime.settle()
         sharded, copy = self._sharded_module, self._on_host_as
         state = named_state(optimizer, sharded)  # type: ignore[arg-type]  # has named_parameters
-        parameters = dict(sharded.named_parameters())
+        parameters = canonical_parameters(sharded)  # type: ignore[arg-type]  # as above
         for name, entry in state["state"].items():
             parameter = parameters[name]
             state["state"][name] = {
@@ -308,7 +308,7 @@ class XLAFSDPStrategy(XLAStrategy):
         return {**template, "state": OptionalTensors(entries)}
 
     def load_sharded_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        parameters = dict(self._sharded_module.named_parameters())
+        parameters = canonical_parameters(self._sharded_module)  # type: ignore[arg-type]  # as above
         entries = {
             name: {key: self._as_stored(parameters.get(name), value) for key, value in entry.items()}
             for name, entry in state["state"].items()

@@ -121,7 +121,7 @@ def replaced_weights(strategy: Strategy, state: Mapping[str, Any], weights: Mapp
         from dstrat.parallel.full_state import gather_entries
 
         weights = gather_entries(weights, strategy)
-    return {name: weights.get(name, value) for name, value in state.items()}
+    return {name: weights.get(canonical_name(name), value) for name, value in state.items()}
 
 
 def optimization_entries(strategy: Strategy) -> dict[str, Any]:
@@ -234,9 +234,10 @@ def rank_buffers(strategy: Strategy, values: Mapping[str, Tensor] | None = None)
 @torch.no_grad()
 def load_rank_buffers(strategy: Strategy, buffers: Mapping[str, Tensor]) -> None:
     """Load the result of :func:`rank_buffers`, after the buffers of global rank 0 have been loaded."""
+    saved = {canonical_name(name): buffer for name, buffer in buffers.items()}  # older checkpoints have wrappers' names
     for name, buffer in _plain_buffers(strategy.module):
-        if name in buffers:
-            buffer.copy_(buffers[name])
+        if name in saved:
+            buffer.copy_(saved[name])
 
 
 def _plain_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -319,7 +320,7 @@ def load_module(
         _check_all_names(strategy, state, filled[key], strict=strict)
     strategy.load_sharded_module_state(filled[key])
     tensors_of_module = named_weights(strategy.module)
-    extra = {name: value for name, value in filled[key].items() if name not in tensors_of_module}
+    extra = {name: value for name, value in filled[key].items() if canonical_name(name) not in tensors_of_module}
     if extra:  # extra states, and what a layer's state_dict computes: load_into could not fill the originals
         strategy.module.load_state_dict(extra, strict=False)
     return {**values, **{name: filled[name] for name in _SHARDED if name in filled}}

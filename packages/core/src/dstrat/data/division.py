@@ -125,7 +125,8 @@ def divide_evaluation(
         )
     batch_sampler = loader.batch_sampler
     sampler: Any = sampler_of(loader) if batch_sampler is None or groups_samples(loader) else batch_sampler
-    _check_length(sampler, "evaluation")
+    if sampler is not batch_sampler or _length_of(sampler) is not None:  # its batches may end without a length
+        _check_length(sampler, "evaluation")
     order = _order(sampler, strategy, loader)
     batches: Any = AgreedSampler(order, sampler)
     if groups_samples(loader):
@@ -210,10 +211,18 @@ def _order(sampler: Any, strategy: Strategy, loader: DataLoader[Any]) -> Order:
         return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
     if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples):  # noqa: SLF001 - as below
         return DrawnOrder(sampler, strategy.broadcast)
-    return BroadcastOrder(sampler, strategy.broadcast)
+    return BroadcastOrder(sampler, strategy.broadcast, most=_MOST_BATCHES if _length_of(sampler) is None else None)
 
 
 _MOST_DRAWN = 10**9  # indices of which rank 0 sends a list, of 8 GiB and more
+_MOST_BATCHES = 10**6  # of a batch sampler without a length, which may have no end
+
+
+def _length_of(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _check_length(sampler: Any, purpose: str) -> None:
@@ -222,10 +231,7 @@ def _check_length(sampler: Any, purpose: str) -> None:
     Raises:
         RequestError: It does not, as that of a sampler that repeats the data without end.
     """
-    try:
-        length = len(sampler)
-    except (TypeError, NotImplementedError):
-        length = None
+    length = _length_of(sampler)
     draws_for_all = type(sampler) not in (SequentialSampler, RandomSampler)
     if length is None or (draws_for_all and length > _MOST_DRAWN):
         name = type(sampler).__name__

@@ -15,6 +15,7 @@ from torch.utils.data import RandomSampler, Sampler
 from dstrat.data.combined_loader import CombinedLoader
 from dstrat.data.random_state import drop_workers
 from dstrat.data.sharded_dataset import ShardedIterableDataset
+from dstrat.errors import RequestError
 from dstrat.parallel.internals import change_count
 
 if TYPE_CHECKING:
@@ -77,14 +78,15 @@ class RankSampler(Sampler[int]):
         self._times_read += 1  # a loader that is read twice in an epoch (max_size_cycle) gets another order
         # More than once where there are fewer samples than processes.
         padded = itertools.chain(first, order, itertools.cycle(first))
+        # Each rank draws the indices of all, so that the sampler's generator is in the same state in all of them, also
+        # where a loader is left before its end.
+        of_ranks = zip(*[padded] * self._num_replicas, strict=False)
         # A loader that has read everything starts again.
         self._num_read = self._num_skipped if self._num_skipped < len(self) else 0
         self._num_skipped = 0
-        begin, end = self._num_read * self._num_replicas + self._rank, len(self) * self._num_replicas
-        # All ranks draw to the same end, where islice stops: the sampler's generators stay equal.
-        for index in itertools.islice(padded, begin, end, self._num_replicas):
+        for indices in itertools.islice(of_ranks, self._num_read, len(self)):
             self._num_read += 1
-            yield index
+            yield indices[self._rank]
 
 
 class RankBatchSampler(Sampler[Any]):
@@ -241,17 +243,33 @@ class SequentialOrder:
 
 
 class BroadcastOrder:
-    """The order of a user's own sampler or batch sampler, as rank 0 drew it."""
+    """The order of a user's own sampler or batch sampler, as rank 0 drew it.
 
-    def __init__(self, sampler: Iterable[Any], broadcast: Callable[[list[Any]], list[Any]]) -> None:
+    Args:
+        sampler: The sampler or batch sampler.
+        broadcast: Returns what rank 0 passes.
+        most: Number of items from which on the sampler is taken for one without an end; None is no number.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], broadcast: Callable[[list[Any]], list[Any]], *, most: int | None = None
+    ) -> None:
         self.sampler = sampler
-        self._broadcast = broadcast
+        self._broadcast, self._most = broadcast, most
 
     def __call__(self, epoch: int, _times_read: int) -> Iterable[Any]:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         # Each rank draws, and all use rank 0's: so the sampler's own state and the random numbers go on alike.
-        return self._broadcast(list(self.sampler))
+        items = list(itertools.islice(self.sampler, self._most))
+        if len(items) == self._most:
+            raise RequestError(
+                f"{type(self.sampler).__name__} has no length, and has given {self._most} batches without an end, "
+                "which rank 0 draws for all processes: give it a __len__, or divide it by num_replicas and rank of "
+                "strategy.distributed_sampler_kwargs and say so with Trainer(use_distributed_sampler=False), or with "
+                "evaluation_loader(loader, distribute=False) of an OwnLoop"
+            )
+        return self._broadcast(items)
 
 
 class DrawnOrder:

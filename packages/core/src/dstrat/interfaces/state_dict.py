@@ -11,6 +11,7 @@ from dstrat.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
@@ -37,6 +38,11 @@ def canonical_name(name: str) -> str:
 def canonical_parameters(module: Module) -> dict[str, Parameter]:
     """Return the parameters of a module, each once, by their names in checkpoints."""
     return {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+
+
+def canonical_buffers(module: Module) -> dict[str, Tensor]:
+    """Return the buffers of a module by all their names in checkpoints."""
+    return {canonical_name(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
 
 
 def named_weights(module: Module) -> dict[str, Any]:

@@ -125,13 +125,13 @@ def has_forward(module: Module) -> bool:
 
 def is_compiled(module: Module) -> bool:
     """Return whether a module is what ``torch.compile(layer)`` returns, which contains the layer."""
-    return hasattr(module, "_orig_mod")
+    return "_orig_mod" in module._modules  # noqa: SLF001 - a wrapper of the user's may pass on attributes of its layer
 
 
 def uncompiled(module: Module) -> Module:
     """Return the layer in a module that ``torch.compile`` returned, and any other module as it is."""
-    layer: Module = getattr(module, "_orig_mod", module)
-    return layer
+    layer = module._modules.get("_orig_mod")  # noqa: SLF001 - likewise
+    return module if layer is None else layer
 
 
 def num_parameters(module: Module) -> int:

@@ -308,41 +308,39 @@ def _step(probe: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Se
 class FirstParameters:
     """The parameters of a module as they were before a strategy replaced them, if something else refers to them.
 
-    There are weak references until the setup only, as torch swaps no tensors that have some (``swap_tensors``), and
-    strong ones during the setup only.
+    The references are strong ones, and last until :meth:`take_replaced`: torch swaps no tensors that have weak ones
+    (``swap_tensors``).
     """
 
     def __init__(self) -> None:
-        self._weak: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
-        self._strong: list[tuple[str, Tensor]] = []
+        self._held: dict[int, tuple[str, Tensor]] = {}  # by identity
 
     def record(self, module: Module) -> None:
-        """Record the present parameters of a module, beside those that were recorded before."""
-        for name, parameter in module.named_parameters():
-            if type(parameter) is torch.nn.Parameter:  # torch swaps others, such as DTensors, when a module moves
-                self._weak[id(parameter)] = name, weakref.ref(parameter)
-
-    def hold(self, module: Module) -> None:
-        """Keep those to which more than the layers of a module refer, before the strategy replaces them."""
+        """Hold the present parameters to which more than the layers of a module refer, beside those held before."""
         layers = Counter(
             id(parameter)
             for layer in module.modules()
             for _, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         )
+        named = dict(module.named_parameters())
         probe = object()
-        num_local = sys.getrefcount(probe)  # as many of a parameter are those of this function
-        for name, reference in self._weak.values():
-            parameter = reference()
-            if parameter is not None and sys.getrefcount(parameter) > num_local + layers[id(parameter)]:
-                self._strong.append((name, parameter))
-        self._weak.clear()
+        num_references = sys.getrefcount(probe)  # as many of a parameter are those of this function
+        for name in list(named):
+            parameter = named.pop(name)
+            if type(parameter) is not torch.nn.Parameter or id(parameter) in self._held:  # such as a shard
+                continue
+            if sys.getrefcount(parameter) > num_references + layers[id(parameter)]:
+                self._held[id(parameter)] = name, parameter
 
     def take_replaced(self, module: Module) -> dict[str, weakref.ref[Tensor]]:
-        """Return those that were held, and for which a module has others by now, by name; none is held any more."""
+        """Return those for which a module has others by now and that are still in use, by name; hold none any more."""
         present = dict(module.named_parameters(remove_duplicate=False))
         ids = set(map(id, present.values()))
-        held, self._strong = self._strong, []
-        return {name: weakref.ref(one) for name, one in held if name in present and id(one) not in ids}
+        replaced = {
+            name: weakref.ref(one) for name, one in self._held.values() if name in present and id(one) not in ids
+        }
+        self._held.clear()
+        return {name: reference for name, reference in replaced.items() if reference() is not None}
 
 
 class StepGuard:

@@ -189,10 +189,9 @@ class ParallelStrategy(Strategy):
     def connect(self, module: Module) -> None:
         super().connect(module)
         self._first_parameters = FirstParameters()
-        self._first_parameters.record(module)
 
     def setup_environment(self) -> None:
-        if self._module is not None:  # which another process may have sent
+        if self._module is not None:  # before its hooks, which may shard it
             self._first_parameters.record(self._module)
         self._root_device = None  # a forked rank has inherited the cached value of its parent
         self._num_optimizer_steps = 0  # with new ranks, all count anew
@@ -224,7 +223,7 @@ class ParallelStrategy(Strategy):
             close_process_group()
 
     def setup(self, trainer: TrainerLike) -> None:
-        self._first_parameters.hold(self.module)
+        self._first_parameters.record(self.module)
         super().setup(trainer)
         replaced = self._first_parameters.take_replaced(self.module)
         if trainer.is_fitting and replaced:  # something refers to them, such as an optimizer made too early
@@ -272,6 +271,7 @@ class ParallelStrategy(Strategy):
         for guard in self._step_guards:
             guard.remove()
         self._step_guards = []
+        self._first_parameters = FirstParameters()  # of a setup that has failed
         if self._synchronized_norm is not None:
             self._synchronized_norm.undo()
             self._synchronized_norm = None

@@ -6,6 +6,7 @@ import traceback
 
 import torch
 
+from dstrat.interfaces.state_dict import canonical_parameters
 from dstrat.launch.external import history
 from dstrat.training.loops.global_batch import warn_of_restarts
 from dstrat.training.loops.newcomers import GroupGrows
@@ -94,7 +95,7 @@ def _why_restarted(run: Run) -> str:
         return ""
     # A rank with shards loses those of the rank that died, and has all values from the checkpoint.
     saved = run.strategy.sharded_module_state()
-    parameters = [key for key, parameter in run.module.named_parameters() if not parameter.is_meta]
+    parameters = [key for key, parameter in canonical_parameters(run.module).items() if not parameter.is_meta]
     if getattr(run.module, "strict_loading", True) and all(key in saved for key in parameters):
         return ""
     return f"the checkpoints of {name} may leave out weights, by its state_dict or strict_loading=False"

@@ -202,13 +202,26 @@ def test_a_resumed_run_of_muon_unfreezes_as_one_that_never_stopped(fit, tmp_path
     check_resume(fit, tmp_path, make, 5, make_module=TunedByMuon)
 
 
-def check_resume(fit, tmp_path, make, batches, *, make_module):
+class Compiled(Tuned):
+    def __init__(self):
+        super().__init__()
+        self.backbone[0] = torch.compile(self.backbone[0], backend="eager")
+        self.backbone[1] = torch.compile(self.backbone[1], backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # by Dynamo
+@pytest.mark.parametrize(("make_module", "make_resumed"), [(Compiled, Tuned), (Tuned, Compiled)])
+def test_a_resumed_run_unfreezes_layers_that_only_one_of_them_compiles(fit, tmp_path, make_module, make_resumed):
+    check_resume(fit, tmp_path, Unfreeze, 4, make_module=make_module, make_resumed=make_resumed)
+
+
+def check_resume(fit, tmp_path, make, batches, *, make_module, make_resumed=None):
     whole, record = make_module(), Record()
     fit([make(), record], module=whole, validates=False, max_epochs=6)
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=batches)
     with pytest.raises(StoppedError):
         fit([make(), Stop(batches + 1), saving], module=make_module(), validates=False, max_epochs=6)
-    resumed, again = make_module(), Record()
+    resumed, again = (make_resumed or make_module)(), Record()
     fit([make(), again], module=resumed, validates=False, max_epochs=6, ckpt_path=saving.best_model_path)
     assert again.rates == record.rates[-len(again.rates) :]
     expected = weights(whole)

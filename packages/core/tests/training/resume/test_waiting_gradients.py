@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.accelerators import ACCELERATOR
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -226,3 +227,37 @@ def test_what_other_ranks_had_is_read_only_where_gradients_wait(saved, folder, n
     reads.clear()
     fit(None, SingleDeviceStrategy, ckpt_path=folder / name, io=CountsReads)
     assert reads == expected
+
+
+class Saved(Callback):
+    """Saves between two batches of a step, and takes note of losses."""
+
+    def __init__(self, path=None):
+        self.path, self.losses = path, []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        if batch_idx == 2 and self.path is not None:
+            trainer.save_checkpoint(self.path)
+
+
+def test_waiting_gradients_may_have_the_names_of_compiled_layers(tmp_path):
+    def fit(saved, ckpt_path=None):
+        inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+        data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+        module = Line()
+        module.layer = torch.compile(module.layer, backend="eager")
+        io = TorchCheckpointIO()
+        quiet_trainer("single_device", plugins=[io], callbacks=[saved], accumulate_grad_batches=2).fit(
+            module, data, ckpt_path=ckpt_path
+        )
+        return saved.losses
+
+    losses = fit(Saved(tmp_path / "saved.ckpt"))
+    checkpoint = torch.load(tmp_path / "saved.ckpt", weights_only=False)
+    gradients = checkpoint["ranks"][0]["gradients"]
+    assert "layer.weight" in gradients
+    for name in ("layer.weight", "layer.bias"):  # as they were in checkpoints before
+        gradients[name.replace("layer", "layer._orig_mod")] = gradients.pop(name)
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    assert fit(Saved(), tmp_path / "older.ckpt") == losses[3:]

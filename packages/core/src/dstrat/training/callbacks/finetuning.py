@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # torch's only common base cl
 from typing_extensions import override
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.state_dict import canonical_name, canonical_parameters
 from dstrat.training.callbacks.callback import Callback
 from dstrat.training.callbacks.group_schedules import extend_schedulers, scale_schedule, schedule_groups
 
@@ -190,16 +191,19 @@ class BaseFinetuning(Callback):
         if not self._resumes:
             return
         self._resumes = False
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name not in self._frozen)
+        # By name: the parameters are other objects than those of the run that saved them.
+        parameters = canonical_parameters(module)
+        frozen, untracked = (set(map(canonical_name, names)) for names in (self._frozen, self._untracked))
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in frozen)
         for name, layer in module.named_modules():
             if isinstance(layer, _BatchNorm):
-                layer.track_running_stats = name not in self._untracked
-        # By name: the parameters are other objects than those of the run that saved them.
-        parameters = dict(module.named_parameters())
+                layer.track_running_stats = canonical_name(name) not in untracked
         for optimizer, groups in zip(optimizers, self._added_groups, strict=False):
             for group in groups:
-                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+                optimizer.add_param_group(
+                    {**group, "params": [parameters[canonical_name(name)] for name in group["params"]]}
+                )
         extend_schedulers(config.scheduler for config in trainer.strategy.lr_schedulers)
 
     @override
@@ -255,10 +259,10 @@ class BaseFinetuning(Callback):
 
     def _note(self, module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
         """Record the added groups and the frozen parameters by name, for checkpoints."""
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names = {parameter: name for name, parameter in canonical_parameters(module).items()}
         self._frozen = [name for parameter, name in names.items() if not parameter.requires_grad]
         self._untracked = [
-            name
+            canonical_name(name)
             for name, layer in module.named_modules()
             if isinstance(layer, _BatchNorm) and not layer.track_running_stats
         ]

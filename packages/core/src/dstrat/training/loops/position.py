@@ -13,7 +13,7 @@ import torch
 from dstrat.data.epoch_reader import reshard_position
 from dstrat.data.random_state import RandomState, RankRandomState
 from dstrat.data.resume import share_seeds, shared_seeds
-from dstrat.interfaces.state_dict import canonical_parameters
+from dstrat.interfaces.state_dict import canonical_name, canonical_parameters
 from dstrat.training.metrics.metric_objects import load_metric_states
 
 if TYPE_CHECKING:
@@ -279,8 +279,9 @@ class ResumeState:
         """Restore accumulated gradients, to which the next backward pass adds."""
         strategy = self._run.strategy
         if strategy.replicates_state:
+            saved = {canonical_name(name): gradient for name, gradient in gradients.items()}  # of older checkpoints
             for name, parameter in canonical_parameters(strategy.module).items():
-                gradient = gradients.get(name)
+                gradient = saved.get(name)
                 parameter.grad = None if gradient is None else _decode_gradient(gradient).to(parameter.device)
                 if parameter.grad is not None and self.batch_ratio != 1:
                     parameter.grad *= self.batch_ratio  # a sum over batches
