@@ -16,9 +16,9 @@ from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.batch import tensors_in
 from dstrat.interfaces.pipeline import check_loss_of_stages
 from dstrat.interfaces.state_dict import canonical_name
+from dstrat.parallel.layers import is_compiled, uncompiled
 from dstrat.parallel.optimizer_checks import find_coupling
 from dstrat.training.metrics.metric_objects import is_metric
-from dstrat.training.module.compiling import wrapped_module
 from dstrat_fsdp.memory import once_per_module
 
 if TYPE_CHECKING:
@@ -124,12 +124,12 @@ def check_not_compiled(module: Module, pipeline: Pipeline, schedule: Schedule) -
             schedule has passes for gradients of weights.
     """
     for name, container in module.named_modules():
-        wrapped = wrapped_module(container)
-        if wrapped is None and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
+        if not is_compiled(container) and container._compiled_call_impl is None:  # noqa: SLF001 - torch's
             continue
         subject = canonical_name(name) or type(module).__name__
-        inside = set((container if wrapped is None else wrapped).modules())
-        if pipeline.model in (container, wrapped) or len(inside.intersection(pipeline.chain)) > 1:
+        layer = uncompiled(container)
+        inside = set(layer.modules())
+        if pipeline.model in (container, layer) or len(inside.intersection(pipeline.chain)) > 1:
             raise MisuseError(
                 f"{subject} is compiled as a whole, and a pipeline divides its "
                 "layers over ranks: compile each layer instead, for layer in layers: layer.compile()"

@@ -209,7 +209,7 @@ def _order(sampler: Any, strategy: Strategy, loader: DataLoader[Any]) -> Order:
         return SequentialOrder(len(sampler))
     if _is_plain_random(sampler, loader):
         return ShuffledOrder(sampler.data_source, strategy.broadcast(torch.initial_seed() % 2**32))
-    if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples):  # noqa: SLF001 - as below
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples):  # noqa: SLF001 - num_samples is a length
         return DrawnOrder(sampler, strategy.broadcast)
     return BroadcastOrder(sampler, strategy.broadcast, most=_MOST_BATCHES if _length_of(sampler) is None else None)
 
@@ -221,7 +221,7 @@ _MOST_BATCHES = 10**6  # of a batch sampler without a length, which may have no 
 def _length_of(sampler: Any) -> int | None:
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # without __len__, or with one that says so, as torch's samplers may
         return None
 
 

@@ -41,7 +41,7 @@ def _take_tensor(parameter: Parameter, moved: Parameter) -> None:
 
     # torch.utils.swap_tensors swaps classes and attributes too.  It refuses parameters with weak references, such as
     # those of an RNN, and in graphs, such as those that a program keeps with a loss.
-    torch._C._swap_tensor_impl(parameter, moved)  # noqa: SLF001
+    torch._C._swap_tensor_impl(parameter, moved)  # noqa: SLF001 - what swap_tensors calls, in torch 2.9 to 2.13
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(parameter, hooks, getattr(parameter, hooks))  # enters them in the new tensor
 
