@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).with_name("lightning_names.json")
+_BASES = ("Strategy", "Precision", "ClusterEnvironment", "CheckpointIO")  # whose members users override, too
 
 
 def arguments(function: Any) -> dict[str, str]:
@@ -76,7 +77,12 @@ def main() -> None:
     for home in (callbacks, loggers, profilers, strategies, accelerators, plugins, environments):
         public = getattr(home, "__all__", [name for name in vars(home) if name[0].isupper()])
         for name in sorted({*public} - names.keys()):
-            names[name] = {"arguments": arguments(getattr(home, name))}
+            kind = getattr(home, name)
+            names[name] = {"arguments": arguments(kind)}
+            if home in (callbacks, loggers, profilers) or name in _BASES:
+                inherited = dir(callbacks.Callback) if home is callbacks else ()
+                members = {member for member in dir(kind) if not member.startswith("_")}
+                names[name]["members"] = sorted(members.difference(inherited))
     text = json.dumps({"lightning": version("lightning"), "names": names}, indent=1)
     RECORD.write_text(text + "\n", encoding="utf-8")
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from-lightning.md"
 CHECKS_ITS_FIRST_ARGUMENT = {"SLURMEnvironment"}  # the variables, while that of Lightning is True or False
+SET_BY_CONSTRUCTORS = {  # attributes here, and properties in Lightning
+    "OnExceptionCheckpoint": {"ckpt_path"},
+    "Strategy": {"model", "optimizers"},
+    "TQDMProgressBar": {"process_position"},
+}
 NAMES: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["names"]
 
 
@@ -59,7 +64,14 @@ def differences() -> list[str]:
         differ += [f"{name}({argument})" for argument in different(recorded["arguments"], kind)]
         if "methods" in recorded:
             differ += different_members(name, recorded, kind)
+        members = set(recorded.get("members", ())) - SET_BY_CONSTRUCTORS.get(name, set())
+        differ += [f"{name}.{member}" for member in sorted(members) if not explains(kind, member)]
     return differ
+
+
+def explains(kind: type, member: str) -> bool:
+    """Whether a class has a member, or says what to do instead."""
+    return hasattr(kind, member) or member in getattr(kind, "retired_members", {})
 
 
 def different_members(name: str, recorded: dict[str, Any], kind: Any) -> list[str]:

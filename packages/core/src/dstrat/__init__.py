@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from dstrat.training.callbacks.callback import Callback as Callback
     from dstrat.training.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from dstrat.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from dstrat.training.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
     from dstrat.training.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from dstrat.training.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from dstrat.training.callbacks.gradient_accumulation_scheduler import (
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from dstrat.training.profilers.profiler import Profiler as Profiler
     from dstrat.training.profilers.simple import SimpleProfiler as SimpleProfiler
     from dstrat.training.profilers.torch_profiler import TorchProfiler as TorchProfiler
+    from dstrat.training.run import RunningStage as RunningStage
     from dstrat.training.run import TrainerFn as TrainerFn
     from dstrat.training.run import TrainerStatus as TrainerStatus
     from dstrat.training.trainer import Trainer as Trainer
@@ -124,6 +126,7 @@ _HOMES = {
     "DstratError": "dstrat.errors",
     "EMAWeightAveraging": "dstrat.training.callbacks.weight_averaging",
     "EarlyStopping": "dstrat.training.callbacks.early_stopping",
+    "EarlyStoppingReason": "dstrat.training.callbacks.early_stopping",
     "ExternalEnvironment": "dstrat.builtin.clusters.external",
     "GatheredOptimizer": "dstrat.parallel.gathered_optimizer",
     "GradientAccumulationScheduler": "dstrat.training.callbacks.gradient_accumulation_scheduler",
@@ -153,6 +156,7 @@ _HOMES = {
     "RankTask": "dstrat.launch.task",
     "RichProgressBar": "dstrat.training.callbacks.rich_progress_bar",
     "RichProgressBarTheme": "dstrat.training.callbacks.rich_progress_bar",
+    "RunningStage": "dstrat.training.run",
     "ShardedIterableDataset": "dstrat.data.sharded_dataset",
     "SimpleProfiler": "dstrat.training.profilers.simple",
     "SingleDeviceStrategy": "dstrat.builtin.single_device",

@@ -8,8 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from dstrat.errors import RequestError
+from dstrat.interfaces.retired_members import RetiredMembers
 
 
 @cache
@@ -22,7 +24,7 @@ def this_machine() -> str:
     return f"{platform.node()} {namespace}"
 
 
-class ClusterEnvironment(ABC):
+class ClusterEnvironment(RetiredMembers, ABC):
     """Where a job runs: its processes, which of them is this one, and whether they exist already.
 
     A cluster environment only reads: no method writes to the environment.  Everything is read from ``environ``,
@@ -42,6 +44,14 @@ class ClusterEnvironment(ABC):
             local_rank = property(lambda self: int(self.environ["MY_LOCAL_RANK"]))
             node_rank = property(lambda self: int(self.environ["MY_NODE"]))
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "detect": "it is evidence",
+        "validate_settings": "it is validate",
+        "set_global_rank": "ranks are read from the environment, and are those of the processes that run",
+        "set_world_size": "the size is read from the environment, and is the number of the processes that run",
+        "teardown": "a cluster environment only reads",
+    }
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ  # not the default, which saved configurations show

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dstrat.interfaces.retired_members import RetiredMembers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ ClipAlgorithm = Literal["norm", "value"]
 """How gradients are clipped: by the norm of all of them together, or each value by itself."""
 
 
-class Precision(ABC):
+class Precision(RetiredMembers, ABC):
     """Which dtypes a training uses, and what follows from them.
 
     Only the flag and the three dtypes must be defined.  No method communicates.  Each process calls, in this order:
@@ -31,6 +33,21 @@ class Precision(ABC):
             flag = "32-true"
             param_dtype = compute_dtype = reduce_dtype = property(lambda self: torch.float32)
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "precision": "it is flag",
+        "convert_module": "it is connect",
+        "convert_output": "convert it in the step",
+        "module_init_context": "it is tensor_init_context",
+        **{f"{stage}_step_context": "it is forward_context" for stage in ("train", "val", "test", "predict")},
+        "pre_backward": "override backward, or scale_loss",
+        "post_backward": "override backward, or unscale_gradients",
+        "clip_grad_by_norm": "override clip_gradients",
+        "clip_grad_by_value": "override clip_gradients",
+        "main_params": "the parameters of an optimizer are in its param_groups",
+        "on_save_checkpoint": "override state_dict",
+        "on_load_checkpoint": "override load_state_dict",
+    }
 
     flag: str
     """The name that a user writes, such as ``"bf16-mixed"``."""

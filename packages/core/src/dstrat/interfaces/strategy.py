@@ -7,11 +7,12 @@ import logging
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from dstrat.errors import CheckpointError, ConflictError, MisuseError
 from dstrat.interfaces.batch import move_to_device
 from dstrat.interfaces.checkpoint_io import OptionalTensors
+from dstrat.interfaces.retired_members import RetiredMembers
 from dstrat.interfaces.state_dict import (
     check_names,
     group_names,
@@ -157,6 +158,30 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
+# Members of Lightning's strategies, and what to do instead.
+_RETIRED = {
+    "pre_backward": "override backward",
+    "post_backward": "override backward",
+    "post_training_step": "override training_step",
+    "block_backward_sync": "it is no_backward_sync",
+    "handles_gradient_accumulation": "it is accumulates_gradients",
+    "lightning_module": "it is module",
+    "lightning_module_state_dict": "it is module_state_dict",
+    "load_model_state_dict": "it is load_module_state_dict, which takes the state of the module",
+    "load_optimizer_state_dict": "it is load_optimizer_state, which is called for each optimizer",
+    "lightning_restore_optimizer": "checkpoints are always loaded with what they have of optimizers",
+    "restore_checkpoint_after_setup": "checkpoints are always loaded after setup",
+    "register_strategies": "aliases are registered by an entry point, or with StrategyRegistry.register",
+    "setup_precision_plugin": "override setup",
+    "determine_ddp_device_ids": "override wrap_model",
+    "on_train_batch_start": "use that hook of a callback",
+    **{
+        f"on_{stage}_{moment}": "override setup or teardown, or use that hook of a callback"
+        for stage in ("train", "validation", "test", "predict")
+        for moment in ("start", "end")
+    },
+}
+
 # Methods that packages may override by the first name that they had.
 _FIRST_NAMES = {"receive": "set_components", "take_from_first_rank": "broadcast_tensors"}
 
@@ -166,7 +191,7 @@ def _renamed(name: str) -> Any:
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
 
-class Strategy(ABC):
+class Strategy(RetiredMembers, ABC):
     """One way of distributing training, evaluation and prediction.
 
     A strategy is composed of an accelerator, a precision plugin and a checkpoint io.  It launches and ends processes,
@@ -241,6 +266,7 @@ class Strategy(ABC):
             hand-written loop, whose steps are functions, each of its methods calls its first argument.
     """
 
+    retired_members: ClassVar[Mapping[str, str]] = _RETIRED
     start_method: str | None = None
     uses_torch_distributed: bool = False
     drives_several_devices: bool = False

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from dstrat import EarlyStopping, ModelCheckpoint
+from dstrat import EarlyStoppingReason as Reason
 from dstrat.errors import MisuseError, RankFailedError, RequestError
 from dstrat.training.module.loading import read_checkpoint
 
@@ -41,32 +42,50 @@ def test_training_goes_on_while_the_value_improves(fit, caplog):
     trainer = fit(callback, [5, 4, 3])
     assert trainer.current_epoch == 3
     assert (callback.best_score, callback.wait_count, callback.stopped_epoch) == (3.0, 0, 0)
-    assert callback.stopping_reason is None
+    assert callback.stopping_reason is Reason.NOT_STOPPED
+    assert callback.stopping_reason_message is None
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("arguments", "scores", "reason"),
+    ("arguments", "scores", "reason", "text"),
     [
-        ({"patience": 2}, [0.5, 0.25, 1, 1], "score = 1, no better than 0.25 in 2 checks"),
-        ({"patience": 1}, [0.25, 1], "score = 1, no better than 0.25 in 1 check"),
+        ({"patience": 2}, [0.5, 0.25, 1, 1], Reason.PATIENCE_EXHAUSTED, "score = 1, no better than 0.25 in 2 checks"),
+        ({"patience": 1}, [0.25, 1], Reason.PATIENCE_EXHAUSTED, "score = 1, no better than 0.25 in 1 check"),
         (
             {"patience": 1, "min_delta": 0.5},
             [1, 0.75],
+            Reason.PATIENCE_EXHAUSTED,
             "score = 0.75, no better than 1 by more than min_delta=0.5 in 1 check",
         ),
-        ({}, [1, math.nan], "score = nan is not finite"),
-        ({"check_finite": False, "patience": 1}, [math.nan], "score = nan, no better than no number in 1 check"),
-        ({"stopping_threshold": 0.5}, [0.25], "score = 0.25 is below stopping_threshold=0.5"),
-        ({"divergence_threshold": 9.0}, [10], "score = 10 is above divergence_threshold=9.0"),
+        ({}, [1, math.nan], Reason.NON_FINITE_METRIC, "score = nan is not finite"),
+        (
+            {"check_finite": False, "patience": 1},
+            [math.nan],
+            Reason.PATIENCE_EXHAUSTED,
+            "no better than no number in 1 check",
+        ),
+        (
+            {"stopping_threshold": 0.5},
+            [0.25],
+            Reason.STOPPING_THRESHOLD,
+            "= 0.25 is below stopping_threshold=0.5",
+        ),
+        (
+            {"divergence_threshold": 9.0},
+            [10],
+            Reason.DIVERGENCE_THRESHOLD,
+            "10 is above divergence_threshold=9.0",
+        ),
     ],
 )
-def test_one_line_says_why(fit, caplog, arguments, scores, reason):
+def test_one_line_says_why(fit, caplog, arguments, scores, reason, text):
     callback = EarlyStopping("score", **arguments)
     fit(callback, scores, max_epochs=9)
     (message,) = caplog.messages
-    assert message == f"training ends after step {2 * len(scores)}: {callback.stopping_reason}"
-    assert message.endswith(reason)
+    assert message == f"training ends after step {2 * len(scores)}: {callback.stopping_reason_message}"
+    assert message.endswith(text)
+    assert callback.stopping_reason is reason
 
 
 def test_improvements_are_told_where_that_is_asked_for(fit, caplog):
@@ -142,7 +161,8 @@ def test_what_it_knows_is_in_checkpoints_and_a_run_goes_on_from_there(fit, tmp_p
         "best_score": 3.0,
         "wait_count": 1,
         "stopped_epoch": 0,
-        "stopping_reason": None,
+        "stopping_reason": 0,
+        "stopping_reason_message": None,
         "comes_from_validation": True,
     }
     second = EarlyStopping("score")
@@ -165,7 +185,7 @@ def test_a_value_that_was_judged_before_a_save_is_not_judged_again(fit, tmp_path
     scores = [5, 4] if "check_val_every_n_epoch" in options else [4, 3, 2, 1]
     trainer = fit([resumed], scores, ckpt_path=tmp_path / "epoch=1.ckpt", **options)
     assert trainer.current_epoch == 6
-    assert (resumed.wait_count, resumed.stopping_reason) == (0, None)
+    assert (resumed.wait_count, resumed.stopping_reason) == (0, Reason.NOT_STOPPED)
 
 
 def test_two_on_one_value_go_on_each_from_its_own_state(fit, tmp_path):
@@ -177,9 +197,16 @@ def test_two_on_one_value_go_on_each_from_its_own_state(fit, tmp_path):
     assert {"EarlyStopping(monitor='score', mode='min')", "bound"} < saved.keys()
     patient, bound = both()
     fit([patient, bound], [10], max_epochs=9, ckpt_path=tmp_path / "epoch=2.ckpt")
-    assert (patient.wait_count, patient.stopping_reason) == (2, None)
-    assert (bound.wait_count, bound.stopping_reason) == (2, "score = 10 is above divergence_threshold=9")
+    assert (patient.wait_count, patient.stopping_reason) == (2, Reason.NOT_STOPPED)
+    assert (bound.wait_count, bound.stopping_reason_message) == (2, "score = 10 is above divergence_threshold=9")
     assert bound.best_score.item() == 3.0
+
+
+def test_state_of_older_checkpoints_is_loaded():
+    callback = EarlyStopping("score")
+    older = {"best_score": 3.0, "wait_count": 1, "stopped_epoch": 0, "stopping_reason": "score = 9 is not finite"}
+    callback.load_state_dict(older)
+    assert (callback.best_score, callback.stopping_reason) == (3.0, Reason.NOT_STOPPED)
 
 
 def test_a_second_fit_begins_anew(fit):
@@ -199,7 +226,8 @@ def test_all_ranks_follow_rank_0_and_the_result_comes_back(fit, averaging, scrip
     trainer = fit(callback, module=Disagreeing([5, 4, 4, 1]), max_epochs=9, devices=2, strategy=averaging())
     assert trainer.current_epoch == 3
     assert (callback.best_score, callback.wait_count, callback.stopped_epoch) == (4.0, 1, 2)
-    assert callback.stopping_reason == "score = 4, no better than 4 in 1 check"
+    assert callback.stopping_reason is Reason.PATIENCE_EXHAUSTED
+    assert callback.stopping_reason_message == "score = 4, no better than 4 in 1 check"
 
 
 def test_a_value_that_only_rank_0_logs_is_checked_on_all_ranks(quiet_trainer, loader, averaging, scripted):
@@ -241,7 +269,7 @@ def test_a_fast_dev_run_does_not_stop_early(fit):
     callback = EarlyStopping("score", patience=0, mode="max", stopping_threshold=1.0)
     trainer = fit(callback, [5, 4], fast_dev_run=2, limit_train_batches=None)
     assert not trainer.should_stop
-    assert (callback.best_score, callback.stopping_reason) == (None, None)
+    assert (callback.best_score, callback.stopping_reason) == (None, Reason.NOT_STOPPED)
 
 
 def test_a_fast_dev_run_finds_a_misspelled_monitor(fit):

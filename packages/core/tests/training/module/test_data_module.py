@@ -44,3 +44,18 @@ def test_its_class_gets_its_own_arguments_and_streams_stay_in_order(quiet_traine
     data = Own.from_datasets({"a": Stream()}, name="mine")
     assert (type(data), data.name) == (Own, "mine")
     assert list(data.train_dataloader()) == ["a"]
+
+
+def test_class_that_takes_the_batch_size_gets_that_of_its_loaders():
+    class Sized(DataModule):
+        def __init__(self, batch_size=1):
+            super().__init__()
+            self.batch_size = batch_size
+
+    class Open(DataModule):
+        def __init__(self, num_workers, **options):
+            super().__init__()
+            self.options = {"num_workers": num_workers, **options}
+
+    assert Sized.from_datasets(dataset(8), batch_size=4).batch_size == 4
+    assert Open.from_datasets(dataset(8), name="x").options == {"num_workers": 0, "batch_size": 1, "name": "x"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -13,6 +13,8 @@ from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dstrat.training.loops.sources import DataSources, Source
     from dstrat.training.module.train_module import TrainModule
     from dstrat.training.trainer import Trainer
@@ -49,6 +51,10 @@ class BatchSizeFinder(Callback):
     Raises:
         RequestError: An argument is out of range.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "scale_batch_size": "it searches before a fit, and not in hooks of one: Tuner(trainer).scale_batch_size(module)"
+    }
 
     def __init__(
         self,

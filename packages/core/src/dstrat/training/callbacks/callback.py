@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dstrat.interfaces.keywords import NamedArguments
+from dstrat.interfaces.retired_members import RetiredMembers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 
-class Callback(NamedArguments):
+class Callback(NamedArguments, RetiredMembers):
     """Hooks of a run, independent of the module.
 
     A callback overrides the hooks that it needs; other hooks cost nothing.  They are called in every process: those of

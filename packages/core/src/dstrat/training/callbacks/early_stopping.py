@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from dstrat.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
+
+
+class EarlyStoppingReason(Enum):
+    """Why a training was stopped by a value."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
 
 
 class EarlyStopping(Callback):
@@ -49,13 +60,17 @@ class EarlyStopping(Callback):
     Attributes:
         wait_count: Number of consecutive checks without an improvement.
         stopped_epoch: Index of the epoch in which training was stopped; 0 if it was not.
-        stopping_reason: The reason of the stop, as text; None if it was not stopped.
+        stopping_reason: Why it was stopped; ``NOT_STOPPED`` if it was not.
+        stopping_reason_message: The same as text, with the values; None if it was not stopped.
 
     Raises:
         RequestError: An argument is out of range.
     """
 
     runs_last = True
+    retired_members: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("mode_dict", "monitor_op", "order_dict"), "mode says which values are better"
+    )
 
     def __init__(
         self,
@@ -91,7 +106,8 @@ class EarlyStopping(Callback):
         self._best_score: float | None = None
         self.wait_count = 0
         self.stopped_epoch = 0
-        self.stopping_reason: str | None = None
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
         self._comes_from_validation = False
         self._has_warned = False
 
@@ -113,7 +129,8 @@ class EarlyStopping(Callback):
             "best_score": self._best_score,
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
-            "stopping_reason": self.stopping_reason,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
             "comes_from_validation": self._comes_from_validation,
         }
 
@@ -122,8 +139,10 @@ class EarlyStopping(Callback):
         self._best_score = state_dict["best_score"]
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
-        self.stopping_reason = state_dict["stopping_reason"]
-        # Checkpoints of older versions have none.
+        # Checkpoints of older versions have the message as the reason, or none of these.
+        reason = state_dict.get("stopping_reason")
+        self.stopping_reason = EarlyStoppingReason(reason if isinstance(reason, int) else 0)
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
         self._comes_from_validation = state_dict.get("comes_from_validation", False)
 
     @override
@@ -171,11 +190,12 @@ class EarlyStopping(Callback):
             self._best_score, self.wait_count = score, 0
         else:
             self.wait_count += 1
-        self.stopping_reason = self._reason_to_stop(score)
-        if self.stopping_reason is not None:
+        self.stopping_reason, message = self._reason_to_stop(score)
+        self.stopping_reason_message = message or None
+        if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-            self._log_warning(trainer, f"training ends after step {trainer.global_step}: {self.stopping_reason}")
+            self._log_warning(trainer, f"training ends after step {trainer.global_step}: {message}")
         elif self.verbose and self.wait_count == 0:
             was = "" if before is None else f", was {before:.6g}"
             self._log_warning(trainer, f"{self.monitor} = {score:.6g} is the best so far{was}")
@@ -186,22 +206,24 @@ class EarlyStopping(Callback):
         gain = than - score if self.mode == "min" else score - than
         return gain > self.min_delta
 
-    def _reason_to_stop(self, score: float) -> str | None:
-        """Return the reason to stop as text; None without one."""
+    def _reason_to_stop(self, score: float) -> tuple[EarlyStoppingReason, str]:
+        """Return the reason to stop, and its text with the values."""
         shown, better = f"{self.monitor} = {score:.6g}", "below" if self.mode == "min" else "above"
         worse = "above" if self.mode == "min" else "below"
         if self.check_finite and not math.isfinite(score):
-            return f"{shown} is not finite"
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{shown} is not finite"
         if self.stopping_threshold is not None and self._is_beyond(score, self.stopping_threshold):
-            return f"{shown} is {better} stopping_threshold={self.stopping_threshold!r}"
+            message = f"{shown} is {better} stopping_threshold={self.stopping_threshold!r}"
+            return EarlyStoppingReason.STOPPING_THRESHOLD, message
         if self.divergence_threshold is not None and self._is_beyond(-score, -self.divergence_threshold):
-            return f"{shown} is {worse} divergence_threshold={self.divergence_threshold!r}"
+            message = f"{shown} is {worse} divergence_threshold={self.divergence_threshold!r}"
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
         if self.wait_count >= max(1, self.patience):  # with patience=0 the first check without an improvement ends it
             best = "no number" if self._best_score is None else f"{self._best_score:.6g}"
             checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks"
             by = f" by more than min_delta={self.min_delta!r}" if self.min_delta else ""
-            return f"{shown}, no better than {best}{by} in {checks}"
-        return None
+            return EarlyStoppingReason.PATIENCE_EXHAUSTED, f"{shown}, no better than {best}{by} in {checks}"
+        return EarlyStoppingReason.NOT_STOPPED, ""
 
     def _is_beyond(self, score: float, threshold: float) -> bool:
         return score < threshold if self.mode == "min" else score > threshold

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -30,6 +30,10 @@ class GradientAccumulationScheduler(Callback):
     Raises:
         RequestError: The dict is empty, or an index or number is out of range.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "going_to_accumulate_grad_batches": "scheduling has the numbers of batches",
+    }
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:

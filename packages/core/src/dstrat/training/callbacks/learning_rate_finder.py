@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -124,6 +124,10 @@ class LearningRateFinder(Callback):
     Raises:
         RequestError: An argument is out of range.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "lr_find": "it searches before a fit, and not in hooks of one: Tuner(trainer).lr_find(module)",
+    }
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -48,6 +48,10 @@ class LearningRateMonitor(Callback):
         RequestError: The interval is not one of these.
         MisuseError: Two groups of an optimizer have the same name; raised at the start of a fit.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("last_momentum_values", "last_weight_decay_values"), "trainer.callback_metrics has the latest values"
+    )
 
     def __init__(
         self,

@@ -109,6 +109,11 @@ class ModelCheckpoint(Callback):
         # Near to every_n_train_steps, which saves to the disk.
         "in_memory_every_n_steps": "it is InMemoryCheckpoint(every_n_train_steps=...)",
     }
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "check_monitor_top_k": "best_k_models has the checkpoints that are kept",
+        "file_exists": "a save never overwrites a checkpoint",
+        "to_yaml": "write best_k_models, which has paths and values",
+    }
     # Lightning's names of parts that are fixed here: programs read them, and a change is an error.
     CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, STARTING_VERSION = "-", "=", 1
     CHECKPOINT_NAME_LAST, FILE_EXTENSION = LAST, EXTENSION

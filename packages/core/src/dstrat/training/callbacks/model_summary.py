@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class ModelSummary(Callback):
     Raises:
         RequestError: The depth is below -1.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {"summarize": "override on_fit_start, and print the summary there"}
 
     def __init__(self, max_depth: int = 1) -> None:
         if max_depth < -1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from typing_extensions import override
@@ -16,6 +16,7 @@ from dstrat.training.callbacks.callback import Callback
 from dstrat.training.hooks import overrides
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from dstrat.training.module.train_module import TrainModule
@@ -55,6 +56,7 @@ class PredictionWriter(Callback):
     """
 
     reads_batch_indices = True
+    retired_members: ClassVar[Mapping[str, str]] = {"interval": "it is write_interval"}
 
     def __init__(self, write_interval: WriteInterval = "batch") -> None:
         if write_interval not in _METHODS:

@@ -8,7 +8,7 @@ import sys
 import threading
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from typing_extensions import override
 
@@ -61,6 +61,18 @@ class ProgressBar(Callback):
         RequestError: The time is negative.
     """
 
+    retired_members: ClassVar[Mapping[str, str]] = {
+        **{
+            f"{loop}_description": "the titles of loops are fixed"
+            for loop in ("sanity_check", "train", "validation", "test", "predict")
+        },
+        **{
+            f"total_{loop}_batches_current_dataloader": f"trainer.num_{loop}_batches has the number of each loader"
+            for loop in ("val", "test", "predict")
+        },
+        "has_dataloader_changed": "hooks of batches get dataloader_idx",
+        "reset_dataloader_idx_tracker": "hooks of batches get dataloader_idx",
+    }
     refresh_rate: int = 1
 
     def __init__(self, refresh_seconds: float | None = None) -> None:

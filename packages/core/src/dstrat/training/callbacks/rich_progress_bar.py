@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -11,6 +11,8 @@ from dstrat.errors import RequestError
 from dstrat.training.callbacks.progress_bar import ProgressBar, has_terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.style import Style
 
     from dstrat.training.callbacks.progress_bar import Display
@@ -57,6 +59,16 @@ class RichProgressBar(ProgressBar):
     Raises:
         RequestError: The number is negative.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        **ProgressBar.retired_members,
+        "configure_columns": "theme= has the styles, get_metrics returns the values, and make_display another display",
+        "refresh": "the bar is drawn by time; refresh_rate and refresh_seconds say how often",
+        **dict.fromkeys(
+            ("train_progress_bar", "val_progress_bar", "val_sanity_check_bar", "test_progress_bar"),
+            "the bars belong to the display that make_display returns",
+        ),
+    }
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 from typing_extensions import override
@@ -47,6 +47,17 @@ class StochasticWeightAveraging(WeightAveraging):
     Raises:
         RequestError: An argument is out of range.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "avg_fn": "pass avg_fn to the constructor",
+        "update_parameters": "pass avg_fn to the constructor",
+        "transfer_weights": "the average is module.state_dict() in validation and after the fit",
+        "reset_momenta": "statistics of batch norm are averaged like weights",
+        "reset_batch_norm_and_save_state": "statistics of batch norm are averaged like weights",
+        "pl_module_contains_batch_norm": "statistics of batch norm are averaged like weights",
+        "swa_start": "it is swa_epoch_start of the constructor",
+        "swa_end": "the last averaged epoch is the last one of the training",
+    }
 
     def __init__(
         self,

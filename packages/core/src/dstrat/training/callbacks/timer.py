@@ -6,7 +6,7 @@ import logging
 import math
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from typing_extensions import override
 
@@ -43,6 +43,10 @@ class Timer(Callback):
     Raises:
         RequestError: The duration cannot be read or is not positive, or the interval is another.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("start_time", "end_time"), "time_elapsed(stage) has the time of all runs of a stage"
+    )
 
     def __init__(
         self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True

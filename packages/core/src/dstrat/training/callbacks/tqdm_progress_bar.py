@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -40,6 +40,14 @@ class TQDMProgressBar(ProgressBar):
         MissingRequirementError: tqdm is not installed.
         RequestError: A number is negative.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        **ProgressBar.retired_members,
+        **dict.fromkeys(
+            ("train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar"),
+            "keep the bar that an override of init_train_tqdm, or of another loop, returns",
+        ),
+    }
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         require("tqdm", "TQDMProgressBar")

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from typing_extensions import Self
 
 from dstrat.checkpoint.paths import as_path
 from dstrat.errors import MissingRequirementError, RequestError
 from dstrat.interfaces.keywords import NamedArguments
+from dstrat.interfaces.retired_members import RetiredMembers
 from dstrat.plugins.known import pip_command
 from dstrat.training.module.plain_values import fields_of
 
@@ -40,7 +41,7 @@ class SavedCheckpoints(Protocol):
         """Paths of the last save."""
 
 
-class Logger(NamedArguments, ABC):
+class Logger(NamedArguments, RetiredMembers, ABC):
     """A destination of logged values.  Only global rank 0 writes; the first write opens files.
 
     The smallest complete subclass::
@@ -57,6 +58,9 @@ class Logger(NamedArguments, ABC):
             there are decorated with :func:`~dstrat.training.loggers.logger.writer_only`.
     """
 
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "group_separator": "values keep the names that they were logged with"
+    }
     root_dir: Path | None = None
     writes: bool = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrat.checkpoint.paths import home_path
 from dstrat.errors import MisuseError
@@ -52,6 +52,11 @@ class WandbLogger(Logger):
     Raises:
         MissingRequirementError: wandb is not installed.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        **Logger.retired_members,
+        "download_artifact": "use_artifact(name).download(folder) does that in a run",
+    }
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
             predict_dataset: For prediction.
             batch_size: Samples of a batch.
             num_workers: Worker processes of each loader.
-            **init_kwargs: Arguments of the class.
+            **init_kwargs: Arguments of the class, which gets ``batch_size`` and ``num_workers`` too if it takes them.
         """
         datasets_by_source = {
             "train": train_dataset,
@@ -69,7 +70,11 @@ class DataModule(DataHooks, HyperparametersMixin, DataModuleLoading):
             "test": test_dataset,
             "predict": predict_dataset,
         }
-        module = cls(**init_kwargs)
+        parameters = inspect.signature(cls).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        of_loaders = {"batch_size": batch_size, "num_workers": num_workers}
+        of_class = {name: value for name, value in of_loaders.items() if takes_all or name in parameters}
+        module = cls(**of_class, **init_kwargs)
         for source, datasets in datasets_by_source.items():
             if datasets is not None:
                 # Not a lambda, which cannot be pickled for ranks in other processes.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dstrat.checkpoint.paths import home_path
 from dstrat.checkpoint.portable.storage import LocalStorage
 from dstrat.errors import RequestError
 from dstrat.interfaces.keywords import NamedArguments
+from dstrat.interfaces.retired_members import RetiredMembers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -34,7 +35,7 @@ def writable_folder(dirpath: str | Path | None, log_dir: Path) -> Path:
     return folder
 
 
-class Profiler(NamedArguments, ABC):
+class Profiler(NamedArguments, RetiredMembers, ABC):
     """Measurement of the actions of a run, by their names.
 
     A run wraps its functions when it looks them up, so that it costs nothing without a profiler.  The calls in each
@@ -57,6 +58,14 @@ class Profiler(NamedArguments, ABC):
                 print(name)
                 return nullcontext()
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        "stop": "override profile(name), whose context is the time of an action",
+        "summary": "override totals() for the times of the actions, and finish() for a text of them",
+        "describe": "override finish()",
+        "setup": "override start(stage, log_dir, rank)",
+        "teardown": "override finish()",
+    }
 
     @abstractmethod
     def profile(self, name: str) -> AbstractContextManager[Any]:
