@@ -29,7 +29,10 @@ def test_override_of_a_method_that_is_never_called_is_logged(caplog: pytest.LogC
 
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert "Bar.configure_columns is never called, as Lightning does: theme= has the styles" in record.getMessage()
+    assert (
+        "Bar.configure_columns has no effect, as Lightning calls it and dstrat does not: theme= has the styles"
+        in record.getMessage()
+    )
 
 
 def test_overrides_in_precisions_and_clusters_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +47,7 @@ def test_overrides_in_precisions_and_clusters_are_logged(caplog: pytest.LogCaptu
         def set_global_rank(self, rank: int) -> None: ...
 
     texts = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" is never")[0].rpartition(".<locals>.")[2] for text in texts] == [
+    assert [text.partition(" has no")[0].rpartition(".<locals>.")[2] for text in texts] == [
         "Scaled.post_backward",
         "Cluster.set_global_rank",
     ]

@@ -27,7 +27,8 @@ class RetiredMembers:
         super().__init_subclass__(**kwargs)
         for name in sorted(cls.retired_members.keys() & vars(cls).keys()):
             _log.warning(
-                "%s.%s is never called, as Lightning does: %s", cls.__qualname__, name, cls.retired_members[name]
+                "%s.%s has no effect, as Lightning calls it and dstrat does not: %s",
+                *(cls.__qualname__, name, cls.retired_members[name]),
             )
 
     if not TYPE_CHECKING:  # which would take every name for an attribute
