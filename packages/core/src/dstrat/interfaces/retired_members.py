@@ -34,7 +34,6 @@ class RetiredMembers:
     if not TYPE_CHECKING:  # which would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            # Not self.retired_members, which would come here again in a class that deletes it.
-            if (instead := type(self).retired_members.get(name)) is not None:
+            if (instead := self.retired_members.get(name)) is not None:
                 raise AttributeError(f"{type(self).__name__} has no {name}, unlike Lightning's: {instead}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
