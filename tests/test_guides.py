@@ -335,6 +335,8 @@ def texts() -> list[list[str]]:
     found = []
     for path in ROOT.glob("packages/*/src/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.JoinedStr | ast.Constant):
+                continue
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             own = "".join(map(own_text, parts)).split(VALUE)
             if sum(map(len, own)) >= 8 and any(" " in text for text in own):

@@ -9,6 +9,7 @@ import threading
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.warm_program import WarmProgram
@@ -60,6 +61,16 @@ def test_what_was_written_comes_back(written):
     loaded = TorchCheckpointIO().load_checkpoint(written)
     assert torch.equal(loaded["state_dict"]["weight"], CHECKPOINT["state_dict"]["weight"])
     assert (loaded["epoch"], loaded["names"]) == (3, ("a", "b"))
+
+
+def test_numbers_of_numpy_are_written_as_numbers(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=np.float64(0.1), momentum=np.float32(0.5))
+    TorchCheckpointIO().save_checkpoint({"optimizer": optimizer.state_dict(), "best": np.bool_(True)}, tmp_path / "a")
+    read = TorchCheckpointIO().load_checkpoint(tmp_path / "a")
+    [group] = read["optimizer"]["param_groups"]
+    assert (group["lr"], group["momentum"], read["best"]) == (0.1, 0.5, True)
+    assert (type(group["lr"]), type(read["best"])) == (float, bool)
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64  # as the user has it
 
 
 def test_paths_may_be_text_and_folders_are_made(tmp_path):

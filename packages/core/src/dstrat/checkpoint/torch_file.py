@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from dstrat.checkpoint.portable.decode import join_name
 from dstrat.checkpoint.portable.local_files import atomic_write, remove_stale
 from dstrat.checkpoint.portable.storage import storage_of
 from dstrat.errors import CheckpointError
+from dstrat.interfaces.batch import apply_to_columns
 from dstrat.interfaces.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ class TorchCheckpointIO(CheckpointIO):
 
     A file is written under a temporary name in the same folder, flushed to the disk and renamed; the next save removes
     the temporary file of a process that was killed.  Loading runs no code from the file (``weights_only=True``), so a
-    checkpoint holds tensors and plain values, and a save refuses anything that could not be loaded again.  Files of a
+    checkpoint holds tensors and plain values, and a save refuses anything that could not be loaded again; numbers of
+    numpy are written as Python's.  Files of a
     store (a URL that fsspec supports) are copied through a temporary local file.  Object stores show a file only when
     it is complete; file servers (``sftp://``, ``hdfs://``) show it while it is copied, and keep a truncated one after
     a crash: portable folders are safe there too.
@@ -94,10 +97,18 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    # A learning rate may be a number of numpy, which torch.load refuses.
+    plain = apply_to_columns(
+        checkpoint, _is_number_of_numpy, lambda value: value.item() if _is_number_of_numpy(value) else value
+    )
     with path.open("wb") as file:
-        torch.save(checkpoint, file)
+        torch.save(plain, file)
         file.flush()
         os.fsync(file.fileno())  # or the rename may reach the disk before the content
+
+
+def _is_number_of_numpy(value: Any) -> bool:
+    return isinstance(value, np.generic)
 
 
 def read_content(file: Path, path: CheckpointPath, *, failure: str = "cannot be read", mmap: bool = False) -> Any:

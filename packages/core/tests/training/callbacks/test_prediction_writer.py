@@ -60,8 +60,8 @@ def predicted(trainer_of, writer, loaders, **options):
     ("interval", "calls"),
     [
         ("batch", [([0, 1], 0, 0), ([2], 1, 0)]),
-        ("epoch", [([[0, 2], [4]], [[0, 1], [2]])]),
-        ("batch_and_epoch", [([0, 1], 0, 0), ([2], 1, 0), ([[0, 2], [4]], [[0, 1], [2]])]),
+        ("epoch", [([[0, 2], [4]], [[[0, 1], [2]]])]),
+        ("batch_and_epoch", [([0, 1], 0, 0), ([2], 1, 0), ([[0, 2], [4]], [[[0, 1], [2]]])]),
     ],
 )
 def test_predictions_come_when_they_are_asked_for_with_the_indices_of_their_samples(quiet_trainer, interval, calls):
@@ -81,7 +81,7 @@ def test_indices_are_those_of_the_batch_whatever_was_read_ahead(quiet_trainer, n
     writer = Noting("epoch")
     loader = numbers(20, batch_size=3, num_workers=num_workers, sampler=SubsetRandomSampler(range(20)))
     predicted(quiet_trainer, writer, loader, limit_predict_batches=5)
-    [(predictions, indices)] = writer.calls
+    [(predictions, [indices])] = writer.calls  # the indices of one loader
     assert predictions == [[2 * index for index in batch] for batch in indices]
     assert len(indices) == 5
 
@@ -101,7 +101,7 @@ def test_a_stream_has_no_indices(quiet_trainer):
 def test_two_writers_both_know_the_indices(quiet_trainer):
     writers = [Noting("batch"), Noting("epoch")]
     quiet_trainer(callbacks=writers).predict(Doubling(), numbers(1), return_predictions=False)
-    assert [writer.calls for writer in writers] == [[([0], 0, 0)], [([[0]], [[0]])]]
+    assert [writer.calls for writer in writers] == [[([0], 0, 0)], [([[0]], [[[0]]])]]
 
 
 def test_indices_are_those_of_the_batch_also_after_a_reading_that_was_broken_off():
@@ -119,7 +119,7 @@ def test_predictions_are_kept_on_the_cpu(quiet_trainer):
 
     writer = Asking("epoch")
     predicted(quiet_trainer, writer, numbers(3), accelerator="gpu", devices=1)
-    assert writer.calls == [([[0], [2], [4]], [[0], [1], [2]])]
+    assert writer.calls == [([[0], [2], [4]], [[[0], [1], [2]]])]
 
 
 def test_an_interval_whose_method_is_missing_is_an_error():

@@ -73,6 +73,14 @@ def test_what_excludes_each_other_is_refused(arguments, message):
         ModelCheckpoint(**arguments)
 
 
+def test_saves_between_epochs_need_none_at_their_end(fit, tmp_path):
+    callback = ModelCheckpoint(
+        tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3, save_on_train_epoch_end=False, save_last=False
+    )
+    fit(callback, [0.1] * 4, limit_train_batches=4, max_epochs=2)
+    assert names(tmp_path) == ["step=3.ckpt", "step=6.ckpt"]
+
+
 def test_a_time_that_is_none_is_refused():
     with pytest.raises(RequestError, match="train_time_interval='soon' is not a length of time"):
         ModelCheckpoint(train_time_interval="soon")

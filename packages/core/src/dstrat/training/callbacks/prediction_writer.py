@@ -108,7 +108,7 @@ class PredictionWriter(Callback):
             module: The module.
             predictions: The result of ``predict_step`` for each batch, on the CPU; for several loaders a list of such
                 lists.
-            batch_indices: Indices of the samples of each batch, or None; for several loaders a list of such lists.
+            batch_indices: For each loader, also a single one, the indices of the samples of each batch, or None.
         """
 
     @override
@@ -131,10 +131,7 @@ class PredictionWriter(Callback):
         self._predictions, self._indices = [], []
         if self.write_interval == "batch":
             return
-        if len(predictions) == 1:
-            self.write_on_epoch_end(trainer, module, predictions[0], indices[0])
-        else:
-            self.write_on_epoch_end(trainer, module, predictions, indices)
+        self.write_on_epoch_end(trainer, module, predictions[0] if len(predictions) == 1 else predictions, indices)
 
 
 # Predictions in files of torch.save
@@ -193,9 +190,8 @@ class TorchPredictionWriter(PredictionWriter):
         predictions: list[Any],
         batch_indices: list[Any],
     ) -> None:
-        several = len(trainer.num_predict_batches) != 1
-        for index, batches in enumerate(predictions if several else [predictions]):
-            indices = batch_indices[index] if several else batch_indices
+        of_loaders = predictions if len(batch_indices) != 1 else [predictions]
+        for index, (batches, indices) in enumerate(zip(of_loaders, batch_indices, strict=True)):
             self._write(f"rank{trainer.global_rank}_loader{index}.pt", batches, indices)
 
     def _write(self, name: str, predictions: list[Any], batch_indices: list[Any]) -> None:

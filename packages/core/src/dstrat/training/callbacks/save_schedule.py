@@ -55,14 +55,15 @@ class SavingTimes:
         is_default = all(value is None for value in requested.values())
         self.counts_epochs = is_default or bool(every_n_epochs)
         saves_between = self.every_n_train_steps is not None or train_time_interval is not None
-        if save_on_train_epoch_end is not None and saves_between:
+        if save_on_train_epoch_end and saves_between:
             name = "every_n_train_steps" if every_n_train_steps else "train_time_interval"
             raise ConflictError(
-                f"save_on_train_epoch_end={save_on_train_epoch_end!r} is about epochs, and {name}={requested[name]!r} "
-                "saves between them: leave one of them out"
+                f"save_on_train_epoch_end=True is about epochs, and {name}={requested[name]!r} saves between them: "
+                "leave one of them out"
             )
         self.every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
-        self.save_on_train_epoch_end = save_on_train_epoch_end
+        # False is no contradiction to saves between epochs: it only says that the end of an epoch has none.
+        self.save_on_train_epoch_end = None if saves_between else save_on_train_epoch_end
         self.train_time_interval = (
             None if train_time_interval is None else read_duration(train_time_interval, "train_time_interval")
         )
