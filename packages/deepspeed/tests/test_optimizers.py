@@ -169,6 +169,37 @@ class OfNoise(OfNorms):
         parameter.sub_(parameter.grad + torch.randn_like(parameter), alpha=group["lr"])
 
 
+class OfHistory(OfSigns):
+    """Has tensors of earlier steps, which a checkpoint cannot divide by the parameters."""
+
+    def update(self, group, parameter):
+        super().update(group, parameter)
+        self.state[parameter].setdefault("history", {"signs": []})["signs"].append(parameter.grad.sign())
+
+
+class OfTable(OfSigns):
+    """Has a table for each parameter."""
+
+    def update(self, group, parameter):
+        super().update(group, parameter)
+        self.state[parameter].setdefault("table", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OfHistory, "its state 'history' has tensors in a dict"),
+        (OfTable, "its state 'table' is a tensor of another shape than the parameter"),
+    ],
+)
+def test_state_that_a_checkpoint_could_not_divide_is_refused(kind, reason):
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    for stage in (1, 2, 3):
+        with pytest.raises(RequestError, match=reason):
+            check_elementwise(kind(parameters), stage, torch.device("cpu"))
+    check_elementwise(kind(parameters), 0, torch.device("cpu"))
+
+
 def test_an_optimizer_that_needs_whole_parameters_is_refused_even_in_a_warm_up():
     parameters = [nn.Parameter(torch.ones(2, 2))]
     for stage in (1, 2, 3):
