@@ -169,6 +169,20 @@ class OfNoise(OfNorms):
         parameter.sub_(parameter.grad + torch.randn_like(parameter), alpha=group["lr"])
 
 
+class OfMatrices(OfSigns):
+    """Takes no pieces of a matrix, and does not say why."""
+
+    def update(self, group, parameter):
+        if parameter.dim() < 2:
+            raise AssertionError
+        super().update(group, parameter)
+
+
+def test_an_error_without_a_text_is_named_by_its_type():
+    with pytest.raises(RequestError, match=r"flat pieces of some \(AssertionError\)"):
+        check_elementwise(OfMatrices([nn.Parameter(torch.ones(2, 2))]), 2, torch.device("cpu"))
+
+
 class OfHistory(OfSigns):
     """Has tensors of earlier steps, which a checkpoint cannot divide by the parameters."""
 

@@ -155,7 +155,7 @@ def how_division_fails(
         divide: Returns a matrix in pieces, or as one DTensor; if that is collective, this function is too.
 
     Returns:
-        The first sentence of the error of torch or the optimizer, or that results differ.
+        The first sentence of the error of torch or the optimizer, its type if it has none, or that results differ.
     """
     if type(optimizer) in _ELEMENT_WISE:
         return None
@@ -174,7 +174,7 @@ def how_division_fails(
         if isinstance(once, Exception) or isinstance(again, Exception) or not _same(once, again):
             random_groups.add(number)
         elif isinstance(divided, Exception):
-            return str(divided).partition("\n")[0].partition(". ")[0].rstrip(".")
+            return str(divided).partition("\n")[0].partition(". ")[0].rstrip(".") or type(divided).__name__
         elif not _same(once, divided):
             return "the results would differ"
     return None
