@@ -169,6 +169,51 @@ class OfNoise(OfNorms):
         parameter.sub_(parameter.grad + torch.randn_like(parameter), alpha=group["lr"])
 
 
+class OfMatrices(OfSigns):
+    """Takes no pieces of a matrix, and does not say why."""
+
+    def update(self, group, parameter):
+        if parameter.dim() < 2:
+            raise AssertionError
+        super().update(group, parameter)
+
+
+def test_an_error_without_a_text_is_named_by_its_type():
+    with pytest.raises(RequestError, match=r"flat pieces of some \(AssertionError\)"):
+        check_elementwise(OfMatrices([nn.Parameter(torch.ones(2, 2))]), 2, torch.device("cpu"))
+
+
+class OfHistory(OfSigns):
+    """Has tensors of earlier steps, which a checkpoint cannot divide by the parameters."""
+
+    def update(self, group, parameter):
+        super().update(group, parameter)
+        self.state[parameter].setdefault("history", {"signs": []})["signs"].append(parameter.grad.sign())
+
+
+class OfTable(OfSigns):
+    """Has a table for each parameter."""
+
+    def update(self, group, parameter):
+        super().update(group, parameter)
+        self.state[parameter].setdefault("table", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OfHistory, "its state 'history' has tensors in a dict"),
+        (OfTable, "its state 'table' is a tensor of another shape than the parameter"),
+    ],
+)
+def test_state_that_a_checkpoint_could_not_divide_is_refused(kind, reason):
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    for stage in (1, 2, 3):
+        with pytest.raises(RequestError, match=reason):
+            check_elementwise(kind(parameters), stage, torch.device("cpu"))
+    check_elementwise(kind(parameters), 0, torch.device("cpu"))
+
+
 def test_an_optimizer_that_needs_whole_parameters_is_refused_even_in_a_warm_up():
     parameters = [nn.Parameter(torch.ones(2, 2))]
     for stage in (1, 2, 3):

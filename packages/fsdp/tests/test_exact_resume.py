@@ -109,6 +109,24 @@ def stopped_and_resumed(cluster, folder, strategy, cls, moments=(2, 4), **option
     return same_when_resumed(fit_anew, Path(folder), moments)
 
 
+class Shrinking(torch.optim.SGD):
+    """Changes weights apart from its rate, by which it divides, and from gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", torch.zeros(())) + 1
+                parameter.mul_(1 - 1e-3 / group["lr"])
+        return result
+
+
+class WithShrinking(Net):
+    def configure_optimizers(self):
+        return Shrinking(self.parameters(), lr=0.01, momentum=0.9)
+
+
 GROUPS = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 1.0}
 
 
@@ -140,6 +158,14 @@ def in_each_case(cluster, folder):
 def test_from_the_middle_of_an_epoch_and_of_a_step(tmp_path):
     expected = {name: dict.fromkeys(options.get("moments", (2, 4)), True) for name, options in CASES.items()}
     assert in_ranks(in_each_case, folder=str(tmp_path)) == [expected, expected]
+
+
+@pytest.mark.parametrize("io", [PortableCheckpointIO, TorchCheckpointIO])
+def test_weights_that_an_optimizer_changes_with_any_rate_resume_exactly(tmp_path, io):
+    found = in_ranks(
+        stopped_and_resumed, folder=str(tmp_path), strategy=FSDPStrategy, cls=WithShrinking, moments=(2,), io=io
+    )
+    assert found == [{2: True}, {2: True}]
 
 
 def moved_to_another_mesh(cluster, folder):

@@ -119,6 +119,32 @@ def test_options_leave_the_losses_with_scalars_as_they_are():
         assert {name: losses for name, (losses, _) in found.items()} == dict.fromkeys(OPTIONS, expected)
 
 
+class Quantized(ScaledNet):
+    """Has frozen parameters of integers."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.zero_point = nn.Parameter(torch.tensor(3, dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(6, dtype=torch.int8), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return super().training_step((inputs + 0.1 * (self.codes - self.zero_point), targets), batch_idx)
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        with torch.no_grad():
+            self.zero_point.fill_(3)
+            self.codes.copy_(torch.arange(6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frozen_parameters_may_be_integers(ranks):
+    expected = pytest.approx(single_device_losses(Quantized(), **SHORT), rel=1e-6, abs=0)
+    for losses, _ in in_ranks(losses_and_scalars, ranks, module="Quantized"):
+        assert losses == expected
+
+
 class Clamped(ScaledNet):
     """Limits a scalar in the step, as CLIP does."""
 

@@ -500,6 +500,21 @@ def test_a_checkpoint_io_of_lightning_has_a_counterpart(library, make):
             trainer(plugins=[io])
 
 
+def test_other_components_of_lightning_have_counterparts_too(library):
+    from dstrat.errors import RequestError
+
+    components = {
+        "strategy": library.strategies.DDPStrategy(),
+        "accelerator": library.accelerators.CPUAccelerator(),
+        "profiler": library.profilers.SimpleProfiler(),
+    }
+    modules = {"strategy": "strategies", "accelerator": "accelerators", "profiler": "profilers"}
+    for argument, value in components.items():
+        counterpart = f"from dstrat.{modules[argument]} import {type(value).__name__}"
+        with pytest.raises(RequestError, match=f"pass the one of dstrat: {counterpart}"):
+            dstrat.Trainer(**{argument: value})
+
+
 def test_a_summary_is_allowed_beside_a_switched_off_default(library, make):
     net, data, trainer = make
     trainer(callbacks=library.callbacks.ModelSummary()).fit(net(), datamodule=data())

@@ -224,8 +224,10 @@ class _Replica:
     def make_plain(self) -> None:
         shard = internals.shard_of(self.sharded)
         if self._plain is None:
-            self._plain = nn.Parameter(self.sharded.detach() if self._is_split else shard.to(self._device))
-            if self.after_backward is not None:
+            value = self.sharded.detach() if self._is_split else shard.to(self._device)
+            has_gradients = shard.is_floating_point() or shard.is_complex()  # a quantized layer has integers too
+            self._plain = nn.Parameter(value, has_gradients)  # also of a frozen one, which may be unfrozen
+            if has_gradients and self.after_backward is not None:
                 self._plain.register_post_accumulate_grad_hook(lambda _: self.after_backward(self))
         elif self._is_offloaded or internals.shard_of(self._plain).data_ptr() != shard.data_ptr():
             self._plain.data = self.sharded.detach() if self._is_split else shard.to(self._device)

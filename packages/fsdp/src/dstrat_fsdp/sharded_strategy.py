@@ -370,21 +370,41 @@ class ShardedStrategy(ParallelStrategy):
 
     def optimizer_template(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state that a step would create, with empty tensors."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
         state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
         foreign = {id(parameter) for parameters in groups for parameter in parameters if parameter.is_meta}
         optimizer.state = defaultdict(dict)  # which torch fills by a step that changes nothing else
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in foreign]
         try:
-            template: dict[str, Any] = get_optimizer_state_dict(self.module, optimizer)
+            template = self._state_after_a_step(optimizer)
         finally:
             optimizer.state = state
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
         names = [name for name, one in canonical_parameters(self.module).items() if id(one) in foreign]
         return {**template, "state": OptionalTensors({**template["state"], **dict.fromkeys(names)})}
+
+    @torch.no_grad()
+    def _state_after_a_step(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Step an optimizer without state by gradients of zero; its weights stay as they are."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        # torch steps with a rate of 0, and its own optimizers change no weights then.
+        keeps_weights = type(optimizer).__module__.startswith("torch.optim.")
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        weights = [] if keeps_weights else [parameter.detach().clone() for parameter in parameters]
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        try:
+            return get_optimizer_state_dict(self.module, optimizer)
+        except ZeroDivisionError:  # the optimizer divides by its rate
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+            return get_optimizer_state_dict(self.module, optimizer)
+        finally:
+            for parameter, weight in zip(parameters, weights, strict=False):
+                parameter.copy_(weight)
 
     def rank_state(self) -> dict[str, Any]:
         """Return the gradients of this rank that are pending for an optimizer step."""

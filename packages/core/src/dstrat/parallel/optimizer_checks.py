@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dstrat.errors import MisuseError
+from dstrat.interfaces.batch import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -154,7 +155,7 @@ def how_division_fails(
         divide: Returns a matrix in pieces, or as one DTensor; if that is collective, this function is too.
 
     Returns:
-        The first sentence of the error of torch or the optimizer, or that results differ.
+        The first sentence of the error of torch or the optimizer, its type if it has none, or that results differ.
     """
     if type(optimizer) in _ELEMENT_WISE:
         return None
@@ -173,7 +174,7 @@ def how_division_fails(
         if isinstance(once, Exception) or isinstance(again, Exception) or not _same(once, again):
             random_groups.add(number)
         elif isinstance(divided, Exception):
-            return str(divided).partition("\n")[0].partition(". ")[0].rstrip(".")
+            return str(divided).partition("\n")[0].partition(". ")[0].rstrip(".") or type(divided).__name__
         elif not _same(once, divided):
             return "the results would differ"
     return None
@@ -183,7 +184,25 @@ def how_flat_pieces_fail(optimizer: Optimizer, device: torch.device) -> str | No
     """Return why an optimizer cannot step flat pieces of parameters, of which each rank has some; None if it can."""
     # A piece of 9 elements is not a multiple of a row, so that row-wise optimizers fail.
     reason = how_division_fails(optimizer, device, lambda full: [piece.clone() for piece in full.flatten().split(9)])
-    return find_coupling(optimizer, may_draw=True) if reason is None else reason
+    return reason or find_coupling(optimizer, may_draw=True) or _indivisible_state(optimizer)
+
+
+def _indivisible_state(optimizer: Optimizer) -> str | None:
+    """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number."""
+    if type(optimizer) in _ELEMENT_WISE:
+        return None
+    for number in _different_groups(optimizer):
+        parameter = torch.zeros(_SHAPE, device="cpu").flatten().requires_grad_()
+        # Any error of a third-party optimizer is ignored; its state is unknown then.
+        with contextlib.suppress(Exception), torch.random.fork_rng([]):
+            probe = _step_copy(optimizer, number, [parameter], [[torch.zeros_like(parameter)]])
+            for key, value in probe.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    if value.dim() and value.shape != parameter.shape:
+                        return f"its state {key!r} is a tensor of another shape than the parameter"
+                elif tensors_in(value):
+                    return f"its state {key!r} has tensors in a {type(value).__name__}"
+    return None
 
 
 def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None:

@@ -11,7 +11,7 @@ from dstrat.interfaces.strategy import Components
 from dstrat.plugins.offer import kind_label
 from dstrat.plugins.options import parse_alias
 from dstrat.plugins.settings import nearest
-from dstrat.resolve.selection import INTERFACES
+from dstrat.resolve.selection import INTERFACES, counterpart_advice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,13 +163,10 @@ def _kind_of_object(plugin: object) -> Kind:
             return kind
         if issubclass(cls, interface):
             raise RequestError(f"plugins=[{_shown(plugin)}] is no plugin: give it as {kind}={_shown(plugin)}")
-    # An object of another library, such as Lightning's TorchCheckpointIO or a subclass of it, has a counterpart here.
-    counterpart = next((base.__name__ for base in cls.__mro__ if base.__name__ in dir(plugins)), None)
-    advice = f"; pass the one of dstrat: from dstrat.plugins import {counterpart}" if counterpart else ""
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {module}{cls.__qualname__}: "
-        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{advice}"
+        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{counterpart_advice(cls, plugins)}"
     )
 
 

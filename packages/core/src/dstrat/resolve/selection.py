@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dstrat.errors import DstratError, MisuseError, RequestError
@@ -21,6 +22,7 @@ from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import ModuleType
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Kind
@@ -117,10 +119,22 @@ def select(kind: Kind, requested: Requested, catalog: Catalog, *arguments: Any) 
         except TypeError as error:
             raise _construction_error(f"{kind_label(kind)} {value.__name__}", error) from error
         return _unlisted(kind, instance, catalog, reason)
+    cls = value if isinstance(value, type) else type(value)
+    advice = counterpart_advice(cls, import_module(_EXPORTS.get(kind, "dstrat.plugins")))
     raise RequestError(
         f"{requested.source} is of the type {type(value).__name__}: "
-        f"give an alias, a subclass of {interface.__name__} or an instance of one"
+        f"give an alias, a subclass of {interface.__name__} or an instance of one{advice}"
     )
+
+
+_EXPORTS: dict[Kind, str] = {"strategy": "dstrat.strategies", "accelerator": "dstrat.accelerators"}
+
+
+def counterpart_advice(cls: type, exports: ModuleType) -> str:
+    """Return how to import the class that replaces another library's, such as Lightning's; empty if there is none."""
+    names = dir(exports)  # of a class, or of one that it is derived from
+    counterpart = next((base.__name__ for base in cls.__mro__ if base.__name__ in names), None)
+    return f"; pass the one of dstrat: from {exports.__name__} import {counterpart}" if counterpart else ""
 
 
 def _unlisted(kind: Kind, instance: Any, catalog: Catalog, reason: str) -> Selection[Any]:

@@ -162,6 +162,14 @@ def test_a_way_of_averaging_can_be_given(train):
     assert torch.allclose(weight, ema(record.steps, 0.5))
 
 
+def test_a_way_of_averaging_gets_a_tensor_as_the_number_of_updates(train):
+    def mean(average, weight, num_averaged):
+        return average + (weight - average) / (num_averaged.to(average.device) + 1)
+
+    record, weight = train(WeightAveraging(avg_fn=mean))
+    assert torch.allclose(weight, sum(record.steps) / len(record.steps))
+
+
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_buffers_are_averaged_or_copied_and_counts_are_always_copied(fit, make_line, use_buffers):
     module, seen = make_line(), []

@@ -6,6 +6,7 @@ import inspect
 import logging
 import pickle
 from argparse import Namespace
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from fractions import Fraction
@@ -300,7 +301,9 @@ class Sides(NamedTuple):
         (nn.Linear(1, 1), "net (Linear)"),
         (nn.ReLU, "net (type)"),
         (functools.partial(nn.Linear, 3), "net (partial)"),
-        (Size.SMALL, "net (Size)"),
+        (Size.SMALL, "net (Size, which is not annotated)"),
+        (defaultdict(int, a=1), "net (defaultdict, which is not annotated)"),
+        ({"a": [Counter("ab")]}, "net.a[0] (Counter, which is not annotated)"),
         (torch.float16, "net (dtype)"),
         ({1, 2}, "net (set)"),
         (torch.zeros(2), "net (Tensor)"),

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, Flag, IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -277,6 +277,15 @@ class Level(IntEnum):
     LOW = 1
 
 
+class Color(Enum):
+    RED = "r"
+
+
+class Axes(Flag):
+    X = 1
+    Y = 2
+
+
 def make_typed(**annotations):
     class Typed(TrainModule):
         def __init__(self, blocks, pair, level, args, path):
@@ -308,6 +317,9 @@ def test_values_that_would_come_back_as_another_type_are_asked_for(write):
 @pytest.mark.parametrize(
     ("annotation", "value"),
     [
+        (Color, Color.RED),
+        (list[Color] | None, [Color.RED]),
+        (dict[str, Axes], {"a": Axes.X | Axes.Y}),
         (Sequence[Sizes], [Sizes(1), Sizes(2)]),
         (Sequence[Sizes], (Sizes(1), Sizes(2))),
         (Iterable[Sizes] | None, [Sizes(1)]),

@@ -81,11 +81,13 @@ class AveragedWeights:
         self.num_updates += 1
 
     def _update_group(self, averages: list[Tensor], currents: list[Tensor]) -> None:
+        # A tensor, as from torch's AveragedModel; on the CPU, where reading it waits for no device.
+        num_updates = torch.tensor(self.num_updates)
         if self._multi_avg_fn is not None:
-            self._multi_avg_fn(averages, currents, self.num_updates)
+            self._multi_avg_fn(averages, currents, num_updates)
         elif self._avg_fn is not None:
             for average, current in zip(averages, currents, strict=True):
-                average.copy_(self._avg_fn(average, current, self.num_updates))
+                average.copy_(self._avg_fn(average, current, num_updates))
         else:
             move_towards(averages, currents, 1.0 / (self.num_updates + 1))
 

@@ -66,39 +66,40 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 def to_plain(value: Any, name: str, otherwise: Callable[[str, Any], Any]) -> Any:
     """Return a value as numbers, strings, None, lists, tuples and dicts.
 
-    Paths become strings; namespaces, dataclasses and containers of omegaconf become dicts and lists.
+    Paths become strings, and members of an Enum their values; namespaces, dataclasses and containers of omegaconf
+    become dicts and lists.
 
     Args:
         value: The value.
         name: Name of the value; its items are called ``name.key`` and ``name[index]``.
         otherwise: Returns a replacement for the name and value of an item that is not plain.
     """
+    plain = value.value if isinstance(value, Enum) else value
     # A float would round a Fraction.
-    if value is None or (isinstance(value, bool | str | PurePath | numbers.Real) and not isinstance(value, Fraction)):
-        return _plain_scalar(value)
+    if plain is None or (isinstance(plain, bool | str | PurePath | numbers.Real) and not isinstance(plain, Fraction)):
+        return _plain_scalar(plain)
     if is_container(value):
         omegaconf = sys.modules["omegaconf"]
         try:
             return to_plain(omegaconf.OmegaConf.to_container(value, resolve=True), name, otherwise)
         except omegaconf.errors.OmegaConfBaseException:  # an interpolation cannot be resolved
             return otherwise(name, value)
-    if isinstance(value, list | tuple):
-        items = [to_plain(item, f"{name}[{index}]", otherwise) for index, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-    fields = fields_of(value)
+    if isinstance(plain, list | tuple):
+        items = [to_plain(item, f"{name}[{index}]", otherwise) for index, item in enumerate(plain)]
+        return tuple(items) if isinstance(plain, tuple) else items
+    fields = fields_of(plain)
     if fields is not None and all(isinstance(key, str) for key in fields):
         return {key: to_plain(item, f"{name}.{key}" if name else key, otherwise) for key, item in fields.items()}
     return otherwise(name, value)
 
 
 def _plain_scalar(value: Any) -> Any:
-    """Return a number or str of a subclass, such as numpy's or an Enum, as Python's own."""
+    """Return a number or str of a subclass, such as numpy's, as Python's own."""
     if value is None or isinstance(value, bool):
         return value
     # numpy's numbers are registered with these abstract classes.
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
-    # Not str(value), which is the name of an Enum's member.
     return str.__str__(value) if isinstance(value, str) else str(value)
 
 
@@ -210,7 +211,8 @@ def changed_items(value: Any, restored: Any, name: str) -> dict[str, Any]:
     if restored is None and value is not None:
         return {name: value}
     # Of other subclasses only the methods are lost: numpy's numbers become Python's, and a CfgNode becomes a dict.
-    has_fields = hasattr(value, "_fields") or _has_fields(type(value))
+    # A defaultdict or a Counter has values for all keys, which a dict has not.
+    has_fields = hasattr(value, "_fields") or hasattr(value, "__missing__") or _has_fields(type(value))
     if (has_fields or isinstance(value, Enum | PurePath)) and not isinstance(restored, type(value)):
         return {name: value}
     items, restored_items = _items_of(value, name), dict(_items_of(restored, name))
