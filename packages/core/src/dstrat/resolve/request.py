@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrat import plugins
 from dstrat.errors import CatalogError, ConflictError, MisuseError, PluginError, RequestError, UnknownAliasError
 from dstrat.interfaces.strategy import Components
 from dstrat.plugins.offer import kind_label
@@ -166,7 +165,7 @@ def _kind_of_object(plugin: object) -> Kind:
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {module}{cls.__qualname__}: "
-        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{counterpart_advice(cls, plugins)}"
+        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{counterpart_advice(cls, 'dstrat.plugins')}"
     )
 
 

@@ -22,7 +22,6 @@ from dstrat.resolve.plan import PlanRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import ModuleType
 
     from dstrat.plugins.catalog import Catalog
     from dstrat.plugins.component import Kind
@@ -120,7 +119,7 @@ def select(kind: Kind, requested: Requested, catalog: Catalog, *arguments: Any) 
             raise _construction_error(f"{kind_label(kind)} {value.__name__}", error) from error
         return _unlisted(kind, instance, catalog, reason)
     cls = value if isinstance(value, type) else type(value)
-    advice = counterpart_advice(cls, import_module(_EXPORTS.get(kind, "dstrat.plugins")))
+    advice = counterpart_advice(cls, _EXPORTS.get(kind, "dstrat.plugins"))
     raise RequestError(
         f"{requested.source} is of the type {type(value).__name__}: "
         f"give an alias, a subclass of {interface.__name__} or an instance of one{advice}"
@@ -130,11 +129,16 @@ def select(kind: Kind, requested: Requested, catalog: Catalog, *arguments: Any) 
 _EXPORTS: dict[Kind, str] = {"strategy": "dstrat.strategies", "accelerator": "dstrat.accelerators"}
 
 
-def counterpart_advice(cls: type, exports: ModuleType) -> str:
-    """Return how to import the class that replaces another library's, such as Lightning's; empty if there is none."""
-    names = dir(exports)  # of a class, or of one that it is derived from
+def counterpart_advice(cls: type, module: str) -> str:
+    """Return how to import the class that replaces another library's, such as Lightning's; empty if there is none.
+
+    Args:
+        cls: The other class.
+        module: Name of the module of dstrat that exports classes of this kind.
+    """
+    names = dir(import_module(module))  # of a class, or of one that it is derived from
     counterpart = next((base.__name__ for base in cls.__mro__ if base.__name__ in names), None)
-    return f"; pass the one of dstrat: from {exports.__name__} import {counterpart}" if counterpart else ""
+    return f"; pass the one of dstrat: from {module} import {counterpart}" if counterpart else ""
 
 
 def _unlisted(kind: Kind, instance: Any, catalog: Catalog, reason: str) -> Selection[Any]:

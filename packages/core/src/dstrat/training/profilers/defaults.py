@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from dstrat import profilers
 from dstrat.errors import RequestError
 from dstrat.resolve.selection import counterpart_advice
 from dstrat.training.profilers.profiler import Profiler
@@ -40,7 +39,7 @@ def make_profiler(requested: Any) -> Profiler | None:
 
         return TorchProfiler()
     near = difflib.get_close_matches(requested, _NAMES, n=1) if isinstance(requested, str) else []
-    hint = f" (did you mean {near[0]!r}?)" if near else counterpart_advice(type(requested), profilers)
+    hint = f" (did you mean {near[0]!r}?)" if near else counterpart_advice(type(requested), "dstrat.profilers")
     raise RequestError(
         f"profiler={requested!r} is not 'simple', 'advanced', 'torch', a Profiler (an instance, not a class) or "
         f"None{hint}"
