@@ -163,9 +163,10 @@ def _kind_of_object(plugin: object) -> Kind:
         if issubclass(cls, interface):
             raise RequestError(f"plugins=[{_shown(plugin)}] is no plugin: give it as {kind}={_shown(plugin)}")
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    advice = counterpart_advice(cls, "dstrat.plugins")
     raise RequestError(
         f"plugins=[{_shown(plugin)}] is of the type {module}{cls.__qualname__}: "
-        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{counterpart_advice(cls, 'dstrat.plugins')}"
+        f"a plugin is a Precision, a ClusterEnvironment, a CheckpointIO or a Launcher{advice}"
     )
 
 
