@@ -133,7 +133,8 @@ class LocalEnvironment(ClusterEnvironment):
             raise ClusterError(
                 f"this rank is one of {started} that dstrat has started, and the script now asks for "
                 f"devices={num_devices}, num_nodes={num_nodes}: ask for the same in each fit, validate, test and "
-                "predict of a script, or use a strategy that runs only the function in its ranks (start_method='spawn')"
+                "predict of a script. Another size is possible in a program of its own, or after a run with a strategy "
+                "that runs only the function in its ranks (start_method='spawn')"
             )
 
     def _check_machines(self, num_nodes: int) -> None:
