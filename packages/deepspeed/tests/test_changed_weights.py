@@ -103,12 +103,61 @@ def in_each_stage(cluster):
     return found
 
 
+class Momentum(Teacher):
+    """Its mean changes in the step, by an assignment, as momentum encoders have it."""
+
+    def training_step(self, batch, batch_idx):
+        for mean, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data = mean.data * 0.5 + parameter.data * 0.5
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+
+class Measuring(nn.Module):
+    """Takes its scale from its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.has_scale = False
+
+    def forward(self, x):
+        if not self.has_scale:
+            self.scale.data.copy_(torch.full_like(self.scale, 0.5))
+            self.has_scale = True
+        return x * self.scale
+
+
+class Scaled(Model):
+    def __init__(self):
+        super().__init__()
+        self.measuring = Measuring()
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.measuring(self.net.layers(inputs)), targets)
+
+
+CHANGES = {
+    "batch end": (lambda: Changing("batch end"), LARGE),
+    "teacher": (Teacher, LARGE),
+    "replaced": (lambda: Changing("replaced"), LARGE),
+    "replaced at the end": (lambda: Changing("replaced"), LARGE),
+    "momentum": (Momentum, LARGE),
+    "plain data where some are gathered": (lambda: Changing("data"), {"zero_optimization": {"stage": 3}}),
+    "in the forward": (Scaled, LARGE),
+}
+
+
 def lost(cluster):
     found = {}
-    for name, module in {"batch end": Changing("batch end"), "teacher": Teacher()}.items():
+    for name, (make, config) in CHANGES.items():
         with pytest.raises(MisuseError) as raised:
-            fit(module, DeepSpeedStrategy(config=LARGE), cluster)
+            fit(make(), DeepSpeedStrategy(config=config), cluster, max_steps=1 if name.endswith("end") else -1)
         found[name] = str(raised.value)
+        torch.distributed.barrier() if torch.distributed.is_initialized() else None
     return found
 
 
@@ -159,3 +208,6 @@ def test_a_change_that_stage_3_loses_is_an_error_that_names_the_parameter_and_th
         assert "net.scale was changed" in found["batch end"]
         assert "GatheredParameters" in found["batch end"]
         assert "teacher.scale was changed" in found["teacher"]
+        assert "teacher." in found["momentum"]
+        assert "measuring.scale was changed" in found["in the forward"]
+        assert all("GatheredParameters" in message for message in found.values())

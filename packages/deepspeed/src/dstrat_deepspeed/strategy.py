@@ -242,6 +242,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if "activation_checkpointing" in config:
             section = config["activation_checkpointing"]
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
+        if self.stage == 3:
+            self._running.enter_context(internals.compiled_in_place(self.module))
         store_by_rows(self.module)
         broadcast_tensors(self.module.buffers())  # DeepSpeed broadcasts the parameters only
         # It may compile here, and ninja may be in this Python's environment alone.
@@ -299,6 +301,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         parameters = {names[id(parameter)]: parameter for parameter in self.module.parameters()}
         watched = {name: p for name, p in parameters.items() if p.requires_grad or self.stage == 3}
         self._changes = OutsideChanges(watched, state)
+        if self.stage == 3:
+            self._running.enter_context(self._changes.observed_shards(self._wrapped_optimizer))
         self._flags = FixedFlags(parameters)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -314,6 +318,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         try:
             if can_gather:
                 self._accept_changes()
+                if self._changes is not None:
+                    self._changes.check_shards()
         except BaseException:
             can_gather = self.world_size == 1  # the error may be this rank's only: others would not join a gather
             raise
@@ -356,6 +362,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             if self._flags is not None:
                 self._flags.check()
             self._accept_changes()
+            if self._changes is not None:
+                self._changes.compare_gathered()
             return self._active_engine.train(step, *args, **kwargs)
         if self.stage == 3:  # the engine gathers parameters, and opens the precision's context
             return self._active_engine.evaluate(step, *args, **kwargs)
@@ -409,6 +417,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.check_replicas()  # after the step ranks have those of the rank that steps them
         self._accept_changes()
         self._active_engine.step()
+        if self._changes is not None:
+            self._changes.after_step()
         return output
 
     @override
