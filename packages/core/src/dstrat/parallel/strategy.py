@@ -129,8 +129,9 @@ class ParallelStrategy(Strategy):
         self._root_device = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process has others.
-        return {**self.__dict__, "_root_device": None, "job": None, "_first_parameters": FirstParameters()}
+        # Another process, or a copy, has others.
+        of_a_run = {"_first_parameters": FirstParameters(), "_step_guards": []}
+        return {**self.__dict__, "_root_device": None, "job": None, **of_a_run}
 
     # Rank and device of this process
 
