@@ -391,7 +391,7 @@ def observed_releases(before: Callable[[Any], None], after: Callable[[Any], None
 
 
 @contextmanager
-def compiled_in_place(module: Module) -> Iterator[None]:
+def compiled_without_wrappers(module: Module) -> Iterator[None]:
     """Compile layers in place in a ``with`` block, instead of in the wrappers that ``torch.compile(layer)`` returned.
 
     DeepSpeed sets attributes of each module that it finds, and such a wrapper passes them on to its layer.

@@ -32,7 +32,13 @@ from dstrat_deepspeed.optimizers import (
 )
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, programs_path, running
-from dstrat_deepspeed.user_module import FixedFlags, ModuleSnapshot, OutsideChanges, rematerialize
+from dstrat_deepspeed.user_module import (
+    FixedFlags,
+    ModuleSnapshot,
+    OutsideChanges,
+    empty_parameters_refused,
+    rematerialize,
+)
 from dstrat_deepspeed.validation import check_clipping, check_state_buffers, uses_cpu_optimizer
 from dstrat_deepspeed.zero3 import check_layers, shard, sharded_creation, store_by_rows
 
@@ -243,7 +249,7 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             section = config["activation_checkpointing"]
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
         if self.stage == 3:
-            self._running.enter_context(internals.compiled_in_place(self.module))
+            self._running.enter_context(internals.compiled_without_wrappers(self.module))
         store_by_rows(self.module)
         broadcast_tensors(self.module.buffers())  # DeepSpeed broadcasts the parameters only
         # It may compile here, and ninja may be in this Python's environment alone.
@@ -261,6 +267,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 is_manual=not getattr(self.module, "automatic_optimization", True),
                 device_rank=self._device_rank,
             )
+            if self.stage == 3:
+                self._running.enter_context(empty_parameters_refused(self.module))
         if optimizer is None:  # the configuration may name one
             check_elementwise(self._engine.optimizer, self.stage, self.root_device)
         self.model = self._engine.engine

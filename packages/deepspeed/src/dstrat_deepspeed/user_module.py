@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +93,67 @@ def _replace_parameters(module: Module, make: Callable[[Parameter], Tensor | Non
                 replaced[parameter] = parameter if values is None else nn.Parameter(values, parameter.requires_grad)
             if replaced[parameter] is not parameter:
                 setattr(layer, name, replaced[parameter])
+
+
+# Reads of parameters that are not gathered
+
+
+_ALLOWS_EMPTY: ContextVar[bool] = ContextVar("allows_empty", default=False)
+
+
+@contextmanager
+def empty_parameters_allowed() -> Iterator[None]:
+    """Allow state dicts with the empty tensors of parameters that are not gathered, in a ``with`` block."""
+    token = _ALLOWS_EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _ALLOWS_EMPTY.reset(token)
+
+
+@contextmanager
+def empty_parameters_refused(module: Module) -> Iterator[None]:
+    """Refuse state dicts and copies of layers whose parameters are not gathered, in a ``with`` block.
+
+    They would have empty tensors, which a program would save or average.
+    """
+    layers = [
+        (name or type(module).__name__, layer)
+        for name, layer in module.named_modules()
+        if any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
+    ]
+    handles = []
+    for name, layer in layers:
+        handles.append(layer.register_state_dict_pre_hook(partial(_check_gathered, name)))
+        vars(layer)["__deepcopy__"] = partial(_copy, layer, name)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, layer in layers:
+            vars(layer).pop("__deepcopy__", None)
+
+
+def _check_gathered(name: str, layer: Module, *_: Any) -> None:
+    parameters = layer.parameters(recurse=False)
+    if _ALLOWS_EMPTY.get() or not any(internals.is_partitioned(parameter) for parameter in parameters):
+        return
+    raise MisuseError(
+        f"a state dict or copy of {name} would have empty tensors: stage 3 of ZeRO has its values only within its "
+        "forward. To save weights take trainer.save_checkpoint(path); trainer.strategy.module_state_dict() has them on "
+        "rank 0, and all ranks call it; EMAWeightAveraging of dstrat.callbacks averages them; for anything else use a "
+        "with block of deepspeed.zero.GatheredParameters(list(module.parameters()))"
+    )
+
+
+def _copy(layer: Module, name: str, memo: dict[int, Any]) -> Any:
+    _check_gathered(name, layer)
+    refusal = vars(layer).pop("__deepcopy__")  # so that the copy has none
+    try:
+        return copy.deepcopy(layer, memo)
+    finally:
+        vars(layer)["__deepcopy__"] = refusal
 
 
 # Changes during a training

@@ -312,8 +312,8 @@ def load_module(
         return dict(values)
     state = strategy.sharded_module_state()
     # Tensors on the meta device are those of other ranks, which read them.
-    everything = strategy.module.state_dict().items()
-    foreign = {name for name, value in everything if isinstance(value, Tensor) and value.is_meta} - state.keys()
+    weights = named_weights(strategy.module).items()
+    foreign = {name for name, value in weights if value.is_meta} - set(map(canonical_name, state))
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     tensors.update(dict.fromkeys(foreign))
     # None for all other values, which read_values has read already.
