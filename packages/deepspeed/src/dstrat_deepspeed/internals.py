@@ -328,12 +328,16 @@ def replace_sharding(init: Any, take: Callable[[Module], None]) -> Callable[[Mod
     return shard_layer
 
 
-def skip_compiled_wrappers() -> None:
-    """Let an entered ``zero.Init`` leave out what ``torch.compile(layer)`` returns, which has no parameters itself."""
+def compiled_wrapper() -> Any:
+    """Return the class of what ``torch.compile(layer)`` returns."""
+    # The import takes a second, as the first optimizer's of torch otherwise does, and fails within zero.Init.
+    return import_module("torch._dynamo.eval_frame").OptimizedModule
+
+
+def skip_class(layer_class: Any) -> None:
+    """Let an entered ``zero.Init`` leave out layers of a class, which have no parameters themselves."""
     # DeepSpeed looks for an attribute before the constructor, where the wrapper searches for its layer without an end.
-    # The import takes a second, as the first optimizer's of torch otherwise does.
-    wrapper: Any = import_module("torch._dynamo.eval_frame").OptimizedModule
-    wrapper.__init__ = wrapper._old_init  # what DeepSpeed itself restores at the end
+    layer_class.__init__ = layer_class._old_init  # what DeepSpeed itself restores at the end
 
 
 def secondary_shard_group(deepspeed: Any) -> Any:
@@ -398,11 +402,12 @@ def compiled_without_wrappers(module: Module) -> Iterator[None]:
     """
     replaced: list[tuple[Any, str, Any, Any]] = []
     for parent in list(module.modules()):
-        for name, wrapper in list(parent._modules.items()):  # each of them, of shared layers too
+        children: dict[str, Any] = parent._modules
+        for name, wrapper in list(children.items()):  # each of them, of shared layers too
             if wrapper is not None and is_compiled(wrapper):
                 layer: Any = uncompiled(wrapper)
                 replaced.append((parent, name, wrapper, layer._compiled_call_impl))
-                parent._modules[name] = layer
+                children[name] = layer
                 # As Module.compile does, with the options of the wrapper.
                 layer._compiled_call_impl = wrapper.dynamo_ctx(partial(_call_layer, layer))
     try:

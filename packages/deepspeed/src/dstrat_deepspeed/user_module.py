@@ -141,9 +141,10 @@ def _check_gathered(name: str, layer: Module, *_: Any) -> None:
         return
     raise MisuseError(
         f"a state dict or copy of {name} would have empty tensors: stage 3 of ZeRO has its values only within its "
-        "forward. To save weights take trainer.save_checkpoint(path); trainer.strategy.module_state_dict() has them on "
-        "rank 0, and all ranks call it; EMAWeightAveraging of dstrat.callbacks averages them; for anything else use a "
-        "with block of deepspeed.zero.GatheredParameters(list(module.parameters()))"
+        "forward. To save weights take trainer.save_checkpoint(path), or with accelerate save what "
+        "accelerator.get_state_dict(model) returns; strategy.module_state_dict() has them on rank 0, and all ranks "
+        "call it; EMAWeightAveraging of dstrat.callbacks averages them; for anything else use a with block of "
+        "deepspeed.zero.GatheredParameters(list(module.parameters()))"
     )
 
 

@@ -50,8 +50,9 @@ def sharded_creation(
     # sharded at the end of the block with the values that it has on rank 0.
     init = _initialize(deepspeed, device_rank, config_dict_or_path=config, remote_device=remote_device)
     watch = _CreationWatch(init)
+    wrapper = internals.compiled_wrapper()
     with init:
-        internals.skip_compiled_wrappers()
+        internals.skip_class(wrapper)
         try:
             yield
             watch.stop()

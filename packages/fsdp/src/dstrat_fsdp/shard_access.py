@@ -406,7 +406,7 @@ def _find_all(operation: OpOverload, args: Any, kwargs: Any) -> Any:
 
 def _compute_of_full(operation: OpOverload, args: Any, kwargs: Any) -> DTensor:
     tensor = args[0]
-    full = [full_tensor(one.detach()) if isinstance(one, DTensor) else one for one in args]
+    full = [full_tensor(one) if isinstance(one, DTensor) else one for one in args]
     value = operation(*full, **kwargs)
     return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
 
