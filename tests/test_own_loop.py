@@ -205,6 +205,57 @@ def test_a_loop_moves_between_strategies_in_the_middle_of_an_epoch(
     assert moved == pytest.approx(expected, rel=1e-5)
 
 
+class Normed(nn.Module):
+    """A plain module with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def train_compiled(loop: OwnLoop, compiles: str, path: Path, loads: Path | None = None) -> tuple[list[float], set[str]]:
+    """Return the losses of two steps, and the names in the module's state."""
+    net: Any = Normed()
+    if compiles == "layers":  # the second one within the first one
+        net.layers[1][0] = torch.compile(net.layers[1][0], backend="eager")
+        net.layers[1] = torch.compile(net.layers[1], backend="eager")
+    elif compiles == "module":
+        net = torch.compile(net, backend="eager")
+    loop.setup(net, adam)
+    if loads is not None:
+        loop.load_checkpoint(loads)
+    losses = []
+    for x, y in (data()[:24], data()[24:]):
+        loss = nn.functional.mse_loss(loop.compute(net, x), y)
+        loop.backward(loss)
+        loop.step()
+        losses.append(loss.item())
+    loop.save_checkpoint(path)
+    names = set(loop.strategy.module.state_dict())
+    net.load_state_dict({f"_orig_mod.{name}": value for name, value in net.state_dict().items()})
+    return losses, names
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's compiler
+@pytest.mark.parametrize(("name", "devices"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_compiled_and_plain_modules_load_the_checkpoints_of_each_other(name: str, devices: int, tmp_path: Path) -> None:
+    def train(compiles: str, loads: Path | None = None) -> Any:
+        path = tmp_path / f"{compiles} after {loads and loads.name}"
+        return path, *loop_of(name, devices).launch(train_compiled, compiles, path, loads)
+
+    path, losses, names = train("no")
+    _, resumed, _ = train("no", path)
+    for compiles in ("layers", "module"):
+        compiled_path, *result = train(compiles)
+        assert result == [pytest.approx(losses, rel=1e-5), names]
+        for _, further, _ in (train("no", compiled_path), train(compiles, path)):
+            assert further == pytest.approx(resumed, rel=1e-5)
+
+
 def fails(loop: OwnLoop, how: str) -> None:
     loop.setup(Net(), adam)
     if loop.strategy.global_rank == 1:

@@ -79,6 +79,10 @@ class Strided(Net):
         return self.layer(x + (self.scale * self.mask + self.positions[:, 0, self.index[2]]).mean(0))
 
 
+class Accumulated(Strided):
+    """The same, with gradients of two batches in each step."""
+
+
 class TwoDtypes(Net):
     def make_layers(self):
         self.first, self.second = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 1)
@@ -155,7 +159,8 @@ REFUSED = {
 
 def trained(net, strategy, cluster=None):
     losses = Losses()
-    trainer = quiet_trainer(strategy, cluster, callbacks=[losses], max_epochs=2)
+    options = {"accumulate_grad_batches": 2} if isinstance(net, Accumulated) else {}
+    trainer = quiet_trainer(strategy, cluster, callbacks=[losses], max_epochs=2, **options)
     trainer.fit(net, DataLoader(DATA, 4 if cluster is None else 2))
     return losses.losses
 
@@ -163,7 +168,7 @@ def trained(net, strategy, cluster=None):
 def outcome(cluster, net, strategy, options):
     warnings.filterwarnings("ignore", message="Grad strides do not match")  # torch's, of gradients of gradients
     module = net()
-    if net is Strided and cluster.global_rank:  # the values of which rank 0 replaces
+    if issubclass(net, Strided) and cluster.global_rank:  # the values of which rank 0 replaces
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.untyped_storage().fill_(0)
     try:
@@ -172,7 +177,7 @@ def outcome(cluster, net, strategy, options):
         return str(error)
 
 
-@pytest.mark.parametrize("net", [OnlyComplex, Complex, Empty, FrozenEmpty, Strided, TwoDtypes, WithForces])
+@pytest.mark.parametrize("net", [OnlyComplex, Complex, Empty, FrozenEmpty, Strided, Accumulated, TwoDtypes, WithForces])
 def test_unusual_parameters_train_as_on_one_device_or_are_refused(net):
     expected, refused = trained(net(), "single_device"), REFUSED.get(net.__name__, {})
     skipped = ("stage 3",) if net is WithForces else ("fsdp by layers", "fsdp by forces")

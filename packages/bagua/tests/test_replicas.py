@@ -10,7 +10,9 @@ from packages.bagua.tests.test_formulas import QAdamNet
 from tests.failing_ranks import check_that_a_rank_that_dies_is_noticed, check_that_nobody_waits_for_a_rank_that_raises
 from tests.hand_loop import Net, batches, one_pass, parts, start
 from tests.ranks import each, in_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from dstrat.interfaces.state_dict import canonical_parameters
 from dstrat_bagua import BaguaStrategy
 from dstrat_bagua.communication import CommunicationThread
 
@@ -43,17 +45,19 @@ def steps(strategy, first, last):
         strategy.optimizer_step(optimizer, closure)
 
 
-def weights_everywhere(cluster, **options):
+def weights_everywhere(cluster, wraps=False, **options):
     """Return what differs and what is the average, in a training, in evaluation, in a checkpoint and at the end."""
-    strategy = BaguaStrategy(**options)
-    start(strategy, Net(), parts(cluster))
+    strategy, module = BaguaStrategy(**options), Net()
+    if wraps:
+        module.layers[0] = checkpoint_wrapper(module.layers[0])
+    start(strategy, module, parts(cluster))
     steps(strategy, 0, 5)
     local = weights_of(strategy.module)
     average = strategy.reduce(local)
     with strategy.evaluation_context():
         evaluated = weights_of(strategy.module)
     state = strategy.broadcast(strategy.module_state_dict())  # rank 0 has it
-    saved = torch.cat([state[name].reshape(-1) for name, _ in strategy.module.named_parameters()])
+    saved = torch.cat([state[name].reshape(-1) for name in canonical_parameters(strategy.module)])
     moments = strategy.sharded_optimizer_state(strategy.optimizers[0])["state"]["layers.0.weight"]["exp_avg"]
     own = strategy.optimizers[0].state[strategy.module.layers[0].weight]["exp_avg"]
     found = {
@@ -74,7 +78,8 @@ def weights_everywhere(cluster, **options):
 
 
 def test_evaluation_checkpoints_and_the_end_have_the_average():
-    for outcomes in in_ranks(each, function=weights_everywhere, cases=DIFFERING):
+    cases = {**DIFFERING, "wrapped layers": {**DIFFERING["decentralized"], "wraps": True}}
+    for outcomes in in_ranks(each, function=weights_everywhere, cases=cases):
         for name, found in outcomes.items():
             assert all(found.values()), (name, found)
 

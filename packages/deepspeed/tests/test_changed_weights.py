@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from deepspeed_fit import Model, fit
+from tests.ranks import in_ranks
 from torch import nn
 
 from dstrat.errors import MisuseError
@@ -103,12 +104,61 @@ def in_each_stage(cluster):
     return found
 
 
+class Momentum(Teacher):
+    """Its mean changes in the step, by an assignment, as momentum encoders have it."""
+
+    def training_step(self, batch, batch_idx):
+        for mean, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data = mean.data * 0.5 + parameter.data * 0.5
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+
+class Measuring(nn.Module):
+    """Takes its scale from its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.has_scale = False
+
+    def forward(self, x):
+        if not self.has_scale:
+            self.scale.data.copy_(torch.full_like(self.scale, 0.5))
+            self.has_scale = True
+        return x * self.scale
+
+
+class Scaled(Model):
+    def __init__(self):
+        super().__init__()
+        self.measuring = Measuring()
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.measuring(self.net.layers(inputs)), targets)
+
+
+CHANGES = {
+    "batch end": (lambda: Changing("batch end"), LARGE),
+    "teacher": (Teacher, LARGE),
+    "replaced": (lambda: Changing("replaced"), LARGE),
+    "replaced at the end": (lambda: Changing("replaced"), LARGE),
+    "momentum": (Momentum, LARGE),
+    "plain data where some are gathered": (lambda: Changing("data"), {"zero_optimization": {"stage": 3}}),
+    "in the forward": (Scaled, LARGE),
+}
+
+
 def lost(cluster):
     found = {}
-    for name, module in {"batch end": Changing("batch end"), "teacher": Teacher()}.items():
+    for name, (make, config) in CHANGES.items():
         with pytest.raises(MisuseError) as raised:
-            fit(module, DeepSpeedStrategy(config=LARGE), cluster)
+            fit(make(), DeepSpeedStrategy(config=config), cluster, max_steps=1 if name.endswith("end") else -1)
         found[name] = str(raised.value)
+        torch.distributed.barrier() if torch.distributed.is_initialized() else None
     return found
 
 
@@ -159,3 +209,51 @@ def test_a_change_that_stage_3_loses_is_an_error_that_names_the_parameter_and_th
         assert "net.scale was changed" in found["batch end"]
         assert "GatheredParameters" in found["batch end"]
         assert "teacher.scale was changed" in found["teacher"]
+        assert "teacher." in found["momentum"]
+        assert "measuring.scale was changed" in found["in the forward"]
+        assert all("GatheredParameters" in message for message in found.values())
+
+
+# Reads of weights in hooks
+
+
+class Reading(Model):
+    """Copies a part of itself in a hook, with and without gathering it; saves a checkpoint."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.messages, self.copied = path, [], {}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for read in (self.state_dict, self.net.blocks[0].state_dict, lambda: copy.deepcopy(self.net)):
+            with pytest.raises(MisuseError) as raised:
+                read()
+            self.messages.append(str(raised.value))
+        self.gathers = True
+        with gathered(self):
+            self.copied = {**copy.deepcopy(self.net).state_dict(), "state": copy.deepcopy(self.net.state_dict())}
+        self.trainer.save_checkpoint(self.path)
+
+
+def read_in_a_hook(cluster, path):
+    module = Reading(path)
+    fit(module, DeepSpeedStrategy(config=LARGE), cluster, max_steps=1)
+    state = {name: value.tolist() for name, value in module.net.state_dict().items() if not value.is_meta}
+    again = {
+        name: value.tolist() for name, value in copy.deepcopy(module.net).state_dict().items() if not value.is_meta
+    }
+    copied = module.copied.pop("state")
+    return (
+        module.messages,
+        [{name: one.tolist() for name, one in each.items()} for each in (copied, module.copied)],
+        state,
+        again,
+    )
+
+
+def test_a_state_dict_or_copy_without_values_is_an_error(tmp_path):
+    found = in_ranks(read_in_a_hook, path=tmp_path / "saved")
+    for messages, copies, *_ in found:
+        assert all("would have empty tensors" in message for message in messages)
+        assert copies[0] == copies[1] == found[0][2]  # rank 0 has the module after the run
+    assert found[0][2] == found[0][3]

@@ -6,6 +6,7 @@ from tests.ranks import each, in_ranks
 from tests.trainer_runs import Losses, loader, quiet_trainer
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from dstrat import TrainModule
 from dstrat.errors import MisuseError
@@ -25,6 +26,10 @@ READS = {
     "all": lambda tensor: float(bool((tensor > -0.3).all())),
     "largest magnitude": lambda tensor: tensor.norm(float("inf")).item(),
     "largest magnitudes in one call": lambda tensor: torch._foreach_norm([tensor], float("inf"))[0].item(),
+    "mean squared distance": lambda tensor: F.mse_loss(tensor.data, 2 * tensor.data).item(),
+    "smooth distance": lambda tensor: F.smooth_l1_loss(tensor.data, 2 * tensor.data).item(),
+    "sum of squared distances": lambda tensor: F.mse_loss(tensor.data, 2 * tensor.data, reduction="sum").item(),
+    "cross entropy": lambda tensor: F.binary_cross_entropy_with_logits(tensor.data, (tensor.data > 0).float()).item(),
     "norms in one call": lambda tensor: torch._foreach_norm([tensor])[0].item(),
 }
 
@@ -170,6 +175,7 @@ class Drawing(Reading):
         nn.init.trunc_normal_(self.net[2].weight)
         self.net[2].bias.bernoulli_(0.5)
         self.net[3].weight.uniform_(0.1, 0.2)
+        self.net[0].bias.mul_(torch.bernoulli(self.net[0].bias.abs().clamp(max=1.0)))
         self.net[0].weight.add_(torch.randn_like(self.net[0].weight))
         self.net[2].weight.add_(torch.rand_like(self.net[2].weight, dtype=torch.float64))
         assert self.net[0].weight.detach().to("meta").normal_().is_meta
@@ -188,4 +194,46 @@ def test_values_drawn_for_shards_are_those_of_one_device():
     weights, expected = drawn_weights()
     for drawn, found in in_ranks(drawn_weights):
         assert drawn == weights
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# New tensors beside a parameter
+
+
+class Recurrent(TrainModule):
+    """Makes its first hidden state in the dtype and on the device of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.last = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def first_state(self, size):
+        weight = next(self.cell.parameters())
+        return weight.new_zeros(1, size, 5) + weight.data.new_full((1, size, 5), 0.5)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        outputs, _ = self.cell(inputs[:, None], self.first_state(len(inputs)))
+        return nn.functional.mse_loss(self.last(outputs[:, 0]), targets)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for parameter in self.parameters():
+            parameter.add_(parameter.new_ones(parameter.shape), alpha=0.01)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def losses_of_recurrent(cluster=None, **options):
+    noted, strategy = Losses(), "single_device" if cluster is None else FSDPStrategy(**options)
+    trainer = quiet_trainer(strategy, cluster, callbacks=[noted])
+    trainer.fit(Recurrent(), loader(16, 4 if cluster is None else 2))
+    return noted.losses
+
+
+def test_a_first_hidden_state_is_made_beside_a_sharded_parameter():
+    expected = losses_of_recurrent()
+    for found in in_ranks(losses_of_recurrent, auto_wrap_policy={nn.GRU, nn.Linear}):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -20,10 +20,13 @@ from tests.hand_loop import (
     train,
 )
 from tests.ranks import each, in_ranks
+from tests.trainer_runs import Losses, loader, quiet_trainer
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from dstrat import TrainModule
 from dstrat.errors import ConflictError, DstratError, MisuseError, RequestError
 from dstrat.interfaces.optimizers import Optimization
 from dstrat_fsdp import FSDPStrategy, ModelParallelStrategy
@@ -231,10 +234,10 @@ class HasLaterHook(BlockNet):
 
 
 class StartsFromZeros(BlockNet):
-    """Makes an input of a block of its weight, as recurrent models make their first hidden state."""
+    """Makes an input of a block of its weight."""
 
     def training_step(self, batch, batch_idx):
-        hidden = self.blocks[0].up.weight.new_zeros(len(batch[0]), self.blocks[0].up.in_features)
+        hidden = torch.zeros_like(self.blocks[0].up.weight)
         return self.blocks[1](hidden).square().mean()
 
 
@@ -255,7 +258,7 @@ def test_what_torch_cannot_shard_is_told_of():
 
 def test_an_input_made_of_a_sharded_parameter_is_told_of():
     for message in in_ranks(complaint, module="StartsFromZeros"):
-        assert "An input that new_zeros or zeros_like has made of a parameter" in message
+        assert "An input that zeros_like has made of a parameter" in message
 
 
 class Marked(BlockNet):
@@ -367,6 +370,72 @@ def test_a_write_to_a_part_of_a_shard_is_refused_where_torch_loses_it():
     for messages, *results in in_ranks(written_in_part):
         assert all("of a part of parameter 'blocks.0.up.weight' has no effect" in message for message in messages)
         assert all(results)
+
+
+def write_rows_of_mask(weight):
+    mask = torch.ones_like(weight.detach())
+    mask[:2].fill_(0.5)
+    weight.grad.mul_(mask)
+
+
+def write_sharded_mask(weight):
+    mask = torch.ones(weight.shape)
+    mask[:2] = 0.5
+    weight.grad.mul_(distribute_tensor(mask, weight.device_mesh, weight.placements))
+
+
+CHANGES_OF_GRADIENTS = {
+    "rows": lambda weight: weight.grad[:2].zero_(),
+    "one row": lambda weight: weight.grad[0].mul_(2.0),
+    "rows of data": lambda weight: weight.grad.data[1:].fill_(0.0),
+    "assigned rows": lambda weight: weight.grad.__setitem__(0, 0.0),
+    "rows of a mask": write_rows_of_mask,
+    "data": lambda weight: setattr(weight.grad, "data", weight.grad.data * 0.5),
+    "a sharded mask": write_sharded_mask,
+    "a copy of a row": lambda weight: weight.grad[0].clone().mul_(2.0),
+    "columns": lambda weight: weight.grad[:, 0].zero_(),
+}
+
+
+class ChangingGradients(TrainModule):
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.change = nn.Linear(6, 3), CHANGES_OF_GRADIENTS[change]
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layer(inputs), targets)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.world_size > 1 or self.change is not write_sharded_mask:
+            self.change(self.layer.weight)
+        else:
+            self.layer.weight.grad[:2] *= 0.5
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def losses_with_changed_gradients(cluster, change):
+    strategy, noted = "single_device" if cluster is None else FSDPStrategy(), Losses()
+    trainer = quiet_trainer(strategy, cluster, callbacks=[noted])
+    try:
+        trainer.fit(ChangingGradients(change), loader(16, 4 if cluster is None else 2))
+    except MisuseError as error:
+        return str(error)
+    return noted.losses
+
+
+def test_a_change_of_gradients_counts_or_is_refused():
+    cases = {change: {"change": change} for change in CHANGES_OF_GRADIENTS}
+    for found in in_ranks(each, function=losses_with_changed_gradients, cases=cases):
+        message = found.pop("data")
+        assert message.startswith("the gradient of 'layer.weight' was changed by an assignment to its .data")
+        for change in ("a sharded mask", "a copy of a row", "columns"):
+            assert found.pop(change) == pytest.approx(losses_with_changed_gradients(None, change), rel=1e-5)
+        assert all("of a part of a sharded tensor has no effect" in message for message in found.values())
 
 
 class Penalized(BlockNet):

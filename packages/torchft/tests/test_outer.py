@@ -54,6 +54,22 @@ def test_buffers_that_a_module_has_replaced_are_averaged(groups):
     assert nets[0].norm.running_mean.tolist() == [2.0, 2.0]
 
 
+def test_outer_weights_of_wrapped_layers_have_the_names_of_layers(groups):
+    (net, wrapped), (outer, _) = groups
+    net.body.bias.data.fill_(2.0)
+    wrapped.body, wrapped.norm = (torch.compile(layer, backend="eager") for layer in (wrapped.body, wrapped.norm))
+    outer_of_wrapped = OuterWeights(wrapped, AVERAGING)
+    assert list(outer_of_wrapped.state_dict()["weights"]) == list(outer.state_dict()["weights"])
+    state = outer.state_dict()
+    outer_of_wrapped.load_state_dict(state)
+    older = {
+        key: {f"body._orig_mod.{n[5:]}" if n[:5] == "body." else n: v for n, v in state[key].items()} for key in state
+    }
+    outer.load_state_dict(older)
+    outer_of_wrapped.write(older["weights"])
+    assert torch.equal(wrapped.body.bias, state["weights"]["body.bias"])
+
+
 def test_an_evaluation_has_weights_and_buffers_of_the_latest_exchange(groups):
     nets, outers = groups
     net, outer = nets[0], outers[0]

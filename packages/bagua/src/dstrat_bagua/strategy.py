@@ -15,7 +15,14 @@ from torch import Tensor
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.communication import Collective, CommunicationLayout
-from dstrat.interfaces.state_dict import check_names, load_by_names, load_named_state, named_state
+from dstrat.interfaces.state_dict import (
+    canonical_name,
+    canonical_parameters,
+    check_names,
+    load_by_names,
+    load_named_state,
+    named_state,
+)
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT
 from dstrat.parallel.separate_modules import SeparateModules
 from dstrat.parallel.strategy import ParallelStrategy
@@ -157,7 +164,7 @@ class BaguaStrategy(ParallelStrategy):
             self._start_algorithm()
 
     def _start_algorithm(self) -> None:
-        named = [*self.module.named_parameters()]
+        named = [*canonical_parameters(self.module).items()]
         trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self._set_differing(self.algorithm.replicas_differ and self.world_size > 1)
@@ -328,8 +335,8 @@ class BaguaStrategy(ParallelStrategy):
             return state
         trainable = {id(parameter) for parameter in self._trainable()}
         named = self.module.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if id(parameter) in trainable}
-        return state | self._averaged({name: value for name, value in state.items() if name in names})
+        names = {canonical_name(name) for name, parameter in named if id(parameter) in trainable}
+        return state | self._averaged({name: one for name, one in state.items() if canonical_name(name) in names})
 
     def load_sharded_module_state(self, state: dict[str, Any]) -> None:
         super().load_sharded_module_state(state)
@@ -388,7 +395,8 @@ class BaguaStrategy(ParallelStrategy):
     def rank_state(self) -> dict[str, Any]:
         if self._replica is None or not self._differs:
             return {}
-        gradients = {name: one.grad for name, one in self.module.named_parameters() if one.grad is not None}
+        parameters = canonical_parameters(self.module)
+        gradients = {name: one.grad for name, one in parameters.items() if one.grad is not None}
         return {
             "weights": {name: parameter.detach() for name, parameter in self._replica.parameters.items()},
             "optimizers": [named_state(optimizer, self.module) for optimizer in self.optimizers],
@@ -401,11 +409,15 @@ class BaguaStrategy(ParallelStrategy):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         if not state or not self._differs or not self._loads_rank_state:
             return
-        for name, parameter in self.module.named_parameters():
-            if name in state["weights"]:
-                parameter.copy_(state["weights"][name])
-            if name in state["gradients"]:
-                parameter.grad = state["gradients"][name].to(parameter.device, copy=True)
+        # Older checkpoints have the names of torch's wrappers.
+        weights, gradients = (
+            {canonical_name(name): one for name, one in state[key].items()} for key in ("weights", "gradients")
+        )
+        for name, parameter in canonical_parameters(self.module).items():
+            if name in weights:
+                parameter.copy_(weights[name])
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer, self.module, saved)
         self._has_gradients = bool(state["gradients"])

@@ -1,9 +1,11 @@
 """Steps of optimizers with parameters that a strategy has replaced."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from tests.hand_loop import parts
 from tests.trainer_runs import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader
 from dstrat import TrainModule
 from dstrat.errors import MisuseError
 from dstrat.parallel.optimizer_checks import FirstParameters, StepGuard
+from dstrat.parallel.strategy import ParallelStrategy
 
 
 def replace(layer):
@@ -76,6 +79,22 @@ def test_a_step_with_a_guarded_parameter_raises():
     finally:
         guard.remove()
     optimizer.step()
+
+
+class Alone(ParallelStrategy):
+    """A strategy of one process."""
+
+
+def test_a_pickled_strategy_has_no_guards_of_the_run():
+    strategy, layer = Alone(), nn.Linear(2, 2)
+    strategy.receive(parts())
+    strategy.refuse_steps(lambda: dict(layer.named_parameters()), "which is wrong")
+    received = pickle.loads(pickle.dumps(strategy))
+    received.teardown()  # it removes guards that the strategy has
+    with pytest.raises(MisuseError, match="which is wrong"):
+        torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    strategy.teardown()
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
 
 
 class Swapping(TrainModule):

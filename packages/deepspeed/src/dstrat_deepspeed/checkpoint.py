@@ -13,6 +13,7 @@ from dstrat_deepspeed import internals
 from dstrat_deepspeed.native_save import check_can_save_native, remove_native, save_native
 from dstrat_deepspeed.nvme import parameters_in_files
 from dstrat_deepspeed.optimizer_state import PartitionedState, partitions_of, shard_of_stage_3
+from dstrat_deepspeed.user_module import empty_parameters_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -201,7 +202,9 @@ class CheckpointedStrategy(ParallelStrategy):
 
 def sharded_state(module: Module) -> dict[str, Any]:
     """Return the state of a module, with this rank's shards of parameters that stage 3 has sharded."""
-    return with_shards(module, module.state_dict())
+    with empty_parameters_allowed():
+        state = module.state_dict()
+    return with_shards(module, state)
 
 
 def with_shards(module: Module, state: dict[str, Any]) -> dict[str, Any]:

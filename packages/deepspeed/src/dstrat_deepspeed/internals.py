@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dstrat.interfaces.batch import tensors_in
+from dstrat.parallel.layers import is_compiled, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -327,6 +328,18 @@ def replace_sharding(init: Any, take: Callable[[Module], None]) -> Callable[[Mod
     return shard_layer
 
 
+def compiled_wrapper() -> Any:
+    """Return the class of what ``torch.compile(layer)`` returns."""
+    # The import takes a second, as the first optimizer's of torch otherwise does, and fails within zero.Init.
+    return import_module("torch._dynamo.eval_frame").OptimizedModule
+
+
+def skip_class(layer_class: Any) -> None:
+    """Let an entered ``zero.Init`` leave out layers of a class, which have no parameters themselves."""
+    # DeepSpeed looks for an attribute before the constructor, where the wrapper searches for its layer without an end.
+    layer_class.__init__ = layer_class._old_init  # what DeepSpeed itself restores at the end
+
+
 def secondary_shard_group(deepspeed: Any) -> Any:
     """Return ZeRO++'s group of secondary shards, if an earlier layer has made it; otherwise None."""
     return deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # DeepSpeed refuses to make another one
@@ -338,25 +351,78 @@ def is_partitioned(parameter: Any) -> bool:
     return getattr(parameter, "ds_status", None) is status.NOT_AVAILABLE
 
 
-def observe_exchanges(
-    optimizer: Any, on_gather: Callable[[list[Any]], None], on_reduce: Callable[[list[Any]], None]
-) -> None:
-    """Call a function with the parameters of each all-gather and reduction of stage 3, before it begins."""
+def observe_gathers(optimizer: Any, on_gather: Callable[[list[Any]], None]) -> None:
+    """Call a function with the parameters of each all-gather of stage 3 in a pass, before it begins."""
     # Hooks of torch would come at other times: DeepSpeed joins parameters into buckets, and prefetches some.
     coordinator = optimizer.parameter_offload.get_param_coordinator()
-    gather, reduce = getattr(coordinator, _GATHER), getattr(optimizer, _REDUCE)
+    gather = getattr(coordinator, _GATHER)
 
     def observed_gather(params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
         on_gather([parameter for parameter in params if is_partitioned(parameter)])
         gather(params, *args, **kwargs)
 
+    setattr(coordinator, _GATHER, observed_gather)
+
+
+def observe_reductions(optimizer: Any, on_reduce: Callable[[list[Any]], None]) -> None:
+    """Call a function with the parameters of each reduction of gradients in stage 3, before it begins."""
+    reduce = getattr(optimizer, _REDUCE)
+
     def observed_reduce(communication_data_type: torch.dtype) -> None:
         on_reduce(optimizer.ipg_buckets[communication_data_type].params)
         reduce(communication_data_type)
 
-    setattr(coordinator, _GATHER, observed_gather)
     setattr(optimizer, _REDUCE, observed_reduce)
+
+
+@contextmanager
+def observed_releases(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
+    """Call functions with each parameter before and after stage 3 frees its full values, in a ``with`` block."""
+    module: Any = import_module("deepspeed.runtime.zero.partition_parameters")
+    free = module.free_param
+
+    def observed_free(parameter: Any) -> None:
+        before(parameter)
+        free(parameter)
+        after(parameter)
+
+    module.free_param = observed_free
+    try:
+        yield
+    finally:
+        module.free_param = free
+
+
+@contextmanager
+def compiled_without_wrappers(module: Module) -> Iterator[None]:
+    """Compile layers in place in a ``with`` block, instead of in the wrappers that ``torch.compile(layer)`` returned.
+
+    DeepSpeed sets attributes of each module that it finds, and such a wrapper passes them on to its layer.
+    """
+    replaced: list[tuple[Any, str, Any, Any]] = []
+    for parent in list(module.modules()):
+        children: dict[str, Any] = parent._modules
+        for name, wrapper in list(children.items()):  # each of them, of shared layers too
+            if wrapper is not None and is_compiled(wrapper):
+                layer: Any = uncompiled(wrapper)
+                replaced.append((parent, name, wrapper, layer._compiled_call_impl))
+                children[name] = layer
+                # As Module.compile does, with the options of the wrapper.
+                layer._compiled_call_impl = wrapper.dynamo_ctx(partial(_call_layer, layer))
+    try:
+        yield
+    finally:
+        for parent, name, wrapper, implementation in reversed(replaced):
+            layer = uncompiled(wrapper)
+            layer._compiled_call_impl = implementation
+            if parent._modules.get(name) is layer:
+                parent._modules[name] = wrapper
+
+
+def _call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    # torch does not compile the code of its own files, such as this method, where a compiled function begins.
+    return layer._call_impl(*args, **kwargs)
 
 
 def remove_marks(module: Module) -> None:

@@ -62,7 +62,7 @@ def map_file(path: str, numel: int, dtype: torch.dtype) -> Tensor:
 def shard_elements(parameter: Any) -> Tensor:
     """Return this rank's elements of a parameter of stage 3 as a flat tensor, in memory or mapped to their file."""
     elements: Tensor = parameter.ds_tensor.detach()
-    if _has_file(parameter):
+    if has_file(parameter):
         release_unused([parameter])
         if parameter.ds_tensor.status.name != _IN_MEMORY:
             path = parameter.nvme_swapper.get_path(parameter, must_exist=True)
@@ -74,7 +74,7 @@ def release_unused(parameters: Iterable[Any]) -> None:
     """Release elements that were prefetched for a backward pass that was not made."""
     # They would occupy the buffers for other parameters, and an update would change them, but not their file.
     for parameter in parameters:
-        if not _has_file(parameter) or parameter.ds_status.name != _ONLY_IN_FILE:
+        if not has_file(parameter) or parameter.ds_status.name != _ONLY_IN_FILE:
             continue
         if parameter.ds_tensor.status.name != _ONLY_IN_FILE:
             release_elements(parameter)
@@ -82,19 +82,20 @@ def release_unused(parameters: Iterable[Any]) -> None:
 
 def release_elements(parameter: Any) -> None:
     """Release the buffer of elements that are in their file too."""
-    if _has_file(parameter):
+    if has_file(parameter):
         parameter.nvme_swapper.synchronize_reads()
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
-def _has_file(parameter: Any) -> bool:
+def has_file(parameter: Any) -> bool:
+    """Return whether this rank's elements of a parameter of stage 3 are in a file."""
     location = getattr(getattr(parameter, "ds_tensor", None), "final_location", None)
     return getattr(location, "value", location) == "nvme"
 
 
 def parameters_in_files(module: Module) -> list[Any]:
     """Return the parameters of a module that are in files."""
-    return [parameter for parameter in module.parameters() if _has_file(parameter)]
+    return [parameter for parameter in module.parameters() if has_file(parameter)]
 
 
 def prevent_double_reads(module: Module) -> None:

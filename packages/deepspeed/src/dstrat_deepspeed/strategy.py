@@ -32,7 +32,13 @@ from dstrat_deepspeed.optimizers import (
 )
 from dstrat_deepspeed.precision import DeepSpeedHalfPrecision
 from dstrat_deepspeed.runtime import environment, load_deepspeed, log_level, programs_path, running
-from dstrat_deepspeed.user_module import FixedFlags, ModuleSnapshot, OutsideChanges, rematerialize
+from dstrat_deepspeed.user_module import (
+    FixedFlags,
+    ModuleSnapshot,
+    OutsideChanges,
+    empty_parameters_refused,
+    rematerialize,
+)
 from dstrat_deepspeed.validation import check_clipping, check_state_buffers, uses_cpu_optimizer
 from dstrat_deepspeed.zero3 import check_layers, shard, sharded_creation, store_by_rows
 
@@ -242,6 +248,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         if "activation_checkpointing" in config:
             section = config["activation_checkpointing"]
             self._running.enter_context(internals.activation_checkpointing(self._deepspeed, section))
+        if self.stage == 3:
+            self._running.enter_context(internals.compiled_without_wrappers(self.module))
         store_by_rows(self.module)
         broadcast_tensors(self.module.buffers())  # DeepSpeed broadcasts the parameters only
         # It may compile here, and ninja may be in this Python's environment alone.
@@ -259,6 +267,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
                 is_manual=not getattr(self.module, "automatic_optimization", True),
                 device_rank=self._device_rank,
             )
+            if self.stage == 3:
+                self._running.enter_context(empty_parameters_refused(self.module))
         if optimizer is None:  # the configuration may name one
             check_elementwise(self._engine.optimizer, self.stage, self.root_device)
         self.model = self._engine.engine
@@ -299,6 +309,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         parameters = {names[id(parameter)]: parameter for parameter in self.module.parameters()}
         watched = {name: p for name, p in parameters.items() if p.requires_grad or self.stage == 3}
         self._changes = OutsideChanges(watched, state)
+        if self.stage == 3:
+            self._running.enter_context(self._changes.observed_shards(self._wrapped_optimizer))
         self._flags = FixedFlags(parameters)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -314,6 +326,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         try:
             if can_gather:
                 self._accept_changes()
+                if self._changes is not None:
+                    self._changes.check_shards()
         except BaseException:
             can_gather = self.world_size == 1  # the error may be this rank's only: others would not join a gather
             raise
@@ -356,6 +370,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
             if self._flags is not None:
                 self._flags.check()
             self._accept_changes()
+            if self._changes is not None:
+                self._changes.compare_gathered()
             return self._active_engine.train(step, *args, **kwargs)
         if self.stage == 3:  # the engine gathers parameters, and opens the precision's context
             return self._active_engine.evaluate(step, *args, **kwargs)
@@ -409,6 +425,8 @@ class DeepSpeedStrategy(CheckpointedStrategy):
         self.check_replicas()  # after the step ranks have those of the rank that steps them
         self._accept_changes()
         self._active_engine.step()
+        if self._changes is not None:
+            self._changes.after_step()
         return output
 
     @override

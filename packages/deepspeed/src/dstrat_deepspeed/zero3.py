@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import swap_tensors
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.layers import is_compiled
 from dstrat.parallel.meta_device import reset_method
 from dstrat.parallel.optimizer_checks import check_one_dtype
 from dstrat_deepspeed import internals
@@ -49,7 +50,9 @@ def sharded_creation(
     # sharded at the end of the block with the values that it has on rank 0.
     init = _initialize(deepspeed, device_rank, config_dict_or_path=config, remote_device=remote_device)
     watch = _CreationWatch(init)
+    wrapper = internals.compiled_wrapper()
     with init:
+        internals.skip_class(wrapper)
         try:
             yield
             watch.stop()
@@ -252,6 +255,13 @@ def explaining_missing_values(module: Module) -> Iterator[None]:
                 "a layer was called with other tensors as its parameters (torch.func.functional_call), where stage 3 "
                 "of ZeRO gathers its own: choose stage 2"
             ) from error
+        compiled = [name for name, layer in module.named_modules() if is_compiled(layer)]
+        if compiled and "object has no attribute '_in_forward'" in str(error):
+            raise MisuseError(
+                f"{', '.join(compiled)} was compiled by torch.compile(layer) after the training had begun, in a "
+                "wrapper that stage 3 of ZeRO does not know: compile it in place, layer.compile(), or compile layers "
+                "before fit or in configure_model"
+            ) from error
         if "'Parameter' object has no attribute 'ds_" not in str(error):
             raise
         names = [name for name, parameter in module.named_parameters() if not hasattr(parameter, "ds_id")]
@@ -290,9 +300,8 @@ class CollectiveCheck:
         self._is_first_pass = True
         # An evaluation has no backward pass, after which the exchanges are compared and forgotten.
         self._exchanges: deque[tuple[int, ...]] = deque(maxlen=_MAX_EXCHANGES)
-        internals.observe_exchanges(
-            optimizer, lambda parameters: self._note(False, parameters), lambda parameters: self._note(True, parameters)
-        )
+        internals.observe_gathers(optimizer, lambda parameters: self._note(False, parameters))
+        internals.observe_reductions(optimizer, lambda parameters: self._note(True, parameters))
 
     def compare(self) -> None:
         """Raise a MisuseError if the exchanges since the last call were not the same on all ranks; collective."""

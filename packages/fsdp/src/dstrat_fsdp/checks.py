@@ -387,6 +387,6 @@ def explain_shards() -> Iterator[None]:
             "a step computes with the parameters of a block outside of the block's forward, where they are sharded (a "
             "norm of self.parameters() in the loss, another method of the block than forward, block.forward(x) in "
             "place of block(x)): compute that in a forward, or choose other blocks with auto_wrap_policy. An "
-            "input that new_zeros or zeros_like has made of a parameter, such as a first hidden state, is sharded too: "
-            f"make it by torch.zeros(..., device=parameter.device). Torch says: {error}"
+            "input that zeros_like has made of a parameter, or new_zeros in its shape, is sharded too: make it by "
+            f"torch.zeros(..., device=parameter.device). Torch says: {error}"
         ) from error

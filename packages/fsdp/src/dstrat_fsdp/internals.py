@@ -300,8 +300,18 @@ EXTREMES: tuple[OpOverload, ...] = (
 ALL: OpOverload = torch.ops.aten.all.default
 """Whether all elements are true, which in torch 2.9 is whether those of any shard are."""
 
-MEAN: OpOverload = torch.ops.aten.mean.default
-"""The mean of all elements, for which torch 2.9 takes the mean of the shards' means, also of shards of other sizes."""
+MEANS: tuple[OpOverload, ...] = (
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.binary_cross_entropy_with_logits.default,
+    torch.ops.aten.huber_loss.default,
+    torch.ops.aten.mean.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+)
+"""The mean of all elements, and losses with one, as the mean of the shards' means, also of shards of other sizes.
+
+That is so in torch 2.13 for losses, and in torch 2.9 for the mean too.
+"""
 
 NORM: OpOverload = torch.ops.aten.linalg_vector_norm.default
 """A norm, which is the largest or smallest magnitude where its order is infinite."""
@@ -331,6 +341,18 @@ LIKE: tuple[OpOverload, ...] = (
     torch.ops.aten.randn_like.default,
 )
 """Operations that return a new tensor of random numbers."""
+
+
+BERNOULLI: OpOverload = torch.ops.aten.bernoulli.default
+"""The operation that returns a new tensor of random numbers, with probabilities of another one."""
+
+NEW: tuple[OpOverload, ...] = (
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_full.default,
+    torch.ops.aten.new_ones.default,
+    torch.ops.aten.new_zeros.default,
+)
+"""Operations that return a new tensor of any shape, in the dtype and on the device of another one."""
 
 
 def counts_draws(device: str) -> bool:

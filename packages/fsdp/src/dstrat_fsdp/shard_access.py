@@ -108,20 +108,20 @@ class ParameterGuard:
 
 
 class AssignmentGuard:
-    """Detects shards to which ``parameter.data = tensor`` was assigned.
+    """Detects shards to which ``tensor.data = values`` was assigned.
 
     torch gives the ``DTensor`` another storage, which nothing reads, and goes on with the shard as it was.
 
     Args:
-        module: The user's module, sharded; no unit is gathered.
+        tensors: Parameters or gradients with their names, gathered or not; others than DTensors are left out.
+        variable: What a program calls such a tensor, for the message.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Any]], variable: str = "parameter") -> None:
         self._storages = [
-            (name, parameter, parameter.untyped_storage())
-            for name, parameter in module.named_parameters()
-            if isinstance(parameter, DTensor)
+            (name, tensor, tensor.untyped_storage()) for name, tensor in tensors if isinstance(tensor, DTensor)
         ]
+        self._variable = variable
 
     def check(self) -> None:
         """Check the shards, gathered or not.
@@ -129,11 +129,11 @@ class AssignmentGuard:
         Raises:
             MisuseError: One was assigned to.
         """
-        for name, parameter, storage in self._storages:
-            if parameter.untyped_storage() is not storage:  # torch returns the same object for a storage
+        for name, tensor, storage in self._storages:
+            if tensor.untyped_storage() is not storage:  # torch returns the same object for a storage
                 raise MisuseError(
-                    f"parameter {name!r} was changed by an assignment to its .data, which has no effect on a shard: "
-                    "change it in place, with torch.no_grad(), as parameter.copy_(values) or parameter.mul_(0.9)"
+                    f"{name} was changed by an assignment to its .data, which has no effect on a shard: change it in "
+                    f"place, with torch.no_grad(), as {self._variable}.copy_(values) or {self._variable}.mul_(0.9)"
                 )
 
 
@@ -202,16 +202,20 @@ class SliceGuard:
     """Refuses in-place operations on parts of a shard: rows, slices, diagonals and the like.
 
     Where a part of a ``DTensor`` spans the shards of several ranks, torch takes it from a copy that it gathers, and
-    what is written there changes no shard.  Parts that each rank has in its own shard can be written.  Gradients are
-    not watched, as optimizers use the memory of their parts for other values.
+    what is written there changes no shard.  Parts that each rank has in its own shard can be written.  Gradients and
+    other sharded tensors, such as masks, are watched in hooks only: optimizers, and split layers with their
+    activations, use the memory of parts for other values.
 
     Args:
         module: The user's module, sharded; no unit is gathered.
     """
 
+    watches_all: ClassVar[bool] = False
+    """Whether all sharded tensors are watched now, or parameters only."""
+
     # Of all sharded modules of the process, as torch has one dispatcher for DTensors.  References keep no memory.
     _names: ClassVar[dict[StorageWeakRef, str]] = {}  # of parameters, by their shards
-    _copies: ClassVar[dict[StorageWeakRef, str]] = {}  # likewise, by copies of parts
+    _copies: ClassVar[dict[StorageWeakRef, str]] = {}  # names of what they are parts of, by copies of parts
 
     def __init__(self, module: Module) -> None:
         self._shards = {
@@ -234,6 +238,7 @@ class SliceGuard:
         for memory in self._shards:
             self._names.pop(memory, None)
         if not self._names:
+            SliceGuard.watches_all = False
             self._copies.clear()
             internals.set_dispatch_handler((*internals.VIEWS, *internals.mutating_operations()), None)
 
@@ -241,11 +246,12 @@ class SliceGuard:
     def _take_slice(cls, operation: OpOverload, args: Any, kwargs: Any) -> Any:
         views = internals.dispatch(operation, args, kwargs)
         shard = internals.shard_memory(args[0])
-        if shard in cls._names:
+        name = cls._names.get(shard)
+        if name is not None or cls.watches_all:
             for view in views if isinstance(views, (list, tuple)) else (views,):
                 memory = internals.shard_memory(view)
                 if memory != shard:
-                    cls._copies[memory] = cls._names[shard]
+                    cls._copies[memory] = "a sharded tensor" if name is None else f"parameter {name!r}"
                     internals.set_dispatch_handler(internals.mutating_operations(), cls._write)
         return views
 
@@ -253,6 +259,11 @@ class SliceGuard:
     def _write(cls, operation: OpOverload, args: Any, kwargs: Any) -> Any:
         cls.check_write(operation, args[0])
         return internals.dispatch(operation, args, kwargs)
+
+    @classmethod
+    def is_parameter(cls, tensor: DTensor) -> bool:
+        """Return whether a tensor has the memory of a parameter's shard."""
+        return internals.shard_memory(tensor) in cls._names
 
     @classmethod
     def check_write(cls, operation: OpOverload, tensor: Any) -> None:
@@ -267,9 +278,9 @@ class SliceGuard:
         if name is not None:
             write = operation.overloadpacket.__name__
             raise MisuseError(
-                f"{write} of a part of parameter {name!r} has no effect: the part spans the shards of several ranks, "
-                "and torch has gathered a copy of it. Change the whole parameter, with a mask that is sharded "
-                "likewise: parameter.mul_(distribute_tensor(mask, parameter.device_mesh, parameter.placements))"
+                f"{write} of a part of {name} has no effect: the part spans the shards of several ranks, and torch "
+                "has gathered a copy of it. Change the whole tensor, such as a parameter or its gradient, with a mask "
+                "that is sharded likewise: tensor.mul_(distribute_tensor(mask, tensor.device_mesh, tensor.placements))"
             )
 
 
@@ -284,6 +295,7 @@ def draw_full_values() -> None:
     """
     internals.set_dispatch_handler(internals.DRAWS, _draw)
     internals.set_dispatch_handler(internals.LIKE, _draw_like)
+    internals.set_dispatch_handler([internals.BERNOULLI], _draw_by_values)
 
 
 def _draw(operation: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -306,11 +318,38 @@ def _draw_like(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     return shard_like(tensor, operation(full, *args[1:], **kwargs))
 
 
+def _draw_by_values(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return this rank's shard of random values that depend on those of a tensor; collective, as those are gathered."""
+    tensor = args[0]
+    if not (dist.is_initialized() and _has_equal_draws(tensor)):
+        return internals.dispatch(operation, args, kwargs)
+    return shard_like(tensor, operation(full_tensor(tensor.detach()), *args[1:], **kwargs))
+
+
 def _has_equal_draws(tensor: DTensor) -> bool:
     """Return whether torch would draw the same numbers for different shards of a tensor."""
     device = tensor.device_mesh.device_type  # not the tensor's, which may be on the meta device
     is_replicated = all(placement.is_replicate() for placement in tensor.placements)
     return not is_replicated and not internals.counts_draws(device)
+
+
+# New tensors
+
+
+def make_plain_tensors() -> None:
+    """Let ``parameter.new_zeros(n, size)`` and the like return a plain tensor, from now on.
+
+    A program makes first hidden states in this way.  Tensors of the parameter's shape, and of one element, stay
+    DTensors, such as the state of an optimizer.
+    """
+    internals.set_dispatch_handler(internals.NEW, _make_tensor)
+
+
+def _make_tensor(operation: OpOverload, args: Any, kwargs: Any) -> Any:
+    like, shape = args[0], torch.Size(args[1])
+    if shape == like.shape or shape.numel() == 1 or not SliceGuard.is_parameter(like):
+        return internals.dispatch(operation, args, kwargs)
+    return operation(local_tensor(like), *args[1:], **kwargs)
 
 
 # Reads
@@ -324,7 +363,7 @@ def read_full_values() -> None:
     """
     internals.set_dispatch_handler([internals.READ], _read)
     internals.set_dispatch_handler(internals.EXTREMES, _find_extreme)
-    internals.set_dispatch_handler([internals.MEAN], _find_mean)
+    internals.set_dispatch_handler(internals.MEANS, _find_mean)
     internals.set_dispatch_handler([internals.ALL], _find_all)
     internals.set_dispatch_handler([internals.NORM], _find_norm)
     internals.set_dispatch_handler([internals.FOREACH_NORM], _find_norms)
@@ -353,7 +392,7 @@ def _find_extreme(operation: OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 def _find_mean(operation: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the mean, of shards of different sizes too; collective then."""
+    """Return a mean, of shards of different sizes too; collective then."""
     is_uneven = any(length % count for length, count in _divisions(args[0])) and dist.is_initialized()
     return (_compute_of_full if is_uneven else internals.dispatch)(operation, args, kwargs)
 
@@ -367,7 +406,8 @@ def _find_all(operation: OpOverload, args: Any, kwargs: Any) -> Any:
 
 def _compute_of_full(operation: OpOverload, args: Any, kwargs: Any) -> DTensor:
     tensor = args[0]
-    value = operation(full_tensor(tensor.detach()), *args[1:], **kwargs)
+    full = [full_tensor(one) if isinstance(one, DTensor) else one for one in args]
+    value = operation(*full, **kwargs)
     return DTensor.from_local(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
 
 
@@ -392,8 +432,10 @@ def _may_lack_elements(tensor: DTensor) -> bool:
     return dist.is_initialized() and is_empty
 
 
-def _divisions(tensor: DTensor) -> list[tuple[int, int]]:
-    """Return the length of each dimension that is sharded, and the number of shards."""
+def _divisions(tensor: Any) -> list[tuple[int, int]]:
+    """Return the length of each dimension that is sharded, and the number of shards; none of a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return []
     counts: Counter[int] = Counter()
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if hasattr(placement, "dim"):

@@ -178,6 +178,7 @@ class ShardedModule:
         self._gathered_in_training = units if sharding.reshard_after_forward is False else []
         self._guard: ParameterGuard | None = None
         self._assignments: AssignmentGuard | None = None
+        self._gradients: AssignmentGuard | None = None
         self._slices: SliceGuard | None = None
         self._passed: list[PassedParameters] = []
         self._load_hooks: Sequence[RemovableHandle] = ()
@@ -190,9 +191,10 @@ class ShardedModule:
     def guard_shards(self) -> None:
         """Let the module load full tensors, and detect writes that would be lost; shards have their memory now."""
         self._load_hooks = accept_full_tensors(self._module)
-        self._assignments, self._slices = AssignmentGuard(self._module), SliceGuard(self._module)
-        named = zip(self._units, self._unit_names, strict=True)
-        self._passed = [PassedParameters(unit, name) for unit, name in named if unit is not self.root]
+        named = ((f"parameter {name!r}", parameter) for name, parameter in self._module.named_parameters())
+        self._assignments, self._slices = AssignmentGuard(named), SliceGuard(self._module)
+        units = zip(self._units, self._unit_names, strict=True)
+        self._passed = [PassedParameters(unit, name) for unit, name in units if unit is not self.root]
 
     def train(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a training step of the module, which a backward pass follows, unless the step has no loss.
@@ -241,6 +243,7 @@ class ShardedModule:
 
     def run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass; further ones of a training step, as for microbatches, while units may be gathered."""
+        SliceGuard.watches_all = False
         self._buffers.cast()
         self._replicated.make_plain()
         if self._input_dtype is not None:
@@ -302,6 +305,7 @@ class ShardedModule:
         if self._synchronizes:
             self._replicated.reduce_gradients()
         self._replicated.make_sharded()
+        SliceGuard.watches_all = True  # in the hooks that follow
         if not self._synchronizes:
             return
         # In a few steps only, as the results take a wait for the device.
@@ -311,7 +315,24 @@ class ShardedModule:
                 check_same_use(self._module, self._computed, self._mesh, number)
             if self._tensor_mesh is not None:
                 check_replicas(self._module, self._mesh, self._tensor_mesh, number)
+            gradients = ((f"the gradient of {name!r}", one.grad) for name, one in self._module.named_parameters())
+            self._gradients = AssignmentGuard(gradients, "parameter.grad")
         self._num_steps += 1
+
+    def begin_optimizer_step(self) -> None:
+        """Check that gradients have not been assigned to, where they were remembered.
+
+        Raises:
+            MisuseError: One was.
+        """
+        SliceGuard.watches_all = False
+        if self._gradients is not None:
+            self._gradients.check()
+            self._gradients = None
+
+    def end_optimizer_step(self) -> None:
+        """Watch writes to all sharded tensors, in the hooks that follow."""
+        SliceGuard.watches_all = True
 
     @property
     def _is_comparing(self) -> bool:
@@ -357,6 +378,7 @@ class ShardedModule:
             hook.remove()
         if self._slices is not None:
             self._slices.remove()
+        self._gradients = None
         self._replicated.remove_hooks()
         self._units, self._gathered_in_training = [], []
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import CheckpointError, RequestError
+from dstrat.interfaces.state_dict import canonical_name, canonical_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,7 +59,7 @@ class OuterWeights:
     def __init__(self, module: Module, settings: OuterSettings) -> None:
         self._settings = settings
         self._module = module
-        self._parameters = dict(module.named_parameters())
+        self._parameters = canonical_parameters(module)
         self.weights: dict[str, Tensor] = {}
         self.buffers = {name: buffer.clone() for name, buffer in self._present_buffers().items()}
         self._momentum: dict[str, Tensor] = {}
@@ -73,7 +74,8 @@ class OuterWeights:
 
     def _present_buffers(self) -> dict[str, Tensor]:
         """Return the floating-point buffers that the module has now; it may have others than before."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if buffer.is_floating_point()}
+        named = self._module.named_buffers()
+        return {canonical_name(name): buffer for name, buffer in named if buffer.is_floating_point()}
 
     @property
     def _names(self) -> list[str]:
@@ -136,7 +138,7 @@ class OuterWeights:
         """Let the module have other weights and buffers, by name."""
         targets = self._parameters | self._present_buffers()
         for name, value in values.items():
-            targets[name].copy_(value)
+            targets[canonical_name(name)].copy_(value)  # older checkpoints have the names of torch's wrappers
 
     def inner_values(self) -> dict[str, Tensor]:
         """Return copies of the group's own weights and buffers, by name."""
@@ -156,13 +158,17 @@ class OuterWeights:
         Raises:
             CheckpointError: It is the state of other parameters.
         """
-        self._check_names(state["weights"])
+        weights, momentum, buffers = (
+            {canonical_name(name): one for name, one in state[key].items()}
+            for key in ("weights", "momentum", "buffers")
+        )
+        self._check_names(weights)
         self.weights, self._momentum = {}, {}
-        for name, weight in state["weights"].items():
+        for name, weight in weights.items():
             self._add(name, weight)
-            if name in state["momentum"] and self._settings.momentum:
-                self._momentum[name].copy_(state["momentum"][name])
-        for name, buffer in state["buffers"].items():
+            if name in momentum and self._settings.momentum:
+                self._momentum[name].copy_(momentum[name])
+        for name, buffer in buffers.items():
             self.buffers[name].copy_(buffer)
 
     def _check_names(self, names: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 
 from dstrat.errors import ConflictError, MisuseError, PeerError, RequestError
 from dstrat.interfaces.communication import Collective, CommunicationLayout
+from dstrat.interfaces.state_dict import canonical_buffers, canonical_name
 from dstrat.parallel.process_group import DEFAULT_TIMEOUT, select_interface
 from dstrat.parallel.strategy import ParallelStrategy
 from dstrat_torchft.history import History
@@ -356,7 +357,7 @@ class TorchFTStrategy(ParallelStrategy):
         # Not those that the forward pass changes, beside which the state is sent.
         buffers = self._buffers or self._copied_buffers()
         for module in (state["module"], (state["training"] or {}).get("state_dict", {})):
-            module.update({name: buffers[name] for name in buffers.keys() & module.keys()})
+            module.update({name: buffers[key] for name in module if (key := canonical_name(name)) in buffers})
         return state
 
     def _catch_up(self, state: Mapping[str, Any], replicas: Replicas) -> None:
@@ -390,11 +391,11 @@ class TorchFTStrategy(ParallelStrategy):
                 self._write_buffers(current)
 
     def _copied_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        return {canonical_name(name): buffer.detach().clone() for name, buffer in self.module.named_buffers()}
 
     @torch.no_grad()
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
-        buffers = dict(self.module.named_buffers())
+        buffers = canonical_buffers(self.module)
         for name in buffers.keys() & values.keys():
             buffers[name].copy_(values[name])
 

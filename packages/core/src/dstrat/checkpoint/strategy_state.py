@@ -16,7 +16,13 @@ from dstrat.checkpoint.portable.format import checksum
 from dstrat.errors import CheckpointError
 from dstrat.interfaces.batch import apply_to_tensors
 from dstrat.interfaces.checkpoint_io import OptionalTensors
-from dstrat.interfaces.state_dict import canonical_name, check_names, is_extra_state, named_weights
+from dstrat.interfaces.state_dict import (
+    canonical_buffers,
+    canonical_name,
+    check_names,
+    is_extra_state,
+    named_weights,
+)
 from dstrat.interfaces.strategy import gather_if_different, gather_objects
 from dstrat.parallel.shards import local_tensor
 
@@ -104,8 +110,8 @@ def module_entries(strategy: Strategy) -> dict[str, Any]:
     if not strategy.is_global_zero:
         # A plain tensor must be the same on every rank, and buffers may differ: those of global rank 0 are saved, the
         # others by rank_buffers.
-        buffers = {name for name, _ in strategy.module.named_buffers(remove_duplicate=False)}
-        state = {name: value for name, value in state.items() if name not in buffers}
+        buffers = canonical_buffers(strategy.module)
+        state = {name: value for name, value in state.items() if canonical_name(name) not in buffers}
     return {"state_dict": state}
 
 
@@ -306,8 +312,8 @@ def load_module(
         return dict(values)
     state = strategy.sharded_module_state()
     # Tensors on the meta device are those of other ranks, which read them.
-    everything = strategy.module.state_dict().items()
-    foreign = {name for name, value in everything if isinstance(value, Tensor) and value.is_meta} - state.keys()
+    weights = named_weights(strategy.module).items()
+    foreign = {name for name, value in weights if value.is_meta} - set(map(canonical_name, state))
     tensors = OptionalTensors({name: value for name, value in state.items() if not is_extra_state(name)})
     tensors.update(dict.fromkeys(foreign))
     # None for all other values, which read_values has read already.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 # more in named_parameters().  A checkpoint fits a module with and without them.
 
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+_COMPILED = "_orig_mod"
+_WRAPPERS = {_COMPILED, "_checkpoint_wrapped_module"}
 
 
 def canonical_name(name: str) -> str:
@@ -49,6 +51,55 @@ def named_weights(module: Module) -> dict[str, Any]:
     """Return the parameters and buffers of a module by all their names in checkpoints."""
     weights = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return {canonical_name(name): weight for name, weight in weights}
+
+
+def with_names_of(names: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by the names that a module's state has, of which either may have those of torch's wrappers."""
+    names_of_module = {canonical_name(name): name for name in names}
+    return {names_of_module.get(canonical_name(name), name): value for name, value in state.items()}
+
+
+@contextmanager
+def uncompiled_names(module: Module) -> Iterator[None]:
+    """Let a module's state dicts have the names of the layers in ``torch.compile(layer)``, in a ``with`` block.
+
+    It loads states with and without the names of torch's wrappers.
+    """
+    handles = [
+        module.register_state_dict_post_hook(_remove_wrappers),
+        module.register_load_state_dict_pre_hook(_match_wrappers),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _remove_wrappers(_module: Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for names in (state, getattr(state, "_metadata", {})):  # versions of layers by name, too
+        _rename(names, lambda name: prefix + canonical_name(name[len(prefix) :]) if name.startswith(prefix) else name)
+
+
+def _match_wrappers(module: Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
+    _remove_wrappers(module, state, prefix, None)  # torch's checkpoint_wrapper adds its own component itself
+    for name, layer in module.named_modules(remove_duplicate=False):  # outer ones first
+        if _COMPILED in layer._modules:  # noqa: SLF001 - a wrapper of the user's may pass on attributes of its layer
+            outer = f"{prefix}{name}." if name else prefix
+            inner = f"{outer}{_COMPILED}."
+
+            def wrapped(key: str, outer: str = outer, inner: str = inner) -> str:
+                return inner + key[len(outer) :] if key.startswith(outer) else key
+
+            _rename(state, wrapped)
+
+
+def _rename(state: dict[str, Any], name_of: Callable[[str], str]) -> None:
+    """Rename the entries of a dict in place, as its other users keep it."""
+    renamed = {name_of(name): value for name, value in state.items()}
+    if list(renamed) != list(state):
+        state.clear()
+        state.update(renamed)
 
 
 def load_by_names(

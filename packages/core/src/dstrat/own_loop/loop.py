@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from dstrat.data.random_state import RandomState
 from dstrat.errors import ConflictError, MisuseError
+from dstrat.interfaces.state_dict import uncompiled_names
 from dstrat.interfaces.strategy import Strategy
 from dstrat.own_loop import checkpoint
 from dstrat.own_loop.loaders import EvaluationLoader, TrainingLoader
@@ -159,6 +160,7 @@ class OwnLoop:
         )
         strategy = self.strategy
         strategy.connect(_as_single_module(module))
+        self._contexts.enter_context(uncompiled_names(strategy.module))
         if sync_batchnorm:
             strategy.synchronize_batchnorm()
         strategy.step_methods = FunctionSteps

@@ -11,7 +11,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from dstrat.errors import ConflictError, RequestError
-from dstrat.interfaces.state_dict import canonical_parameters, has_standard_layout
+from dstrat.interfaces.state_dict import canonical_parameters, has_standard_layout, with_names_of
 from dstrat.interfaces.strategy import Strategy
 from dstrat.interfaces.tied_parameters import keep_ties
 from dstrat.parallel.collectives import (
@@ -129,8 +129,9 @@ class ParallelStrategy(Strategy):
         self._root_device = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process has others.
-        return {**self.__dict__, "_root_device": None, "job": None, "_first_parameters": FirstParameters()}
+        # Another process, or a copy, has others.
+        of_a_run = {"_first_parameters": FirstParameters(), "_step_guards": []}
+        return {**self.__dict__, "_root_device": None, "job": None, **of_a_run}
 
     # Rank and device of this process
 
@@ -355,6 +356,7 @@ class ParallelStrategy(Strategy):
         from dstrat.parallel.full_state import scatter_module_state
 
         targets = self.sharded_module_state()
+        state = with_names_of(targets, state)
         self.load_sharded_module_state(scatter_module_state(self, state, targets, strict=strict))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

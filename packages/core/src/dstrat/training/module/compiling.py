@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.state_dict import canonical_name
+from dstrat.interfaces.state_dict import canonical_name, with_names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -65,8 +65,7 @@ class CompilingMethods(nn.Module):
         """Load weights by the names of the uncompiled module, or by those of wrapped layers."""
         compiled_names = [name for name, _ in self.named_modules() if _WRAPPED in name]
         if compiled_names or any(_WRAPPED in name for name in state_dict):
-            names = {canonical_name(name): name for name in super().state_dict()}  # of this module, wrapped or not
-            state_dict = {names.get(canonical_name(name), name): value for name, value in state_dict.items()}
+            state_dict = with_names_of(super().state_dict(), state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
