@@ -390,6 +390,20 @@ def test_a_gradient_of_blocks_in_the_loss_is_refused():
         assert message.startswith("a step computes gradients within its forward pass")
 
 
+def penalized_as_one_block(cluster):
+    strategy = FSDPStrategy(auto_wrap_policy={Penalized})
+    start(strategy, Penalized(), parts(cluster))
+    losses = train(strategy, steps=3)
+    strategy.teardown()
+    return losses
+
+
+def test_a_module_that_is_one_block_may_compute_gradients_in_steps():
+    expected = single_device_losses(Penalized(), steps=3)
+    for losses in in_ranks(penalized_as_one_block):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
 def copied(cluster):
     strategy = FSDPStrategy()
     module = BlockNet()

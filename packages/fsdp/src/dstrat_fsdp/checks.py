@@ -44,7 +44,8 @@ def refuse_copy(_memo: Any) -> Any:
 _GRADIENTS_IN_STEP = (
     "a step computes gradients within its forward pass (torch.autograd.grad, as for forces or gradient penalties), "
     "which frees blocks that the backward pass of the loss needs again: call torch.autograd.grad in the forward of a "
-    "layer, not in the step, and shard that layer as one block, for a class Net with auto_wrap_policy={Net}"
+    "layer, not in the step, and shard that layer as one block, for a class Net with auto_wrap_policy={Net}; the class "
+    "of the trained module itself gathers all parameters for a full step, and the step may compute gradients"
 )
 
 
@@ -381,8 +382,8 @@ def explain_shards() -> Iterator[None]:
             raise MisuseError(
                 "a step computes gradients of tensors that its forward pass did not use. If they are parameters of the "
                 "module (MAML), blocks have computed with gathered copies of them: compute the gradients in the "
-                "forward of a layer that contains the block, and shard that layer as one block, for a class Net with "
-                f"auto_wrap_policy={{Net}}. Torch says: {error}"
+                "forward of a layer that contains the block, and shard that layer as one block, for a class Net, which "
+                f"may be that of the trained module, with auto_wrap_policy={{Net}}. Torch says: {error}"
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
