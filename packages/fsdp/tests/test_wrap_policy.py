@@ -153,6 +153,16 @@ def test_a_policy_may_be_given_in_several_ways(policy):
     assert sorted(names(BlockNet(), policy)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+def test_a_policy_may_match_the_module_itself_only():
+    class WithoutForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+    assert blocks_of(WithoutForward(), {WithoutForward}) == []
+    assert blocks_of(BlockNet(), {BlockNet}) == []
+
+
 def test_inner_blocks_come_before_those_that_contain_them():
     found = names(BlockNet(), {Block, nn.Linear})
     assert found.index("blocks.1.up") < found.index("blocks.1")

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributions import Independent, Normal
 
 from dstrat import TrainModule
 from dstrat.errors import ConflictError, DstratError, MisuseError, RequestError
@@ -458,6 +459,20 @@ def test_a_gradient_of_blocks_in_the_loss_is_refused():
         assert message.startswith("a step computes gradients within its forward pass")
 
 
+def penalized_as_one_block(cluster):
+    strategy = FSDPStrategy(auto_wrap_policy={Penalized})
+    start(strategy, Penalized(), parts(cluster))
+    losses = train(strategy, steps=3)
+    strategy.teardown()
+    return losses
+
+
+def test_a_module_that_is_one_block_may_compute_gradients_in_steps():
+    expected = single_device_losses(Penalized(), steps=3)
+    for losses in in_ranks(penalized_as_one_block):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
 def copied(cluster):
     strategy = FSDPStrategy()
     module = BlockNet()
@@ -532,6 +547,65 @@ def test_views_may_be_tensors_whose_clone_reads_attributes():
     expected = single_device_losses(ReturnsLabelledViews(), steps=3)
     for losses in in_ranks(with_labelled_views):
         assert losses == pytest.approx([float(loss) for loss in expected], rel=1e-6)
+
+
+class ReturnsDistributions(BlockNet):
+    """A network whose blocks return their results in objects, as policies do that return a distribution."""
+
+    class Policy(Block):
+        def forward(self, x):
+            return Independent(Normal(super().forward(x), 1.0), 1)
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(self.Policy(10) for _ in range(3))
+
+    def layers(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).base_dist.loc
+        return self.last(x)
+
+
+def with_distributions(cluster):
+    strategy = FSDPStrategy(auto_wrap_policy={Block})
+    start(strategy, ReturnsDistributions(), parts(cluster))
+    losses = train(strategy, steps=3)
+    strategy.teardown()
+    return losses
+
+
+def test_blocks_may_return_objects_that_hold_tensors():
+    expected = single_device_losses(ReturnsDistributions(), steps=3)
+    for losses in in_ranks(with_distributions):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class KeepsOutputs(BlockNet):
+    class Keeping(Block):
+        def forward(self, x):
+            self.features = super().forward(x)
+            return self.features.detach()
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(self.Keeping(10) for _ in range(3))
+
+    def layers(self, x):
+        for block in self.blocks:
+            block(self.first(x))
+        return self.last(sum(block.features for block in self.blocks))
+
+
+def with_kept_outputs(cluster):
+    strategy = FSDPStrategy(auto_wrap_policy={Block})
+    start(strategy, KeepsOutputs(), parts(cluster))
+    return misuse_in_a_step(strategy)
+
+
+def test_a_loss_of_what_blocks_keep_is_explained():
+    for message in in_ranks(with_kept_outputs):
+        assert "a tensor that a block keeps (self.features = x) and does not return" in message
 
 
 def alone(cluster):

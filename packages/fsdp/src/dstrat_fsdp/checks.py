@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dstrat.errors import MisuseError
-from dstrat.interfaces.batch import apply_to_tensors
+from dstrat.interfaces.batch import apply_to_tensors, tensors_in_objects
 from dstrat.parallel.optimizer_checks import find_coupling, how_division_fails
 from dstrat.parallel.shards import local_tensor
 from dstrat_fsdp import internals
@@ -44,7 +44,8 @@ def refuse_copy(_memo: Any) -> Any:
 _GRADIENTS_IN_STEP = (
     "a step computes gradients within its forward pass (torch.autograd.grad, as for forces or gradient penalties), "
     "which frees blocks that the backward pass of the loss needs again: call torch.autograd.grad in the forward of a "
-    "layer, not in the step, and shard that layer as one block, for a class Net with auto_wrap_policy={Net}"
+    "layer, not in the step, and shard that layer as one block, for a class Net with auto_wrap_policy={Net}; the class "
+    "of the trained module itself gathers all parameters for a full step, and the step may compute gradients"
 )
 
 
@@ -52,7 +53,8 @@ class OutputGuard:
     """Prepares the outputs of a block for the backward pass.
 
     Those that are views of other tensors are copied: torch gathers a block for its backward pass by a hook on its
-    outputs, and an in-place operation on a view drops that hook.  A backward pass that is differentiated itself
+    outputs, and an in-place operation on a view drops that hook.  Tensors in the attributes of an object, such as a
+    distribution, get that hook here, as torch looks in collections only.  A backward pass that is differentiated itself
     (``create_graph=True``) is refused, as torch frees what it has saved of the block, and then reads that.
 
     Args:
@@ -69,9 +71,14 @@ class OutputGuard:
         """Remove the hook."""
         self._handle.remove()
 
-    def _after_forward(self, _block: Module, _args: Any, output: Any) -> Any:
-        # Without gradients there is no backward pass to gather for.
-        return apply_to_tensors(output, self._prepare) if torch.is_grad_enabled() else output
+    def _after_forward(self, block: Any, _args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():  # there is no backward pass to gather for
+            return output
+        for tensor in tensors_in_objects(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(_refuse_graph)
+                internals.gather_for_gradient(block, tensor)
+        return apply_to_tensors(output, self._prepare)
 
     def _prepare(self, tensor: Tensor) -> Tensor:
         tensor = self._copy_view(tensor)
@@ -367,13 +374,16 @@ def explain_shards() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "setStorage" in str(error) and "storage of size 0" in str(error):
-            raise MisuseError(f"{_GRADIENTS_IN_STEP}. Torch says: {error}") from error
+            raise MisuseError(
+                f"{_GRADIENTS_IN_STEP}. Or the loss depends on a tensor that a block keeps (self.features = x) and "
+                f"does not return, so that the block is not gathered for its gradient: return it. Torch says: {error}"
+            ) from error
         if "appears to not have been used in the graph" in str(error):
             raise MisuseError(
                 "a step computes gradients of tensors that its forward pass did not use. If they are parameters of the "
                 "module (MAML), blocks have computed with gathered copies of them: compute the gradients in the "
-                "forward of a layer that contains the block, and shard that layer as one block, for a class Net with "
-                f"auto_wrap_policy={{Net}}. Torch says: {error}"
+                "forward of a layer that contains the block, and shard that layer as one block, for a class Net, which "
+                f"may be that of the trained module, with auto_wrap_policy={{Net}}. Torch says: {error}"
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise

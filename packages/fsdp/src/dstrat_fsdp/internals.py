@@ -98,6 +98,14 @@ def initialize_before_forward(unit: FSDPModule) -> None:
     unit._get_fsdp_state()._lazy_init()
 
 
+def gather_for_gradient(unit: FSDPModule, tensor: Tensor) -> None:
+    """Let a unit be gathered before a backward pass computes the gradient of a tensor that its forward has computed.
+
+    torch does it for tensors in the collections that a forward returns, with this hook.
+    """
+    tensor.register_hook(unit._get_fsdp_state()._pre_backward)
+
+
 def set_gradient_dtypes(units: Iterable[FSDPModule]) -> None:
     """Let units whose parameters were all frozen in their first forward pass reduce gradients in their dtypes.
 

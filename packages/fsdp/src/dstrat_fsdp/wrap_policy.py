@@ -32,7 +32,8 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         module: The module; layers that it has sharded itself are skipped.
         policy: Classes of layers; a function of a module (or torch's ``auto_wrap_policy`` functions, of a module,
             ``recurse`` and ``nonwrapped_numel``); the least number of parameters of a block; None for the module's
-            own ``auto_wrap_policy``, or else repeated layers.
+            own ``auto_wrap_policy``, or else repeated layers.  One that matches the module itself may match no layer:
+            all parameters are then gathered for a full step.
         root: The module that this one is a stage of, whose other stages may have all the layers of the policy.
 
     Raises:
@@ -43,9 +44,10 @@ def blocks_of(module: Module, policy: WrapPolicy | None, *, root: Module | None 
         policy = checked_policy(option, getattr(module, "auto_wrap_policy", None), or_size=True)
     if policy is None:
         return list(dict.fromkeys(_repeated_blocks(module, parameter_uses(module))))  # one may be in several of them
-    blocks = [layer for layer in _matching_policy(module, policy) if layer is not module]
-    matches_elsewhere = root is not None and any(layer is not root for layer in _matching_policy(root, policy))
-    if not (blocks or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
+    matching = _matching_policy(module, policy)
+    blocks = [layer for layer in matching if layer is not module]
+    matches_elsewhere = root is not None and bool(_matching_policy(root, policy))
+    if not (matching or matches_elsewhere or any(isinstance(layer, FSDPModule) for layer in module.modules())):
         classes = ", ".join(
             sorted({type(layer).__name__ for layer in _candidate_layers(module) if layer is not module})
         )
@@ -114,7 +116,8 @@ def _candidate_layers(module: Module) -> Iterator[Module]:
     excluded = {id(p) for unit in module.modules() if isinstance(unit, FSDPModule) for p in unit.modules()}
     excluded |= {id(uncompiled(layer)) for layer in module.modules() if is_compiled(layer)}
     for layer in reversed(list(module.modules())):  # torch's order has outer modules first
-        if has_forward(layer) and id(layer) not in excluded and num_parameters(layer):
+        # The module itself may have steps only: it is gathered for these.
+        if (layer is module or has_forward(layer)) and id(layer) not in excluded and num_parameters(layer):
             yield layer
 
 

@@ -67,6 +67,31 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return tensors
 
 
+def tensors_in_objects(batch: Any) -> list[Tensor]:
+    """Return the tensors that objects in a batch hold in their attributes, such as those of ``torch.distributions``.
+
+    :func:`apply_to_tensors` leaves these objects alone.  Modules, classes and functions hold no tensors of a batch.
+    """
+    from torch.nn import Module
+
+    tensors: list[Tensor] = []
+    seen: set[int] = set()  # objects may refer to each other
+
+    def look_into(other: Any) -> Any:
+        if not isinstance(other, Module | type) and not inspect.isroutine(other) and id(other) not in seen:
+            seen.add(id(other))
+            for value in getattr(other, "__dict__", {}).values():
+                _apply(value, _classify, note, look_into)
+        return other
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _apply(batch, _classify, lambda tensor: tensor, look_into)
+    return tensors
+
+
 def numbers_to_tensors(batch: Any, device: torch.device) -> Any:
     """Return the batch with each number, and each array of numpy, as a tensor on the device."""
     import torch
