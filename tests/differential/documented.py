@@ -180,9 +180,9 @@ def _values_of_the_end(spec: Spec, theirs: Record, ours: Record) -> None:
             _drop(entry["values"], lambda name: _base(name) in of_hooks)
 
 
-@documented("if an optimizer such as LBFGS computes the loss several times in a step")
+@documented("if a step computes several losses")
 def _values_of_repeated_steps(spec: Spec, theirs: Record, ours: Record) -> None:
-    if spec["optimizer"] == "lbfgs":
+    if spec["optimizer"] == "lbfgs" or spec["manual"] == 2:
         repeated = _names(spec, where=("training_step", "on_after_backward", "on_before"))
         if len(repeated) > len(_names(spec, where="training_step")) or _names(spec, where="on_train_batch"):
             for table in (*_tables(theirs), *_tables(ours)):

@@ -108,8 +108,9 @@ def _draw_optimization(spec: Spec, draw: Draw) -> None:
             spec["none"] = [[draw.between(0, 1), draw.between(0, 3)]]
             if options.get("gradient_clip_algorithm") == "value":  # torch has no minimum of no gradients
                 options["gradient_clip_algorithm"] = "norm"
-            if spec["bn"]:  # gradients before it are rounding errors, which Adam scales up, and a mean scales otherwise
-                options.pop("accumulate_grad_batches", None)
+        if spec["bn"] and ("none" in spec or spec["optimizer"] not in ("sgd", "lbfgs")):
+            # Gradients before it are rounding errors, which Adam scales up, and a mean scales otherwise.
+            options.pop("accumulate_grad_batches", None)
 
 
 def _draw_trainer(spec: Spec, draw: Draw) -> None:
