@@ -538,6 +538,13 @@ def test_an_alias_keeps_its_start_method(library, alias, method):
     assert strategy_class(library.__name__)(alias)._start_method == method
 
 
+def test_a_strategy_in_place_of_an_alias_is_an_error(library):
+    from dstrat_lightning.strategy import strategy_class
+
+    with pytest.raises(MisuseError, match=r"SingleDeviceStrategy object at .*: pass an alias, whose options follow it"):
+        strategy_class(library.__name__)(dstrat.SingleDeviceStrategy())
+
+
 @pytest.mark.parametrize("which", ["ddp_fork", "dstrat_ddp_fork"])
 def test_lightnings_trainer_validates_batch_norm_with_the_statistics_that_are_kept(library, which):
     class Normed(library.LightningModule):

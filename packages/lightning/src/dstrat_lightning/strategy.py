@@ -111,6 +111,11 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         """Whether Lightning divides the data among the ranks, which it otherwise does for its own classes alone."""
 
         def __new__(cls, alias: str, start_method: str | None = None) -> Any:  # noqa: ARG004 - of __init__
+            if not isinstance(alias, str):
+                raise MisuseError(
+                    f"the strategy is {alias!r}: pass an alias, whose options follow it as in 'fsdp(cpu_offload=True)', "
+                    "as each process makes the strategy itself"
+                )
             # Only dstrat's ddp counts as Lightning's: libraries then expect whole parameters and a wrapped module.
             target = str(get_catalog().find("strategy", alias).component.target)
             is_ddp = target.endswith(f":{library.DDPStrategy.__name__}")
