@@ -113,7 +113,7 @@ def strategy_class(package: str) -> type[Any]:  # noqa: C901 - it makes one clas
         def __new__(cls, alias: str, start_method: str | None = None) -> Any:  # noqa: ARG004 - of __init__
             if not isinstance(alias, str):
                 raise MisuseError(
-                    f"the strategy is {alias!r}: pass an alias, whose options follow it as in 'fsdp(cpu_offload=True)', "
+                    f"the strategy is {alias!r}: pass an alias, whose options follow it, as in 'mesh(cp=2)', "
                     "as each process makes the strategy itself"
                 )
             # Only dstrat's ddp counts as Lightning's: libraries then expect whole parameters and a wrapped module.
