@@ -127,6 +127,31 @@ class WithShrinking(Net):
         return Shrinking(self.parameters(), lr=0.01, momentum=0.9)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Passes everything on to an optimizer, and does not call torch's constructor."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+class WithWrapper(Net):
+    def configure_optimizers(self):
+        return Wrapper(super().configure_optimizers())
+
+
 GROUPS = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 1.0}
 
 
@@ -165,6 +190,11 @@ def test_weights_that_an_optimizer_changes_with_any_rate_resume_exactly(tmp_path
     found = in_ranks(
         stopped_and_resumed, folder=str(tmp_path), strategy=FSDPStrategy, cls=WithShrinking, moments=(2,), io=io
     )
+    assert found == [{2: True}, {2: True}]
+
+
+def test_optimizer_in_a_wrapper_without_torchs_constructor_resumes_exactly(tmp_path):
+    found = in_ranks(stopped_and_resumed, folder=str(tmp_path), strategy=FSDPStrategy, cls=WithWrapper, moments=(2,))
     assert found == [{2: True}, {2: True}]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors
@@ -182,6 +183,7 @@ class ShardedModule:
         self._slices: SliceGuard | None = None
         self._passed: list[PassedParameters] = []
         self._load_hooks: Sequence[RemovableHandle] = ()
+        self._step_hooks: Sequence[RemovableHandle] = ()
         self._gathers_root = gathers_root
         self._synchronizes, self._has_accumulated = True, False
         self._mesh, self._tensor_mesh, self._num_steps = sharding.mesh, sharding.tensor_mesh, 0
@@ -193,6 +195,11 @@ class ShardedModule:
         self._load_hooks = accept_full_tensors(self._module)
         named = ((f"parameter {name!r}", parameter) for name, parameter in self._module.named_parameters())
         self._assignments, self._slices = AssignmentGuard(named), SliceGuard(self._module)
+        # Of all optimizers, as a wrapper that does not call torch's constructor has no hooks of its own.
+        self._step_hooks = (
+            register_optimizer_step_pre_hook(lambda *_: self._begin_optimizer_step()),
+            register_optimizer_step_post_hook(lambda *_: self._end_optimizer_step()),
+        )
         units = zip(self._units, self._unit_names, strict=True)
         self._passed = [PassedParameters(unit, name) for unit, name in units if unit is not self.root]
 
@@ -319,7 +326,7 @@ class ShardedModule:
             self._gradients = AssignmentGuard(gradients, "parameter.grad")
         self._num_steps += 1
 
-    def begin_optimizer_step(self) -> None:
+    def _begin_optimizer_step(self) -> None:
         """Check that gradients have not been assigned to, where they were remembered.
 
         Raises:
@@ -330,7 +337,7 @@ class ShardedModule:
             self._gradients.check()
             self._gradients = None
 
-    def end_optimizer_step(self) -> None:
+    def _end_optimizer_step(self) -> None:
         """Watch writes to all sharded tensors, in the hooks that follow."""
         SliceGuard.watches_all = True
 
@@ -374,7 +381,7 @@ class ShardedModule:
             guard.remove()
         for passed in self._passed:
             passed.remove()
-        for hook in self._load_hooks:
+        for hook in (*self._load_hooks, *self._step_hooks):
             hook.remove()
         if self._slices is not None:
             self._slices.remove()

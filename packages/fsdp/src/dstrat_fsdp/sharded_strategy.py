@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
     from torch.nn import Module
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
     from dstrat.interfaces.memory import TrainingSize
     from dstrat.interfaces.precision import ClipAlgorithm, Precision
@@ -82,7 +81,6 @@ class ShardedStrategy(ParallelStrategy):
 
     _mesh: DeviceMesh | None = None
     _sharded: ShardedModule | None = None
-    _step_hooks: tuple[RemovableHandle, ...] = ()
     _failed = False
     _attributes: Mapping[tuple[Module, str], Mapping[str, Any]] = MappingProxyType({})  # of parameters, during a setup
     _has_no_values = False  # of parameters on the meta device, which a checkpoint has
@@ -259,13 +257,8 @@ class ShardedStrategy(ParallelStrategy):
         check_gradients(self.module, type(self).__name__)
         if self.world_size > 1:
             check_steps_shards(self.optimizers, type(self).__name__)
-        sharded = self._sharded_module
         for optimizer in self.optimizers:
             optimizer.zero_grad = self._clearing(optimizer)  # type: ignore[method-assign]  # until the run ends
-            self._step_hooks += (
-                optimizer.register_step_pre_hook(lambda *_: sharded.begin_optimizer_step()),
-                optimizer.register_step_post_hook(lambda *_: sharded.end_optimizer_step()),
-            )
 
     def _clearing(self, optimizer: Optimizer) -> Callable[..., None]:
         """Return an optimizer's ``zero_grad`` that also clears gradients that are not reduced yet."""
@@ -291,9 +284,6 @@ class ShardedStrategy(ParallelStrategy):
         restore_attributes(attributes)  # torch makes new parameters of shards that it moves
 
     def _end_sharding(self) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = ()
         if self._sharded is not None:
             self._sharded.undo()
             # To gather is collective, and after an error other ranks may be gone.

@@ -303,6 +303,8 @@ def _step_copy(
 def _copy(optimizer: Optimizer, group: int, parameters: list[Tensor], new_rate: float) -> Optimizer:
     if hasattr(type(optimizer), "__del__"):
         raise TypeError("__del__ of a copy would free resources of the optimizer")
+    # A copy gives the class a step that calls hooks, which a wrapper without torch's constructor does not have yet.
+    torch.optim.Optimizer.__setstate__(optimizer, {})
     probe = copy.copy(optimizer)
     for name, value in vars(optimizer).items():  # Optimizer.__getstate__ has torch's attributes only
         vars(probe).setdefault(name, value)
