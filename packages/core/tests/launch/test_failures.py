@@ -231,6 +231,14 @@ def test_rank_that_waits_for_others_is_not_the_one_that_hangs():
             "rank 1 of 4 exited with code 1 before it ran anything: see its output ab",
         ),
         ([end(1, code=-11, stack="Fatal")], "rank 1 of 4 was killed by SIGSEGV\n\nFatal"),
+        (
+            [end(1, code=-6, stack='File "torch/distributed/distributed_c10d.py", line 9 in all_gather')],
+            (
+                "rank 1 of 4 was killed by SIGABRT in a collective, which Gloo does where another rank is in another "
+                "one: what the stack below calls, such as a forward pass of shards, must be called by all ranks\n\n"
+                'File "torch/distributed/distributed_c10d.py", line 9 in all_gather'
+            ),
+        ),
         ([end(1, code=-signal.SIGBUS)], "rank 1 of 4 was killed by SIGBUS (perhaps because /dev/shm is full)"),
         ([end(1, code=-40)], "rank 1 of 4 was killed by signal 40"),
         ([end(1, code=None)], "rank 1 of 4 ended, and its exit code is not known"),

@@ -205,6 +205,11 @@ _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (perhaps because the machine ran out of memory)",
     signal.SIGBUS: " (perhaps because /dev/shm is full)",
 }
+_COLLECTIVES = "distributed_c10d.py"  # of torch.distributed, in a stack
+_MISMATCH_HINT = (
+    " in a collective, which Gloo does where another rank is in another one: what the stack below calls, such as a "
+    "forward pass of shards, must be called by all ranks"
+)
 _NO_STACK = "(not available)"
 _FRAME = re.compile(r'^ *File "(.*)", line .* in (.*)$', re.MULTILINE)
 _LAUNCH_ERROR = f"{LaunchError.__module__}.{LaunchError.__qualname__}"
@@ -408,7 +413,8 @@ def _describe_end(end: RankEnd) -> str:
     if code is None:
         return "ended, and its exit code is not known"
     if code < 0:
-        return f"was killed by {_signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
+        hint = _MISMATCH_HINT if code == -signal.SIGABRT and _COLLECTIVES in end.stack else _SIGNAL_HINTS.get(-code, "")
+        return f"was killed by {_signal_name(-code)}{hint}"
     if not end.was_set_up:
         return f"exited with code {code} before it ran anything: see its output above"
     return f"exited with code {code}"
