@@ -226,14 +226,47 @@ class Recurrent(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def losses_of_recurrent(cluster=None, **options):
+class RowWise(torch.optim.Optimizer):
+    """Has state of other shapes than the parameters, uses parts of gradients up, and computes the loss in its step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            if not state:
+                state["rows"] = parameter.new_zeros((len(parameter),) + (1,) * (parameter.dim() - 1))
+            square = gradient.pow(2)
+            state["rows"].mul_(0.9).add_(square.mean(1, keepdim=True) if parameter.dim() > 1 else square, alpha=0.1)
+            parameter.sub_(gradient / (state["rows"].sqrt() + 1.0), alpha=0.1)
+            gradient[:2].abs_()
+        return loss
+
+
+class RecurrentByRows(Recurrent):
+    def configure_optimizers(self):
+        return RowWise(self.parameters())
+
+
+def losses_of_recurrent(cluster=None, module_class=Recurrent, **options):
     noted, strategy = Losses(), "single_device" if cluster is None else FSDPStrategy(**options)
     trainer = quiet_trainer(strategy, cluster, callbacks=[noted])
-    trainer.fit(Recurrent(), loader(16, 4 if cluster is None else 2))
+    trainer.fit(module_class(), loader(16, 4 if cluster is None else 2))
     return noted.losses
 
 
 def test_a_first_hidden_state_is_made_beside_a_sharded_parameter():
     expected = losses_of_recurrent()
     for found in in_ranks(losses_of_recurrent, auto_wrap_policy={nn.GRU, nn.Linear}):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_optimizer_has_state_of_rows_and_uses_gradients_up():
+    expected = losses_of_recurrent(module_class=RecurrentByRows)
+    options = {"module_class": RecurrentByRows, "auto_wrap_policy": {nn.GRU, nn.Linear}}
+    for found in in_ranks(losses_of_recurrent, **options):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -4,6 +4,7 @@ import copy
 import logging
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.ranks import each, in_ranks
 from tests.trainer_runs import Losses, loader, quiet_trainer
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.distributions import Independent, Normal
 
@@ -579,6 +580,45 @@ def test_blocks_may_return_objects_that_hold_tensors():
     expected = single_device_losses(ReturnsDistributions(), steps=3)
     for losses in in_ranks(with_distributions):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class PassesAnObjectOn(BlockNet):
+    """A network whose blocks add their results to an object that passes through all of them, as to a cache."""
+
+    class Adding(Block):
+        def forward(self, x, cache):
+            cache.features.append(2.0 * super().forward(x))
+            return cache
+
+    def make_layers(self):
+        super().make_layers()
+        self.blocks = nn.ModuleList(self.Adding(10) for _ in range(3))
+        self.sharded = []
+
+    def layers(self, x):
+        x, cache = self.first(x), SimpleNamespace(features=[])
+        x.register_hook(lambda _: self.sharded.append([isinstance(b.up.weight, DTensor) for b in self.blocks]))
+        for block in self.blocks:
+            cache = block(x, cache)
+            x = cache.features[-1]
+        return self.last(sum(cache.features))
+
+
+def with_object_passed_on(cluster):
+    strategy = FSDPStrategy(auto_wrap_policy={Block})
+    network = PassesAnObjectOn()
+    start(strategy, network, parts(cluster))
+    losses = train(strategy, steps=3)
+    strategy.barrier()
+    strategy.teardown()
+    return losses, network.sharded
+
+
+def test_an_object_that_passes_through_blocks_gathers_none_again():
+    expected = single_device_losses(PassesAnObjectOn(), steps=3)
+    for losses, sharded in in_ranks(with_object_passed_on):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert all(later == [True, True] for _, *later in sharded)
 
 
 class KeepsOutputs(BlockNet):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import OrderedDict, UserDict, defaultdict
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from dstrat.interfaces.batch import (
     numbers_to_tensors,
     pin_memory,
     tensors_in,
+    tensors_in_objects,
 )
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -302,3 +304,12 @@ def test_objects_that_move_themselves_are_pinned_too():
 def test_the_tensors_of_a_batch_are_listed_in_order():
     first, second = torch.ones(1), torch.ones(2)
     assert tensors_in({"a": [first, "text"], "b": (second, 3, first)}) == [first, second, first]
+
+
+def test_tensors_in_long_chains_of_objects() -> None:
+    tensors = [torch.zeros(1) for _ in range(2000)]
+    last = None
+    for tensor in tensors:
+        last = SimpleNamespace(value=tensor, before=[last], library=torch, log=logging.getLogger())
+    noted = tensors_in_objects({"last": last, "plain": torch.ones(1)})
+    assert {id(tensor) for tensor in noted} == {id(tensor) for tensor in tensors}

@@ -8,8 +8,9 @@ import pickle
 from typing import TYPE_CHECKING
 
 import pytest
+from torch import nn
 
-from dstrat import ClusterEnvironment, RichProgressBar, SingleDeviceStrategy, Timer
+from dstrat import Callback, ClusterEnvironment, RichProgressBar, SingleDeviceStrategy, Timer
 from dstrat.callbacks import LearningRateFinder
 from dstrat.interfaces.retired_members import RetiredMembers
 from dstrat.plugins.precision import MixedPrecision
@@ -62,6 +63,27 @@ def test_reading_a_missing_member_names_its_successor() -> None:
     assert not hasattr(Timer(), "start_time")
     with pytest.raises(AttributeError, match="'Timer' object has no attribute 'starts'"):
         Timer().starts  # noqa: B018 - it raises
+
+
+def test_a_module_and_callback_in_one_has_its_layers() -> None:
+    class Probe(Callback, nn.Module):  # type: ignore[misc]  # both have state_dict
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.layer = nn.Linear(2, 1)
+
+    assert Probe().layer.out_features == 1
+    with pytest.raises(AttributeError, match="'Probe' object has no attribute 'layers'"):
+        Probe().layers  # noqa: B018 - it raises
+
+
+def test_the_error_of_a_property_stays_what_it_was() -> None:
+    class Best(Callback):
+        @property
+        def score(self) -> object:
+            return None.score  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'score'"):
+        Best().score  # noqa: B018 - it raises
 
 
 def test_objects_can_be_copied_and_pickled() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrat.errors import MisuseError
 from dstrat.interfaces.batch import apply_to_tensors, tensors_in_objects
@@ -75,10 +76,21 @@ class OutputGuard:
         if not torch.is_grad_enabled():  # there is no backward pass to gather for
             return output
         for tensor in tensors_in_objects(output):
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and self._has_computed(block, tensor):
                 tensor.register_hook(_refuse_graph)
                 internals.gather_for_gradient(block, tensor)
+                _SOURCES[tensor] = block, internals.version_of(tensor)
         return apply_to_tensors(output, self._prepare)
+
+    def _has_computed(self, block: Module, tensor: Tensor) -> bool:
+        """Return whether a block has computed a tensor in its output, or changed it in place, itself or by one in it.
+
+        An object may pass from block to block with the tensors of all of them, such as a cache.
+        """
+        source, version = _SOURCES.get(tensor, (None, None))
+        if version != internals.version_of(tensor):
+            return True
+        return source is not block and any(source is layer for layer in block.modules())
 
     def _prepare(self, tensor: Tensor) -> Tensor:
         tensor = self._copy_view(tensor)
@@ -99,6 +111,10 @@ class OutputGuard:
                 "block %r returns a view, which is copied in each step; returning a new tensor saves that", self._name
             )
         return copied
+
+
+# The block that has returned a tensor in an object, and the tensor's version then.
+_SOURCES = WeakTensorKeyDictionary()
 
 
 def _refuse_graph(_gradient: Tensor) -> None:

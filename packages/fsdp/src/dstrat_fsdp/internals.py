@@ -229,6 +229,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return tensor._version
+
+
 def has_gradient_hooks(parameter: Tensor, *, after_accumulation: bool) -> bool:
     """Return whether a parameter has hooks on its gradient, also those that follow its accumulation if asked for."""
     return bool(parameter._backward_hooks or (after_accumulation and parameter._post_accumulate_grad_hooks))

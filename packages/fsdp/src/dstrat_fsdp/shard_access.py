@@ -213,6 +213,9 @@ class SliceGuard:
     watches_all: ClassVar[bool] = False
     """Whether all sharded tensors are watched now, or parameters only."""
 
+    is_stepping: ClassVar[bool] = False
+    """Whether an optimizer steps now, which may use gradients, and the memory of parts, for other values."""
+
     # Of all sharded modules of the process, as torch has one dispatcher for DTensors.  References keep no memory.
     _names: ClassVar[dict[StorageWeakRef, str]] = {}  # of parameters, by their shards
     _copies: ClassVar[dict[StorageWeakRef, str]] = {}  # names of what they are parts of, by copies of parts
@@ -238,7 +241,7 @@ class SliceGuard:
         for memory in self._shards:
             self._names.pop(memory, None)
         if not self._names:
-            SliceGuard.watches_all = False
+            SliceGuard.watches_all = SliceGuard.is_stepping = False
             self._copies.clear()
             internals.set_dispatch_handler((*internals.VIEWS, *internals.mutating_operations()), None)
 
@@ -280,7 +283,8 @@ class SliceGuard:
             raise MisuseError(
                 f"{write} of a part of {name} has no effect: the part spans the shards of several ranks, and torch "
                 "has gathered a copy of it. Change the whole tensor, such as a parameter or its gradient, with a mask "
-                "that is sharded likewise: tensor.mul_(distribute_tensor(mask, tensor.device_mesh, tensor.placements))"
+                "that is sharded likewise: tensor.mul_(distribute_tensor(mask, tensor.device_mesh, tensor.placements)) "
+                "(a part that is needed by itself only is changed in a clone())"
             )
 
 
@@ -339,15 +343,16 @@ def _has_equal_draws(tensor: DTensor) -> bool:
 def make_plain_tensors() -> None:
     """Let ``parameter.new_zeros(n, size)`` and the like return a plain tensor, from now on.
 
-    A program makes first hidden states in this way.  Tensors of the parameter's shape, and of one element, stay
-    DTensors, such as the state of an optimizer.
+    A program makes first hidden states in this way.  Tensors of the parameter's shape, of one element, and those that
+    an optimizer makes in its step, stay DTensors: its state is computed with sharded gradients.
     """
     internals.set_dispatch_handler(internals.NEW, _make_tensor)
 
 
 def _make_tensor(operation: OpOverload, args: Any, kwargs: Any) -> Any:
     like, shape = args[0], torch.Size(args[1])
-    if shape == like.shape or shape.numel() == 1 or not SliceGuard.is_parameter(like):
+    is_state = SliceGuard.is_stepping or shape == like.shape or shape.numel() == 1
+    if is_state or not SliceGuard.is_parameter(like):
         return internals.dispatch(operation, args, kwargs)
     return operation(local_tensor(like), *args[1:], **kwargs)
 

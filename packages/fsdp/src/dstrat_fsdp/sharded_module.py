@@ -250,13 +250,17 @@ class ShardedModule:
 
     def run(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass; further ones of a training step, as for microbatches, while units may be gathered."""
-        SliceGuard.watches_all = False
+        # An optimizer may compute the loss within its step.
+        is_stepping, SliceGuard.is_stepping, SliceGuard.watches_all = SliceGuard.is_stepping, False, False
         self._buffers.cast()
         self._replicated.make_plain()
         if self._input_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self._input_dtype)
-        with explain_shards():
-            output = self.root(step, *args, **kwargs)
+        try:
+            with explain_shards():
+                output = self.root(step, *args, **kwargs)
+        finally:
+            SliceGuard.is_stepping = is_stepping
         if self._is_comparing and self._gathers_root and self._units:
             self._computed = [self._unit_names[index] for index in internals.forward_order(self.root, self._units)]
         return output if self._output_dtype is None else _in_dtype(output, self._output_dtype)
@@ -299,6 +303,7 @@ class ShardedModule:
 
     def begin_backward(self) -> None:
         """Let a backward pass compute the gradients of those parameters that require them now."""
+        SliceGuard.watches_all = False
         self._replicated.make_plain()
         internals.set_gradient_dtypes(self._units)
 
@@ -312,7 +317,7 @@ class ShardedModule:
         if self._synchronizes:
             self._replicated.reduce_gradients()
         self._replicated.make_sharded()
-        SliceGuard.watches_all = True  # in the hooks that follow
+        SliceGuard.watches_all = not SliceGuard.is_stepping  # in the hooks that follow
         if not self._synchronizes:
             return
         # In a few steps only, as the results take a wait for the device.
@@ -322,8 +327,9 @@ class ShardedModule:
                 check_same_use(self._module, self._computed, self._mesh, number)
             if self._tensor_mesh is not None:
                 check_replicas(self._module, self._mesh, self._tensor_mesh, number)
-            gradients = ((f"the gradient of {name!r}", one.grad) for name, one in self._module.named_parameters())
-            self._gradients = AssignmentGuard(gradients, "parameter.grad")
+            if not SliceGuard.is_stepping:
+                gradients = ((f"the gradient of {name!r}", one.grad) for name, one in self._module.named_parameters())
+                self._gradients = AssignmentGuard(gradients, "parameter.grad")
         self._num_steps += 1
 
     def _begin_optimizer_step(self) -> None:
@@ -332,14 +338,14 @@ class ShardedModule:
         Raises:
             MisuseError: One was.
         """
-        SliceGuard.watches_all = False
+        SliceGuard.is_stepping, SliceGuard.watches_all = True, False
         if self._gradients is not None:
             self._gradients.check()
             self._gradients = None
 
     def _end_optimizer_step(self) -> None:
         """Watch writes to all sharded tensors, in the hooks that follow."""
-        SliceGuard.watches_all = True
+        SliceGuard.is_stepping, SliceGuard.watches_all = False, True
 
     @property
     def _is_comparing(self) -> bool:

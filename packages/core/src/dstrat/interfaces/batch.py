@@ -8,6 +8,8 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import lru_cache
+from logging import Logger
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import MisuseError
@@ -70,25 +72,30 @@ def tensors_in(batch: Any) -> list[Tensor]:
 def tensors_in_objects(batch: Any) -> list[Tensor]:
     """Return the tensors that objects in a batch hold in their attributes, such as those of ``torch.distributions``.
 
-    :func:`apply_to_tensors` leaves these objects alone.  Modules, classes and functions hold no tensors of a batch.
+    :func:`apply_to_tensors` leaves these objects alone.  Modules, classes, functions and loggers hold no tensors of a
+    batch.
     """
     from torch.nn import Module
 
     tensors: list[Tensor] = []
-    seen: set[int] = set()  # objects may refer to each other
-
-    def look_into(other: Any) -> Any:
-        if not isinstance(other, Module | type) and not inspect.isroutine(other) and id(other) not in seen:
-            seen.add(id(other))
-            for value in getattr(other, "__dict__", {}).values():
-                _apply(value, _classify, note, look_into)
-        return other
+    objects: list[Any] = []
 
     def note(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    _apply(batch, _classify, lambda tensor: tensor, look_into)
+    def note_object(other: Any) -> Any:
+        objects.append(other)
+        return other
+
+    _apply(batch, _classify, lambda tensor: tensor, note_object)
+    seen: set[int] = set()  # objects may refer to each other
+    for other in objects:  # which grow: a chain of objects may be longer than Python's stack
+        is_other = isinstance(other, Module | ModuleType | Logger | type) or inspect.isroutine(other)
+        if not is_other and id(other) not in seen:
+            seen.add(id(other))
+            for value in list(getattr(other, "__dict__", {}).values()):
+                _apply(value, _classify, note, note_object)
     return tensors
 
 

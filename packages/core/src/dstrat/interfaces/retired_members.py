@@ -36,4 +36,6 @@ class RetiredMembers:
         def __getattr__(self, name: str) -> Any:
             if (instead := self.retired_members.get(name)) is not None:
                 raise AttributeError(f"{type(self).__name__} has no {name}, unlike Lightning's: {instead}")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            # A further base class may have attributes of this kind too, as torch's Module has.
+            look_up = getattr(super(), "__getattr__", None) or super().__getattribute__
+            return look_up(name)  # raises again what a property has raised
