@@ -214,6 +214,58 @@ def test_a_change_that_stage_3_loses_is_an_error_that_names_the_parameter_and_th
         assert all("GatheredParameters" in message for message in found.values())
 
 
+class Joined(nn.Module):
+    """Layers that are gathered together where DeepSpeed's granularity says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+class Unchanged(Model):
+    """Changes no weights; saves files of DeepSpeed's engine in a hook."""
+
+    def __init__(self, path=None):
+        super().__init__()
+        self.path, self.joined = path, Joined()
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.joined(self.net.layers(inputs)), targets)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.path is not None:
+            self.trainer.strategy.engine.save_checkpoint(self.path)
+
+
+JOINED = {"zero_optimization": {**LARGE["zero_optimization"], "stage3_module_granularity_threshold": 10}}
+ROUNDED = {**LARGE, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+UNCHANGED = {"files": LARGE, "memory shared by a layer's parameters": JOINED, "rounded values in gathers": ROUNDED}
+
+
+def unchanged(cluster, path):
+    return {
+        name: fit(
+            Unchanged(path if config is LARGE else None),
+            DeepSpeedStrategy(config=config),
+            cluster,
+            precision="bf16-mixed" if config is ROUNDED else "32-true",
+        )
+        for name, config in UNCHANGED.items()
+    }
+
+
+def test_what_stage_3_itself_does_with_weights_is_no_change(tmp_path):
+    expected = fit(Unchanged(), "single_device")
+    for found in in_ranks(unchanged, path=str(tmp_path)):
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected, rel=0.02 if "rounded" in name else 1e-5), name
+    assert (tmp_path / "latest").exists()
+
+
 # Reads of weights in hooks
 
 

@@ -18,6 +18,7 @@ from dstrat_deepspeed import internals
 from dstrat_deepspeed.config import without_boundaries
 from dstrat_deepspeed.nvme import free_state_buffers, parameters_in_files, release_unused
 from dstrat_deepspeed.unused_parameters import UnusedGradients, unused_gradients
+from dstrat_deepspeed.user_module import empty_parameters_allowed
 from dstrat_deepspeed.zero3 import CollectiveCheck, collective_check, explaining_missing_values
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Engine:
                 config=config,
                 dist_init_required=False,
             )
+        # It reads the module's state dict too, and writes the shards of stage 3 to files of their own.
+        self.engine.save_checkpoint = empty_parameters_allowed()(self.engine.save_checkpoint)
         self._in_files = parameters_in_files(steps)
         self._unused = UnusedGradients(None)
         self._collective_check: CollectiveCheck | None = None
@@ -269,6 +272,7 @@ class Engine:
             with self.without_empty_groups():
                 self.engine.destroy()
         finally:
+            vars(self.engine).pop("save_checkpoint", None)
             internals.release_groups(self.engine)
             free_state_buffers(wrapped)
             if self.optimizer is not None:

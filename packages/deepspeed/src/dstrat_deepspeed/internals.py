@@ -376,8 +376,15 @@ def observe_reductions(optimizer: Any, on_reduce: Callable[[list[Any]], None]) -
     setattr(optimizer, _REDUCE, observed_reduce)
 
 
+def gathers_exactly(optimizer: Any, parameter: Any) -> bool:
+    """Return whether stage 3 gathers a parameter's values as they are, which autocast and ZeRO++ may round."""
+    dtype = parameter.ds_tensor.dtype
+    is_quantized = optimizer.parameter_offload.zero_quantized_weights
+    return not is_quantized and getattr(parameter, "comm_dtype", dtype) == dtype
+
+
 @contextmanager
-def observed_releases(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
+def observed_releases(optimizer: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
     """Call functions with each parameter before and after stage 3 frees its full values, in a ``with`` block."""
     module: Any = import_module("deepspeed.runtime.zero.partition_parameters")
     free = module.free_param
@@ -387,11 +394,24 @@ def observed_releases(before: Callable[[Any], None], after: Callable[[Any], None
         free(parameter)
         after(parameter)
 
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    release = coordinator.release_sub_module
+    is_leaf = import_module("deepspeed.utils").z3_leaf_module
+
+    def observed_release(layer: Module, *args: Any, **kwargs: Any) -> None:
+        release(layer, *args, **kwargs)
+        for parameter in layer.parameters() if is_leaf(layer) else ():
+            after(parameter)
+
     module.free_param = observed_free
+    # With stage3_module_granularity_threshold it replaces the memory of layers without that function.
+    if coordinator.fast_sharding_for_leaf_module:
+        coordinator.release_sub_module = observed_release
     try:
         yield
     finally:
         module.free_param = free
+        vars(coordinator).pop("release_sub_module", None)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from dstrat.checkpoint.portable.local_files import unused_beside
 from dstrat.checkpoint.portable.ranks import GroupRanks, Ranks
 from dstrat.errors import CheckpointError
 from dstrat_deepspeed import internals
-from dstrat_deepspeed.user_module import empty_parameters_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,11 +62,7 @@ def save_native(
                 if ranks.rank == 0:
                     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                     unfinished.mkdir(parents=True)
-            with (
-                ranks.on_all_ranks(f"write DeepSpeed's files {str(target)!r}"),
-                internals.errors_after_saving(engine),
-                empty_parameters_allowed(),  # the shards are in files of their own
-            ):
+            with ranks.on_all_ranks(f"write DeepSpeed's files {str(target)!r}"), internals.errors_after_saving(engine):
                 engine.save_checkpoint(
                     str(unfinished),
                     tag=tag,

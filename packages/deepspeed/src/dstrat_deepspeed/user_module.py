@@ -176,6 +176,7 @@ class OutsideChanges:
         self._get_versions: list[Callable[[], tuple[int, int]]] = [watched.version for watched in self._watched]
         self._sharded = {id(one.parameter): one for one in self._watched if isinstance(one, _ShardedParameter)}
         self._persistent = [one for one in self._sharded.values() if one.parameter.ds_persist]
+        self._compared: dict[int, _ShardedParameter] = {}
         self._num_steps = 0
         self.ignore()
 
@@ -187,7 +188,9 @@ class OutsideChanges:
             optimizer: DeepSpeed's of stage 3.
         """
         internals.observe_gathers(optimizer, self._check_before_gather)
-        with internals.observed_releases(self._check_before_release, self._remember_memory):
+        sharded = self._sharded.items()
+        self._compared = {key: one for key, one in sharded if internals.gathers_exactly(optimizer, one.parameter)}
+        with internals.observed_releases(optimizer, self._check_before_release, self._remember_memory):
             yield
 
     def after_step(self) -> None:
@@ -208,8 +211,8 @@ class OutsideChanges:
 
     def _check_before_release(self, parameter: Any) -> None:
         # In the first step only, as this takes a pass over all shards.
-        if not self._num_steps and id(parameter) in self._sharded:
-            self._sharded[id(parameter)].check_equals_shard()
+        if not self._num_steps and id(parameter) in self._compared:
+            self._compared[id(parameter)].check_equals_shard()
 
     def _remember_memory(self, parameter: Any) -> None:
         if id(parameter) in self._sharded:
@@ -250,7 +253,8 @@ class OutsideChanges:
         """
         if is_compared(self._num_steps + 1):
             for sharded in self._persistent:
-                sharded.check_equals_shard()
+                if id(sharded.parameter) in self._compared:
+                    sharded.check_equals_shard()
 
 
 class FixedFlags:
