@@ -68,9 +68,15 @@ class TorchCheckpointIO(CheckpointIO):
             remove_stale(file.parent)
             with atomic_write(file) as temporary:
                 _write(checkpoint, temporary)
-                # torch.save pickles any object, torch.load refuses most: better an error now than at the resume.
-                # With a memory map this reads the structure alone, not the tensors' values.
-                read_content(temporary, path, failure="is not written, because it could not be read back", mmap=True)
+                try:
+                    _check_readable(temporary, path)
+                except CheckpointError:
+                    # A learning rate may be a number of numpy, which torch.load refuses.
+                    plain = apply_to_columns(checkpoint, _is_number_of_numpy, _as_plain)
+                    if plain is checkpoint:
+                        raise
+                    _write(plain, temporary)
+                    _check_readable(temporary, path)
         except CheckpointError:
             raise
         except (OSError, RuntimeError) as error:
@@ -97,18 +103,24 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    # A learning rate may be a number of numpy, which torch.load refuses.
-    plain = apply_to_columns(
-        checkpoint, _is_number_of_numpy, lambda value: value.item() if _is_number_of_numpy(value) else value
-    )
     with path.open("wb") as file:
-        torch.save(plain, file)
+        torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())  # or the rename may reach the disk before the content
 
 
+def _check_readable(file: Path, path: CheckpointPath) -> None:
+    # torch.save pickles any object, torch.load refuses most: better an error now than at the resume.
+    # With a memory map this reads the structure alone, not the tensors' values.
+    read_content(file, path, failure="is not written, because it could not be read back", mmap=True)
+
+
 def _is_number_of_numpy(value: Any) -> bool:
     return isinstance(value, np.generic)
+
+
+def _as_plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def read_content(file: Path, path: CheckpointPath, *, failure: str = "cannot be read", mmap: bool = False) -> Any:
