@@ -175,9 +175,12 @@ class CheckpointedStrategy(ParallelStrategy):
         return None if self._engine is None else self._engine.engine.optimizer
 
     def _after_loading(self) -> None:
-        drop_gathered(self.module, self._wrapped_optimizer)
-        if self._changes is not None:  # loading has changed the weights: not a change by a hook
-            self._changes.ignore()
+        if self._changes is None:
+            drop_gathered(self.module, self._wrapped_optimizer)
+            return
+        with self._changes.replacing_gathered():  # loading has changed the weights: not a change by a hook
+            drop_gathered(self.module, self._wrapped_optimizer)
+        self._changes.ignore()
 
     def _accept_changes(self, *, moves: bool = True) -> None:
         """Copy weights that hooks have changed to the optimizer's."""

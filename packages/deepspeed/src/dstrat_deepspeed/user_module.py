@@ -178,7 +178,17 @@ class OutsideChanges:
         self._persistent = [one for one in self._sharded.values() if one.parameter.ds_persist]
         self._compared: dict[int, _ShardedParameter] = {}
         self._num_steps = 0
+        self._replaces_gathered = False
         self.ignore()
+
+    @contextmanager
+    def replacing_gathered(self) -> Iterator[None]:
+        """Expect gathered values to differ from their shards, which have changed, in a ``with`` block."""
+        self._replaces_gathered = True
+        try:
+            yield
+        finally:
+            self._replaces_gathered = False
 
     @contextmanager
     def observed_shards(self, optimizer: Any) -> Iterator[None]:
@@ -211,7 +221,7 @@ class OutsideChanges:
 
     def _check_before_release(self, parameter: Any) -> None:
         # In the first step only, as this takes a pass over all shards.
-        if not self._num_steps and id(parameter) in self._compared:
+        if not (self._num_steps or self._replaces_gathered) and id(parameter) in self._compared:
             self._compared[id(parameter)].check_equals_shard()
 
     def _remember_memory(self, parameter: Any) -> None:
