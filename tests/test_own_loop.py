@@ -214,7 +214,7 @@ class Normed(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+        return self.layers(x)  # type: ignore[no-any-return]  # torch's modules return Any
 
 
 def train_compiled(loop: OwnLoop, compiles: str, path: Path, loads: Path | None = None) -> tuple[list[float], set[str]]:

@@ -35,8 +35,8 @@ class TorchCheckpointIO(CheckpointIO):
 
     A file is written under a temporary name in the same folder, flushed to the disk and renamed; the next save removes
     the temporary file of a process that was killed.  Loading runs no code from the file (``weights_only=True``), so a
-    checkpoint holds tensors and plain values, and a save refuses anything that could not be loaded again; numbers of
-    numpy are written as Python's.  Files of a
+    checkpoint holds tensors and plain values, and a save refuses anything that could not be loaded again, but writes
+    numbers of numpy as Python's.  Files of a
     store (a URL that fsspec supports) are copied through a temporary local file.  Object stores show a file only when
     it is complete; file servers (``sftp://``, ``hdfs://``) show it while it is copied, and keep a truncated one after
     a crash: portable folders are safe there too.

@@ -63,7 +63,7 @@ class RichProgressBar(ProgressBar):
     retired_members: ClassVar[Mapping[str, str]] = {
         **ProgressBar.retired_members,
         "configure_columns": "theme= has the styles, get_metrics returns the values, and make_display another display",
-        "refresh": "the bar is drawn by time; refresh_rate and refresh_seconds say how often",
+        "refresh": "the bar is drawn by time, after refresh_rate batches at the earliest",
         **dict.fromkeys(
             ("train_progress_bar", "val_progress_bar", "val_sanity_check_bar", "test_progress_bar"),
             "the bars belong to the display that make_display returns",
