@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -197,8 +198,8 @@ class ShardedModule:
         self._assignments, self._slices = AssignmentGuard(named), SliceGuard(self._module)
         # Of all optimizers, as a wrapper that does not call torch's constructor has no hooks of its own.
         self._step_hooks = (
-            register_optimizer_step_pre_hook(lambda *_: self._begin_optimizer_step()),
-            register_optimizer_step_post_hook(lambda *_: self._end_optimizer_step()),
+            register_optimizer_step_pre_hook(_weak_hook(self._begin_optimizer_step)),
+            register_optimizer_step_post_hook(_weak_hook(self._end_optimizer_step)),
         )
         units = zip(self._units, self._unit_names, strict=True)
         self._passed = [PassedParameters(unit, name) for unit, name in units if unit is not self.root]
@@ -401,6 +402,17 @@ class ShardedModule:
     def _free_after_forward(self, frees: bool) -> None:
         for unit in self._gathered_in_training:
             unit.set_reshard_after_forward(frees, recurse=False)
+
+
+def _weak_hook(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method, and keeps nothing alive: an owner may be freed without being released."""
+    reference = WeakMethod(method)
+
+    def hook(*_: Any) -> None:
+        if (living := reference()) is not None:
+            living()
+
+    return hook
 
 
 def _scalars_of(layer: Module) -> set[Parameter]:
