@@ -151,14 +151,17 @@ def run_commands(commands: list[str], folder: Path) -> str:
     """Run commands of a tutorial, those with a final & beside the next one; return what they print."""
     site = folder / "site"  # where pip installs
     environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
-    modules = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "dstrat": ("-m", "dstrat"), "pip": PIP}
-    text, running = "", []
+    modules = {"torchrun": ("-m", "torch.distributed.run"), "dstrat": ("-m", "dstrat"), "pip": PIP}
+    text = ""
+    running: list[WarmProgram | subprocess.Popen[str]] = []
     for command in commands:
         program, *arguments = command.removesuffix(" &").split()
         if program == "pip":
             arguments += ["--no-build-isolation", "--no-index", f"--target={site}"]
         running.append(
-            subprocess.Popen(
+            WarmProgram(folder / arguments[0], *arguments[1:], environ=environ)
+            if program == "python"
+            else subprocess.Popen(
                 (sys.executable, *modules[program], *arguments),
                 cwd=folder,
                 env={**os.environ, **environ},

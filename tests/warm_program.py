@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -88,6 +89,7 @@ def _reader(connection: Any) -> Any:
 
 
 def _run(script: str, arguments: tuple[str, ...], out: Any, err: Any, environ: Mapping[str, str]) -> None:
+    gc.freeze()  # a search for garbage would visit, and so copy, all that the fork server has loaded
     os.setsid()
     os.environ.update(environ)
     os.dup2(out.fileno(), 1)
@@ -99,7 +101,7 @@ def _run(script: str, arguments: tuple[str, ...], out: Any, err: Any, environ: M
     torch.set_num_threads(1)
     folder = str(Path(script).parent)
     os.chdir(folder)
-    sys.path.insert(0, folder)
+    sys.path[:0] = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]  # read at a start of Python
     sys.argv = [script, *arguments]
     # What a rank of start_method="popen" is made from.
     sys.orig_argv = [sys.executable, *sys.argv]

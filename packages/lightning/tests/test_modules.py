@@ -18,6 +18,7 @@ pytest.importorskip("lightning", reason="this environment has no Lightning: nox 
 import lightning.pytorch
 import torch
 from click.testing import CliRunner
+from tests.warm_ranks import run_in_ranks
 from torch.utils.data import DataLoader
 
 import dstrat
@@ -36,10 +37,18 @@ LIBRARIES = ["lightning.pytorch", "pytorch_lightning"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def run(tmp_path, which, strategy, *options):
-    """Train net.py by a Trainer; return what global rank 0 wrote."""
+def run(tmp_path, which, strategy):
+    """Train net.py by a Trainer, in ranks that torchrun might have started; return what global rank 0 wrote."""
     path = tmp_path / f"{which}-{strategy}.json"
-    command = [sys.executable, "-W", "ignore", str(HERE / "net.py"), which, strategy, str(path), *options]
+    done = run_in_ranks(HERE / "net.py", which, strategy, str(path), devices=2)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text())
+
+
+def run_as_users_do(tmp_path, which, strategy):
+    """Train net.py by a Trainer that starts the other rank; return what global rank 0 wrote."""
+    path = tmp_path / f"{which}-{strategy}.json"
+    command = [sys.executable, "-W", "ignore", str(HERE / "net.py"), which, strategy, str(path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text())
@@ -57,7 +66,7 @@ BESIDE_LIGHTNING = pytest.mark.xdist_group("beside lightning")  # tests that sha
 @BESIDE_LIGHTNING
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.variant), "fsdp"])
 def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
-    seen = run(tmp_path, "dstrat", strategy)
+    seen = run_as_users_do(tmp_path, "dstrat", strategy)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-6)
     assert seen["steps"] == reference["steps"]
     assert seen["best"].endswith(Path(reference["best"]).name)
@@ -67,7 +76,8 @@ def test_two_ranks_give_the_losses_of_lightning(tmp_path, reference, strategy):
 @BESIDE_LIGHTNING
 @pytest.mark.parametrize("strategy", ["dstrat_ddp", "dstrat_fsdp"])
 def test_lightnings_trainer_runs_strategies_of_dstrat(tmp_path, reference, strategy):
-    seen = run(tmp_path, "lightning", strategy)
+    start = run_as_users_do if strategy == "dstrat_ddp" else run
+    seen = start(tmp_path, "lightning", strategy)
     assert seen["losses"] == pytest.approx(reference["losses"], abs=1e-5)
     assert seen["score"] == pytest.approx(reference["score"], abs=1e-5)
 

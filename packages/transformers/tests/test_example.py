@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
 
+from tests.warm_ranks import run_in_ranks
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama")]
@@ -40,8 +39,7 @@ def validation_loss(folder, strategy, *options):
         str(folder),
         *options,
     ]
-    command = [sys.executable, str(PROGRAM), "--accelerator", "cpu", *arguments]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    ended = run_in_ranks(PROGRAM, "--accelerator", "cpu", *arguments, devices=2)
     assert ended.returncode == 0, ended.stderr[-3000:]
     AutoModelForCausalLM.from_pretrained(folder / "model")
     return re.search(r"validation loss (\S+) nats", ended.stdout)[1]

@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
 
+from tests.warm_ranks import run_in_ranks
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_trainer import LLAMA, USE
-from warm import run_in_ranks
 
 pytestmark = [
     pytest.mark.xdist_group("hf_prepared_model"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,8 @@ pytest.importorskip("transformers", reason="this environment has no transformers
 import torch
 from safetensors.torch import load_file, save_file
 from tests.live_bytes import LiveBytes
+from tests.warm_program import WarmProgram
+from tests.warm_ranks import run_in_ranks
 
 import dstrat
 from dstrat import Callback
@@ -145,8 +146,7 @@ def test_the_engine_of_the_example_ends_with_the_weights_of_the_training(tmp_pat
         "--every",
         "2",
     ]
-    command = [sys.executable, str(program), *options, "--out", str(tmp_path)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = WarmProgram(program, *options, "--out", str(tmp_path)).run()
     assert re.findall("^step (.): 'def ", output, re.MULTILINE) == ["2", "4", "4"]
     trained, received = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "engine"))
     assert trained.keys() == received.keys()
@@ -210,8 +210,7 @@ def test_an_engine_gets_the_slices_that_transformers_reads_itself(tmp_path, mode
     small.train(tmp_path, strategy, 2, model=model(), callbacks=[Slices(tmp_path)])
     program = tmp_path / "engine.py"
     program.write_text(ENGINE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    ended = run_in_ranks(program, str(tmp_path), devices=2)
     assert ended.returncode == 0, ended.stderr[-3000:]
     for rank in range(2):
         streamed = load_file(tmp_path / f"slice-{rank}.safetensors")

@@ -14,11 +14,8 @@ import pytest
 pytest.importorskip("transformers", reason="this environment has no transformers: nox -s neighbours has")
 
 import torch
+from tests.warm_ranks import run_in_ranks
 from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from warm import run_in_ranks
 
 pytestmark = [
     pytest.mark.xdist_group("hf_trainer"),
@@ -242,6 +239,7 @@ def test_its_own_trainer_resumes_a_training_of_ddp(tmp_path, own_ddp):
     assert seen["losses"] == pytest.approx(result(own_ddp, "plain")["losses"], rel=1e-6)
 
 
+@pytest.mark.variant  # of all tests here, whose processes have torchrun's variables, without its imports
 def test_processes_of_torchrun_are_taken_over(tmp_path, own_ddp):
     folder = run(tmp_path, "ddp", {"unclipped": SCENARIOS["unclipped"]}, by_torchrun=True)
     assert result(folder, "unclipped")["losses"] == pytest.approx(result(own_ddp, "unclipped")["losses"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Programs with a process for each rank, all copies of one that has imported transformers, which takes seconds."""
+"""Programs with a process for each rank, all copies of one that has imported what neighbours import, for seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS_AFTER_FAILURE = 10.0  # for the other ranks to end by themselves
 multiprocessing.set_forkserver_preload(
     [
         *("torch._dynamo", "transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft"),
-        *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "dstrat_transformers"),
+        *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "dstrat_transformers", "lightning.pytorch"),
         *("dstrat_ddp.strategy", "dstrat_deepspeed.strategy", "dstrat_fsdp.strategy", "dstrat_mesh.strategy"),
         *("dstrat.builtin.accelerators.cpu", "dstrat.training.run", "tests.warm_program"),
     ]
