@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm_program import WarmProgram
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -156,9 +155,7 @@ def test_a_compiled_module_gives_the_same_losses(device, strategy, is_before):
 )
 def test_two_ranks_share_a_device_over_gloo(device, strategy, tmp_path):
     out = tmp_path / "losses.json"
-    command = [sys.executable, str(PROGRAM), strategy, device, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr
+    WarmProgram(PROGRAM, strategy, device, str(out)).run(timeout=400)
     assert json.loads(out.read_text()) == pytest.approx(losses_by_hand(), rel=1e-3)
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.warm_program import WarmProgram
 
 MODULES = """
 import os, time
@@ -95,6 +96,12 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+def start_warm(folder: Path, *options: str) -> WarmProgram:
+    """Start the command where most of what it imports is there; the other rank imports it itself."""
+    (folder / "main.py").write_text("from dstrat.cli.main import main; main()")
+    return WarmProgram(folder / "main.py", "fit", "--config=run.yaml", *options)
+
+
 DSTRAT = ("-m", "dstrat", "fit", "--config=run.yaml")
 INSTALLED = (str(Path(sys.executable).with_name("dstrat")), *DSTRAT[2:])
 
@@ -147,10 +154,12 @@ def test_torchrun_runs_the_script_in_each_rank(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
-    program = start(folder, *DSTRAT, "--trainer.strategy=ddp", "--model.seconds=0.2", "--trainer.max_epochs=1000")
+    options = ("--trainer.strategy=ddp", "--model.seconds=0.2", "--trainer.max_epochs=1000")
+    program = start_warm(folder, *options)
     wait_for(folder / "step-1")
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does
-    err = finish(program, 130)
+    _, err = program.communicate(timeout=400)
+    assert program.returncode == 130, err
     assert "Aborted" not in err
     assert "Traceback" not in err
 
@@ -158,7 +167,9 @@ def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
 def test_a_rank_that_fails_is_shown_by_its_traceback(folder: Path) -> None:
     text = MODULES.replace("time.sleep(self.seconds)", "raise ValueError('odd batch')")
     (folder / "modules.py").write_text(text)
-    err = finish(start(folder, *DSTRAT, "--trainer.strategy=ddp"), 1)
+    program = start_warm(folder, "--trainer.strategy=ddp_fork")
+    _, err = program.communicate(timeout=400)
+    assert program.returncode == 1, err
     assert re.search(r"rank \d of 2 failed: ValueError: odd batch", err)
     assert "in training_step" in err
 

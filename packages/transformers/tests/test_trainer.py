@@ -587,13 +587,11 @@ def test_a_training_that_stages_cannot_run_is_an_error(tmp_path, is_subclass, ha
 USE = "import os, sys\nimport dstrat_transformers\n"
 
 
-def start(folder, program, *options):
-    """Run a program with these lines after the call of use, and return how it ended."""
+def start(folder, program):
+    """Run a program with these lines after the import, and return how it ended; ranks that it starts are not warm."""
     path = folder / "program.py"
     path.write_text(USE + program)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *options, str(path)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    return run_in_ranks(path, devices=1)
 
 
 def start_two(folder, program):
@@ -633,7 +631,11 @@ if os.environ["RANK"] == "1":
     raise ValueError("broken data")
 dist.barrier()
 """
-    ended = start(tmp_path, program)
+    path = tmp_path / "program.py"
+    path.write_text(USE + program)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(path)]  # as users start it
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "rank 1 of 2 failed: ValueError: broken data" in ended.stderr
 
@@ -659,7 +661,7 @@ for seed, (accelerator, (model, optimizer)) in enumerate(zip(accelerators, prepa
         plain_optimizer.step()
         print("differs by", max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items()))
 """
-    ended = start(tmp_path, program)
+    ended = start_two(tmp_path, program)
     assert ended.returncode == 0, ended.stderr[-2000:]
     differences = [float(line.split()[-1]) for line in ended.stdout.splitlines() if line.startswith("differs by")]
     assert differences == [pytest.approx(0, abs=1e-6)] * 2
@@ -699,7 +701,8 @@ def test_a_strategy_that_cannot_run_these_loops_is_an_error(tmp_path, strategy, 
     if strategy.startswith("diloco"):
         pytest.importorskip("dstrat_diloco", reason="this environment has no dstrat-diloco")
     use = f"dstrat_transformers.use({strategy!r}, accelerator='cpu', devices=2)\n"
-    ended = start(tmp_path, use + LLAMA + "accelerator.prepare(model, optimizer)")
+    run_program = start if strategy == "ddp_spawn" else start_two  # the others are refused in the ranks
+    ended = run_program(tmp_path, use + LLAMA + "accelerator.prepare(model, optimizer)")
     assert ended.returncode == 1
     assert message in ended.stderr
 
@@ -801,7 +804,7 @@ for method in (trainer._inner_training_loop, trainer.evaluation_loop):
     except ConflictError as error:
         print("REFUSED", error)
 """
-    ended = start(tmp_path, program)
+    ended = start_two(tmp_path, program)
     assert ended.returncode == 0, ended.stderr[-2000:]
     for message in (
         "noise by the length of a sequence",
