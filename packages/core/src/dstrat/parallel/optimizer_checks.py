@@ -261,17 +261,25 @@ def how_flat_pieces_fail(optimizer: Optimizer, device: torch.device) -> str | No
 
 
 def _indivisible_state(optimizer: Optimizer) -> str | None:
-    """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number."""
+    """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number.
+
+    A tensor of one element, such as a number of steps, is a number if all pieces have the same.
+    """
     if type(optimizer) in _ELEMENT_WISE:
         return None
+    generator = torch.Generator().manual_seed(0)
     for number in _different_groups(optimizer):
-        parameter = torch.zeros(_SHAPE, device="cpu").flatten().requires_grad_()
+        values, gradients = (torch.randn((2, *_SHAPE), generator=generator, device="cpu").flatten(1) for _ in range(2))
+        pieces: list[Tensor] = [piece.clone().requires_grad_() for piece in values]
         # Any error of a third-party optimizer is ignored; its state is unknown then.
         with contextlib.suppress(Exception), torch.random.fork_rng([]):
-            probe = _step_copy(optimizer, number, [parameter], [[torch.zeros_like(parameter)]])
-            for key, value in probe.state[parameter].items():
+            probe = _step_copy(optimizer, number, pieces, [[*gradients.clone()]])
+            first, second = (probe.state[piece] for piece in pieces)
+            for key, value in first.items():
                 if isinstance(value, torch.Tensor):
-                    if value.dim() and value.shape != parameter.shape:
+                    if value.numel() == 1 and not torch.equal(value.nan_to_num(), second[key].nan_to_num()):
+                        return f"its state {key!r} is a number of the whole parameter"
+                    if value.numel() != 1 and value.shape != pieces[0].shape:
                         return f"its state {key!r} is a tensor of another shape than the parameter"
                 elif tensors_in(value):
                     return f"its state {key!r} has tensors in a {type(value).__name__}"
