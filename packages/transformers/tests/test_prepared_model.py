@@ -393,6 +393,39 @@ def test_a_pickled_accelerator_has_its_state_and_no_strategy(tmp_path):
         assert seen == [True, True, "no model is prepared: call accelerator.prepare(model, optimizer) first"]
 
 
+FREED = """
+import gc
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def losses(model, optimizer):
+    of_steps = []
+    for _ in range(2):
+        loss = model(torch.full((3, 4), accelerator.process_index + 1.0)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        of_steps.append(loss.item())
+    return of_steps
+unused, accelerator = accelerator, dstrat_transformers.DstratAccelerator()
+trained = made()
+del unused
+gc.collect()
+seen = [losses(*trained)]
+first, accelerator = accelerator, dstrat_transformers.DstratAccelerator()
+second = made()
+first.prepared_model.release()
+seen.append(losses(*second))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+def test_an_accelerator_that_is_freed_or_released_leaves_others_as_they_are(tmp_path, strategy):
+    pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+    for first, second in seen_by_ranks(tmp_path, strategy, FREED):
+        assert first == second
+
+
 WITHOUT_OPTIMIZER = """
 from dstrat.errors import MisuseError
 seen = []
