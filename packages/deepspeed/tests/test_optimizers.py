@@ -56,6 +56,41 @@ class Named(WithAdagrad):
         return None
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts steps in a tensor of one element for each parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(steps=torch.zeros(1), mean=torch.zeros_like(parameter))
+                state["steps"] += 1
+                state["mean"].lerp_(parameter.grad, 0.1)
+                parameter.sub_(state["mean"] / (1 - 0.9 ** state["steps"].item()), alpha=group["lr"])
+
+
+class WithCounts(WithAdagrad):
+    """Has such an optimizer, and a group of one parameter with one element."""
+
+    def make_layers(self):
+        super().make_layers()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.layers(batch[0]) * self.scale, batch[1])
+
+    def configure_optimizers(self):
+        return Counting([{"params": [*self.layers.parameters()]}, {"params": [self.scale]}], lr=0.05)
+
+
 class HasStepped(WithAdagrad):
     """Has an optimizer that has stepped before."""
 
@@ -89,6 +124,7 @@ CASES = {
     "sharded before": {"cls": AlreadySharded},
     "named": {"cls": Named, "config": NAMES_ADAGRAD},
     "bf16": {"cls": WithAdagrad, "precision": "bf16-true"},
+    "counts": {"cls": WithCounts},
 }
 
 
@@ -118,7 +154,9 @@ def whole_and_resumed(cluster, folder, stage, cls, config=None, **options):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_optimizer_goes_on_with_the_state_that_it_was_made_with(stage, tmp_path):
     cases = {name: {**case, "stage": stage, "folder": str(tmp_path / name)} for name, case in CASES.items()}
-    expected = {cls: fit(SingleDeviceStrategy(), None, cls(), tmp_path) for cls in (WithAdagrad, AlreadySharded)}
+    expected = {
+        cls: fit(SingleDeviceStrategy(), None, cls(), tmp_path) for cls in (WithAdagrad, AlreadySharded, WithCounts)
+    }
     expected[Named] = expected[WithAdagrad]
     for found in in_ranks(each, function=whole_and_resumed, cases=cases):
         for name, case in CASES.items():
@@ -199,10 +237,19 @@ class OfTable(OfSigns):
         self.state[parameter].setdefault("table", torch.ones(3))
 
 
+class OfSizes(OfSigns):
+    """Has a number of each parameter, in a tensor of one element, which it may use later."""
+
+    def update(self, group, parameter):
+        super().update(group, parameter)
+        self.state[parameter]["size"] = parameter.grad.abs().max().reshape(1)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (OfHistory, "its state 'history' has tensors in a dict"),
+        (OfSizes, "its state 'size' is a number of the whole parameter"),
         (OfTable, "its state 'table' is a tensor of another shape than the parameter"),
     ],
 )

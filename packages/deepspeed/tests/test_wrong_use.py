@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_loop import Net, Run, parts, start
+from tests.sharpness import Sam
 from tests.warm_program import WarmProgram
 
 from dstrat import Trainer
@@ -211,6 +212,11 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Sharp(Net):
+    def configure_optimizers(self):
+        return Sam(self.parameters(), lr=0.1)
+
+
 class Nothing(Net):
     def configure_optimizers(self):
         return None
@@ -223,6 +229,7 @@ class Two(Net):
 
 CASES = {
     "LBFGS computes the loss several times": ("Lbfgs", {}, {}),
+    "Sam computes the loss several times in one step, which DeepSpeed's engine cannot do": ("Sharp", {}, {}),
     "returned 2 optimizers, and DeepSpeed trains with one": ("Two", {}, {}),
     "config says gradient_clipping: 1.0, and the Trainer's gradient_clip_val=None": (
         "Net",

@@ -376,6 +376,97 @@ def test_a_second_trained_model_is_an_error_with_advice(tmp_path, strategy):
         assert advice in errors[2]
 
 
+PICKLED = """
+import pickle
+from dstrat.errors import MisuseError
+model, optimizer = accelerator.prepare(model, optimizer)
+restored = pickle.loads(pickle.dumps(accelerator))
+seen = [restored.process_index == accelerator.process_index, restored.strategy is None]
+try:
+    restored.backward(torch.ones((), requires_grad=True))
+except MisuseError as error:
+    seen.append(str(error))
+"""
+
+
+def test_a_pickled_accelerator_has_its_state_and_no_strategy(tmp_path):
+    for seen in seen_by_ranks(tmp_path, "fsdp", PICKLED):
+        assert seen == [True, True, "no model is prepared: call accelerator.prepare(model, optimizer) first"]
+
+
+FREED = """
+import gc
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def losses(model, optimizer):
+    of_steps = []
+    for _ in range(2):
+        loss = model(torch.full((3, 4), accelerator.process_index + 1.0)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        of_steps.append(loss.item())
+    return of_steps
+unused, accelerator = accelerator, dstrat_transformers.DstratAccelerator()
+trained = made()
+del unused
+gc.collect()
+seen = [losses(*trained)]
+first, accelerator = accelerator, dstrat_transformers.DstratAccelerator()
+second = made()
+first.prepared_model.release()
+seen.append(losses(*second))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+def test_an_accelerator_that_is_freed_or_released_leaves_others_as_they_are(tmp_path, strategy):
+    pytest.importorskip("deepspeed", reason="this environment has no DeepSpeed")
+    for first, second in seen_by_ranks(tmp_path, strategy, FREED):
+        assert first == second
+
+
+WITHOUT_OPTIMIZER = """
+from dstrat.errors import MisuseError
+seen = []
+def attempt(function):
+    try:
+        function()
+    except MisuseError as error:
+        seen.append(str(error))
+def made():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 2)
+    return layer, torch.optim.SGD(layer.parameters(), lr=0.1)
+def loss():
+    return model(torch.full((3, 4), accelerator.process_index + 1.0)).sum()
+model, optimizer = made()
+model = accelerator.prepare(model)
+attempt(lambda: accelerator.backward(loss()))
+loss().backward()
+attempt(optimizer.step)
+model.zero_grad()
+optimizer = accelerator.prepare(optimizer)
+accelerator.backward(loss())
+seen.append(model.weight.grad.sum().item())
+optimizer.step()
+from tests.sharpness import Sam
+model, _ = made()
+model, optimizer = accelerator.prepare(model, Sam(model.parameters(), lr=0.1))
+accelerator.backward(loss())
+attempt(optimizer.step)
+"""
+
+
+def test_a_model_without_its_optimizer_is_not_trained_apart_in_each_process(tmp_path):
+    for first, second, gradient, third in seen_by_ranks(tmp_path, "ddp", WITHOUT_OPTIMIZER):
+        assert first.startswith("backward got a loss, and gradients of Linear are not averaged over the processes")
+        assert second.startswith("the SGD steps 'weight' and 1 other parameters, whose gradients are not averaged")
+        assert gradient == 4 * 2 * 3 * 1.5
+        assert third.startswith("Sam computes another loss in the course of its step: pass its step a closure")
+
+
 ADDED = """
 def made():
     torch.manual_seed(0)

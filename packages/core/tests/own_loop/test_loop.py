@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from tests.accelerators import ACCELERATOR
+from tests.sharpness import Sam
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -255,11 +256,53 @@ def test_a_loop_that_steps_by_closures_can_be_saved(tmp_path):
             loop.backward(loss)
             return loss
 
+        loop.step(closure=closure)
         loop.strategy.optimizer_step(loop.optimizers[0], closure)
+        assert loop.steps_done == 1
         loop.save_checkpoint(tmp_path / "saved")
         return loop.load_checkpoint(tmp_path / "saved")
 
     assert make_loop().launch(run) == {}
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single_device", 1), ("ddp_fork", 2)])
+def test_sharpness_aware_steps_are_those_of_a_plain_loop(strategy, devices):
+    batches = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+
+    def sharp(net):
+        return Sam(net.parameters(), lr=0.1, momentum=0.9)
+
+    def run(loop):
+        net, losses = line(), []
+        loop.setup(net, sharp, gradient_clip_val=0.5)
+
+        def closure():
+            loop.optimizers[0].zero_grad()
+            loss = loop.compute(lambda: net(batch).square().mean())
+            loop.backward(loss)
+            return loss
+
+        for whole in batches:
+            batch = whole.chunk(loop.world_size)[loop.global_rank]
+            loss = closure()
+            assert loop.step(closure=closure)
+            losses.append(loop.all_reduce(loss.detach()).item())
+        return losses
+
+    net, expected = line(), []
+    optimizer = sharp(net)
+
+    def closure():
+        net(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+
+    for batch in batches:
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step(closure)
+        expected.append(loss.item())
+    built = dstrat.build(strategy=strategy, accelerator=ACCELERATOR, devices=devices)
+    assert dstrat.OwnLoop(built).launch(run) == pytest.approx(expected, rel=1e-6)
 
 
 def test_as_many_processes_go_on_after_as_many_batches_also_where_there_is_more_data(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.accelerators import ACCELERATOR
+from tests.sharpness import Sam
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -140,7 +141,31 @@ def test_lbfgs_is_stepped_with_a_closure(loop):
         loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
         loop.step()
 
-    refuse(loop, MisuseError, "call loop.strategy.optimizer_step", step)
+    refuse(loop, MisuseError, r"call loop.step\(closure=closure\)", step)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_an_optimizer_that_needs_another_gradient_is_stepped_with_a_closure(loop, clears):
+    class Climbing(Sam):
+        def zero_grad(self):
+            if clears:
+                super().zero_grad()
+
+    def step(loop):
+        net = nn.Linear(1, 1)
+        loop.setup(net, lambda net: Climbing(net.parameters(), lr=0.1))
+        loop.backward(loop.compute(net, torch.ones(1, device=loop.device)).sum())
+        loop.step()
+
+    refuse(loop, MisuseError, r"^Climbing computes another loss .*: call loop.step\(closure", step)
+
+
+def test_a_closure_computes_no_accumulated_batches(loop):
+    def step(loop):
+        loop.setup(nn.Linear(1, 1), sgd, accumulate_grad_batches=2)
+        loop.step(closure=lambda: None)
+
+    refuse(loop, ConflictError, "step got a closure", step)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +88,18 @@ def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def number_parameters_from_zero() -> None:
+    """Let the numbers of stage 3's parameters begin at 0, by which ranks identify a parameter.
+
+    DeepSpeed counts over all runs of a process, and after a failed run the counters differ between ranks.
+    """
+    init: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
+    init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
+
+
 @contextmanager
 def bound_process_group(deepspeed: Any, timeout: timedelta) -> Iterator[None]:
     """Make DeepSpeed use the open process group in a ``with`` block, at whose end the group stays open."""
-    # Stage 3 numbers parameters over all runs of a process, and ranks identify a parameter by its number.  After a
-    # failed run the counters differ between ranks, so each run starts at 0.
-    init: Any = import_module("deepspeed.runtime.zero.partition_parameters").Init
-    init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
     with _without_shared_memory(deepspeed):
         deepspeed.comm.init_distributed(
             deepspeed.accelerator.get_accelerator().communication_backend_name(),
@@ -291,6 +296,7 @@ def share_memory(optimizer: Any) -> None:
 
 # Parameters of stage 3: for zero3.py and user_module.py
 
+_OBSERVERS = "_dstrat_observers"
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
 _REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _MODULE_MARKS = (
@@ -385,15 +391,11 @@ def gathers_exactly(optimizer: Any, parameter: Any) -> bool:
 
 @contextmanager
 def observed_releases(optimizer: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Call functions with each parameter before and after stage 3 frees its full values, in a ``with`` block."""
+    """Call functions with each parameter before and after stage 3 frees its full values, in a ``with`` block.
+
+    Blocks of several modules may end in any order.
+    """
     module: Any = import_module("deepspeed.runtime.zero.partition_parameters")
-    free = module.free_param
-
-    def observed_free(parameter: Any) -> None:
-        before(parameter)
-        free(parameter)
-        after(parameter)
-
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     release = coordinator.release_sub_module
     is_leaf = import_module("deepspeed.utils").z3_leaf_module
@@ -403,15 +405,37 @@ def observed_releases(optimizer: Any, before: Callable[[Any], None], after: Call
         for parameter in layer.parameters() if is_leaf(layer) else ():
             after(parameter)
 
-    module.free_param = observed_free
+    observers = getattr(module.free_param, _OBSERVERS, None)
+    if observers is None:
+        module.free_param, observers = _observed_free(module.free_param)
+    observer = before, after
+    observers.append(observer)
     # With stage3_module_granularity_threshold it replaces the memory of layers without that function.
     if coordinator.fast_sharding_for_leaf_module:
         coordinator.release_sub_module = observed_release
     try:
         yield
     finally:
-        module.free_param = free
+        observers.remove(observer)
+        if not observers:
+            module.free_param = module.free_param.__wrapped__
         vars(coordinator).pop("release_sub_module", None)
+
+
+def _observed_free(free: Any) -> tuple[Any, list[Any]]:
+    """Return a function that also calls pairs of functions, before and after, and their list."""
+    observers: list[Any] = []
+
+    @wraps(free)
+    def observed(parameter: Any) -> None:
+        for before, _ in observers:
+            before(parameter)
+        free(parameter)
+        for _, after in observers:
+            after(parameter)
+
+    setattr(observed, _OBSERVERS, observers)
+    return observed, observers
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def _of_stage_0(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str
         value.shape == module[names[number]].shape
         for number, entry in state["state"].items()
         for value in entry.values()
-        if isinstance(value, Tensor) and value.dim()
+        if isinstance(value, Tensor) and value.numel() != 1
     )
     if not fits:
         _logger.warning("the optimizer's state is left out: it is not certain which of it belongs to which parameter")
@@ -280,7 +280,7 @@ class NativeState:
 
         self.weights.update(cut(flat))
         for key, value in states[0].items():
-            is_element_wise = isinstance(value, Tensor) and value.dim() > 0
+            is_element_wise = isinstance(value, Tensor) and value.dim() > 0 and value.shape == flat[0].shape
             full = cut([state[key] for state in states]) if is_element_wise else {}
             for name in shapes:
                 self.state.setdefault(name, {})[key] = full[name] if is_element_wise else _copied(value)

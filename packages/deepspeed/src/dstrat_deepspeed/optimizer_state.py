@@ -248,8 +248,12 @@ class PartitionedState:
         for partition in self._partitions:
             state = partition.state(self._optimizer)
             if state:
+                tensors = self._tensors_of(partition)
                 for extent in partition.extents:
-                    entries[extent.name] = {key: _shard(value, partition, extent) for key, value in state.items()}
+                    entries[extent.name] = {
+                        key: partition.shard(value, extent) if key in tensors else _copied(value)
+                        for key, value in state.items()
+                    }
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(self._optimizer.param_groups, self.group_names, strict=True)
@@ -299,10 +303,15 @@ class PartitionedState:
     def _tensors_of(self, partition: Partition) -> dict[str, Tensor]:
         """Return the element-wise tensors of the state by key; before the first step examples of two elements."""
         state = partition.state(self._optimizer)
-        if state:
-            return {key: value for key, value in state.items() if _is_like(value, partition.weights)}
-        example = self._example(partition)
-        return {key: value for key, value in example.items() if isinstance(value, Tensor) and value.shape == (2,)}
+        if not state:
+            example = self._example(partition)
+            return {key: value for key, value in example.items() if _has_shape(value, (2,))}
+        weights = partition.weights
+        tensors = {key: value for key, value in state.items() if _has_shape(value, weights.shape)}
+        if weights.numel() == 1:  # of tensors of one element the shape does not tell whether they are numbers
+            example = self._example(partition)
+            tensors = {key: value for key, value in tensors.items() if _has_shape(example.get(key, value), (2,))}
+        return tensors
 
     def _example(self, partition: Partition) -> dict[str, Any]:
         """Return the state of two elements after a step; empty if it is not known."""
@@ -363,7 +372,9 @@ class PartitionedState:
         example = self._example(partition)
         state: dict[str, Any] = {}
         for key, value in merged.items():
-            if key in tensors or isinstance(value, FlatShard) or (isinstance(value, Tensor) and value.dim() > 0):
+            is_number = key in example and not _has_shape(example[key], (2,))
+            has_elements = isinstance(value, FlatShard) or (isinstance(value, Tensor) and value.dim() > 0)
+            if key in tensors or (has_elements and not is_number):
                 buffer = self._buffer(number, key, tensors.get(key, torch.zeros(2, dtype=value.dtype)))
                 for extent, entry in entries.items():
                     if key in entry:
@@ -399,21 +410,22 @@ def _names_of(partitions: Sequence[Partition]) -> list[list[str]]:
     return [groups[number] for number in sorted(groups)]
 
 
-def _shard(value: Any, partition: Partition, extent: Extent) -> Any:
-    if _is_like(value, partition.weights):
-        return partition.shard(value, extent)
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value  # all parameters would share one step tensor
 
 
-def _is_like(value: Any, weights: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == weights.shape
+def _has_shape(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
 
 
 def _converted(value: Any, example: Any) -> Any:
-    """Return a number in the optimizer's type: some optimizers count steps in a tensor, some in an int."""
-    if isinstance(value, Tensor):
-        return type(example)(value.item()) if isinstance(example, int | float) else value.clone()
-    return torch.tensor(float(value)) if isinstance(example, Tensor) else value
+    """Return a number in the optimizer's type: some count steps in a tensor, of one dimension too, some in an int."""
+    if isinstance(value, Tensor) and isinstance(example, int | float):
+        return type(example)(value.item())
+    if isinstance(example, Tensor):
+        number = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        return number.clone().reshape(example.shape)
+    return _copied(value)
 
 
 def _copy(target: Tensor, extent: Extent, value: Tensor | FlatShard, name: str) -> None:

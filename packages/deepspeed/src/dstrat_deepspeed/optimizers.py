@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
-from dstrat.parallel.optimizer_checks import how_flat_pieces_fail
+from dstrat.parallel.optimizer_checks import how_flat_pieces_fail, recomputes_loss
 from dstrat_deepspeed.runtime import check_prerequisites
 from dstrat_deepspeed.validation import offloads_optimizer
 
@@ -37,10 +37,10 @@ def only_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
             'strategy that steps each of them, such as "fsdp" or "ddp"'
         )
     [optimizer] = optimizers
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if recomputes_loss(optimizer):
         raise RequestError(
-            "LBFGS computes the loss several times in one step, which DeepSpeed's engine cannot do: choose another "
-            "optimizer, such as torch.optim.AdamW, or another strategy"
+            f"{type(optimizer).__name__} computes the loss several times in one step, which DeepSpeed's engine cannot "
+            "do: choose another optimizer, such as torch.optim.AdamW, or strategy='ddp'"
         )
     return optimizer
 

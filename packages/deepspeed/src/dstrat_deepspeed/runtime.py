@@ -13,19 +13,21 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from dstrat.errors import ConflictError, RequestError
 from dstrat_deepspeed import internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
 _logger = logging.getLogger(__name__)
@@ -95,6 +97,9 @@ def running(
 ) -> Iterator[None]:
     """Make DeepSpeed use the open process group in a ``with`` block.
 
+    DeepSpeed has one group for a process, and blocks of several strategies may end in any order, also when a strategy
+    is freed.  The last one ends the settings.
+
     Args:
         deepspeed: The library.
         local_rank: Index of this process on its machine.
@@ -108,9 +113,53 @@ def running(
     # each step of stage 3.
     variables = {"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(local_size)}
     on_device = partial(environment, {"LOCAL_RANK": str(device_rank)})
-    checks = internals.checks_on_device(on_device)
-    with environment(variables), quiet_warnings(), internals.bound_process_group(deepspeed, timeout), checks:
+    run = object()
+    _shared.begin(run)
+    try:
+        internals.number_parameters_from_zero()
+        if not _shared.is_set:
+            bound = internals.bound_process_group(deepspeed, timeout)
+            _shared.set(environment(variables), quiet_warnings(), bound, internals.checks_on_device(on_device))
         yield
+    finally:
+        _shared.end(run)
+
+
+class _SharedSettings:
+    """Settings of this process for the runs in one process group, of which there may be several."""
+
+    def __init__(self) -> None:
+        self._runs: list[object] = []
+        self._group: Any = None
+        self._settings = ExitStack()
+        self.is_set = False
+
+    def begin(self, run: object) -> None:
+        """Add a run; settings of an earlier process group, which has been closed, end first."""
+        if self._group is not dist.group.WORLD:
+            self._close()
+            self._group = dist.group.WORLD
+        self._runs.append(run)
+
+    def set(self, *contexts: AbstractContextManager[Any]) -> None:
+        """Enter the contexts of the settings."""
+        self.is_set = True
+        for context in contexts:
+            self._settings.enter_context(context)
+
+    def end(self, run: object) -> None:
+        """Remove a run, and end the settings with the last one."""
+        if any(run is one for one in self._runs):
+            self._runs = [one for one in self._runs if one is not run]
+            if not self._runs:
+                self._close()
+
+    def _close(self) -> None:
+        self._runs, self._group, self.is_set = [], None, False
+        self._settings.close()
+
+
+_shared = _SharedSettings()
 
 
 @contextmanager

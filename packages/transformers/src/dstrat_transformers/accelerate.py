@@ -103,6 +103,11 @@ class DstratAccelerator(Accelerator):  # type: ignore[misc]  # not imported by m
         self.native_amp, self.scaler = False, None  # the strategy's precision has both
         self.register_load_state_pre_hook(self._load_sharded_model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As functions for workers, and those that datasets hashes, may refer to it.  A strategy belongs to its process.
+        of_strategy: dict[str, Any] = {"_strategy": None, "_prepared": None, "_references": []}
+        return {**self.__dict__, **of_strategy, "_models": [], "_optimizers": [], "_schedulers": []}
+
     def _check_handlers(self) -> None:
         """Refuse or log ``kwargs_handlers`` that the strategy does not follow."""
         if self.mixed_precision != "no" and self.autocast_handler is not None and not self.autocast_handler.enabled:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
 from dstrat.parallel.layers import restored_modes
+from dstrat.parallel.optimizer_checks import closure_of_computed
 from dstrat.parallel.process_group import noting_failed_steps, wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
 from dstrat_transformers.models import (
@@ -49,6 +51,11 @@ ONE_MODEL = (
 )
 """Advice of errors about several models."""
 
+_NEED_OPTIMIZERS = (
+    "are not averaged over the processes, as its model was prepared without optimizers, as one that is evaluated: let "
+    "accelerator.prepare have the model's optimizers too"
+)
+"""What gradients lack, and advice."""
 _SAVING_METHODS = ("save_pretrained", "save")
 """Methods of models of transformers, peft, sentence-transformers and others that write files."""
 _MERGING_METHODS = ("merge_and_unload", "unload", "merge_adapter", "unmerge_adapter")
@@ -175,6 +182,8 @@ class PreparedModel:
             ) from error
         if names:
             strategy.check_set_up()
+        else:
+            self._refuse_foreign_steps()
         self._runs_steps = runs_steps
         self.divided = self._divided_batches()
         self._forward, self._changed = model.forward, {"forward": model.__dict__.get("forward")}
@@ -183,6 +192,19 @@ class PreparedModel:
         model.forward = _Replacement(self._run, self._forward, self)  # which lives as long as the model
         if not strategy.replicates_state:
             self._replace_methods(model)
+
+    def _refuse_foreign_steps(self) -> None:
+        """Refuse optimizers that were not prepared with the model, which nothing would synchronize."""
+        if self.strategy.world_size == 1:
+            return
+        reference = ref(self)  # the hooks of optimizer steps outlive a model
+
+        def untrained_parameters() -> dict[str, Tensor]:
+            prepared = reference()
+            return {} if prepared is None or prepared.is_trained else dict(prepared.model.named_parameters())
+
+        strategy: Any = self.strategy  # one of several processes, all of which derive from ParallelStrategy
+        strategy.refuse_steps(untrained_parameters, f"whose gradients {_NEED_OPTIMIZERS}")
 
     def _divided_batches(self) -> DividedBatches | None:
         num_optimizers = len(self.strategy.optimizers)
@@ -356,7 +378,13 @@ class PreparedModel:
 
     @noting_failed_steps()
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss."""
+        """Compute the gradients of a loss.
+
+        Raises:
+            MisuseError: The model has no optimizers, and several processes.
+        """
+        if not self.is_trained and self.strategy.world_size > 1:
+            raise MisuseError(f"backward got a loss, and gradients of {type(self.model).__name__} {_NEED_OPTIMIZERS}")
         self.strategy.backward(loss, **kwargs)
         self.strategy.accelerator.end_graph("backward")
 
@@ -417,7 +445,11 @@ class PreparedModel:
         if not self._has_stepped and closure is None:
             self._check_gradients()
         self._has_stepped = True
-        self.strategy.optimizer_step(self._stepped(optimizer), closure or (lambda: None), self.strategy.model)
+        stepped = self._stepped(optimizer)
+        closure = closure or closure_of_computed(
+            stepped, "pass its step a closure that clears gradients, computes the loss, and calls accelerator.backward"
+        )
+        self.strategy.optimizer_step(stepped, closure, self.strategy.model)
         self.strategy.accelerator.end_graph("optimizer_step")
         if self._shares_buffers:
             # Here, where all ranks are, and not in an evaluation: one rank alone may run the model, to show samples.

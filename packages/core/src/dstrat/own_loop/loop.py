@@ -266,16 +266,19 @@ class OwnLoop:
         """
         self._set_up("backward").backward(loss, weight)
 
-    def step(self, optimizer: Optimizer | None = None) -> bool:
+    def step(self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None) -> bool:
         """Clip the gradients, step the optimizer and clear the gradients, once per ``accumulate_grad_batches`` calls.
 
         Args:
             optimizer: The optimizer to step; None for the only one.
+            closure: For optimizers that compute the loss within their step, such as LBFGS and those of sharpness-aware
+                minimization: a function that clears gradients, calls :meth:`compute` and :meth:`backward`, and returns
+                the loss.
 
         Returns:
             Whether the optimizer stepped: False until gradients of ``accumulate_grad_batches`` batches are accumulated.
         """
-        return self._set_up("step").step(optimizer)
+        return self._set_up("step").step(optimizer, closure)
 
     @property
     def steps_done(self) -> int:

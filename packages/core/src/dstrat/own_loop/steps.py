@@ -13,6 +13,7 @@ from dstrat.data.limits import check_count
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization, check_clipping, read_optimizers
 from dstrat.parallel.loss_weights import LossWeights
+from dstrat.parallel.optimizer_checks import closure_of_computed
 from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_STEP_WITH_CLOSURE = (
+    "call loop.step(closure=closure), where the closure clears gradients, calls compute and backward, and returns the "
+    "loss"
+)
 
 
 class FunctionSteps:
@@ -169,9 +175,14 @@ class Steps:
             )
         return self._weights.scale(loss, weight, is_first=self._in_group == 0)
 
-    def step(self, optimizer: Optimizer | None) -> bool:
+    def step(self, optimizer: Optimizer | None, closure: Callable[[], Any] | None = None) -> bool:
         """Step an optimizer, once per group of accumulated batches; return whether it stepped."""
         optimizer = self._select(optimizer)
+        if closure is not None:
+            self._step_with_closure(optimizer, closure)
+            return True
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise MisuseError(f"LBFGS computes its loss several times in one step: {_STEP_WITH_CLOSURE}")
         if not any(optimizer is one for one in self._due):
             raise MisuseError("step was called without gradients: call loop.backward(loss) before")
         self._drop_computed()  # raises, as gradients are due
@@ -180,13 +191,37 @@ class Steps:
         is_complete = self._in_group == self._settings.accumulate_grad_batches
         # A strategy that accumulates by itself counts the batches in its optimizer's step.
         if is_complete or strategy.accumulates_gradients:
-            strategy.optimizer_step(optimizer, self._preparation(optimizer, is_complete=is_complete), strategy.model)
+            prepare = self._preparation(optimizer, is_complete=is_complete)
+            closure = closure_of_computed(optimizer, _STEP_WITH_CLOSURE, prepare)
+            strategy.optimizer_step(optimizer, closure, strategy.model)
             strategy.accelerator.end_graph("optimizer_step")
         if is_complete:
             optimizer.zero_grad()
             self._in_group, self.num_done = 0, self.num_done + 1
         self._due = [one for one in self._due if one is not optimizer]
         return is_complete
+
+    def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+        """Step an optimizer that computes the loss in its step, with gradients clipped each time."""
+        accumulate = self._settings.accumulate_grad_batches
+        if accumulate > 1:
+            raise ConflictError(
+                f"step got a closure, which computes the gradients of a whole step, and accumulate_grad_batches="
+                f"{accumulate} adds those of several batches: leave one of the two out"
+            )
+        prepare = self._preparation(optimizer, is_complete=True)
+
+        def compute() -> Any:
+            with torch.enable_grad():  # an optimizer's step is under no_grad, and some call the closure there
+                loss = closure()
+            prepare()
+            return loss
+
+        self._strategy.optimizer_step(optimizer, compute, self._strategy.model)
+        self._strategy.accelerator.end_graph("optimizer_step")
+        optimizer.zero_grad()
+        self.num_done += 1
+        self._due = [one for one in self._due if one is not optimizer]
 
     def check_no_pending(self) -> None:
         """Raise an error if accumulated gradients wait for an optimizer step.
@@ -218,11 +253,6 @@ class Steps:
         if selected is None or not any(selected is one for one in optimizers):
             received = "no optimizer" if selected is None else f"a {type(selected).__name__} that setup did not make"
             raise MisuseError(f"step got {received}: pass one of the {len(optimizers)} in loop.optimizers")
-        if isinstance(selected, torch.optim.LBFGS):
-            raise MisuseError(
-                "LBFGS computes its loss several times in one step: call loop.strategy.optimizer_step(optimizer, "
-                "closure), where the closure clears gradients, calls compute and backward, and returns the loss"
-            )
         return selected
 
     def _synchronization(self) -> AbstractContextManager[Any]:

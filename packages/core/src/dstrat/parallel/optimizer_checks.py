@@ -64,6 +64,79 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
                 )
 
 
+def closure_of_computed(
+    optimizer: Optimizer, advice: str, prepare: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Return a closure for a step whose gradients have been computed; it computes none.
+
+    It raises an error if the optimizer calls it after it has changed weights or cleared gradients: optimizers such as
+    those of sharpness-aware minimization (SAM) go on with the gradients of another loss, which would be missing.
+
+    Args:
+        optimizer: The optimizer, before its step.
+        advice: How a program passes a closure that computes the loss.
+        prepare: What the closure runs.
+    """
+    run = prepare or _nothing
+    if type(optimizer) in _ELEMENT_WISE:
+        return run
+    states = [_state_in_step(parameter) for parameter in _parameters_of(optimizer)]
+
+    def run_once() -> None:
+        if states != [_state_in_step(parameter) for parameter in _parameters_of(optimizer)]:
+            raise MisuseError(f"{type(optimizer).__name__} computes another loss in the course of its step: {advice}")
+        run()
+
+    return run_once
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _state_in_step(parameter: Tensor) -> tuple[int, bool]:
+    """Return numbers that change where a parameter is changed in place, or its gradient cleared."""
+    return parameter._version, parameter.grad is None  # noqa: SLF001 - torch has no public name
+
+
+def _nothing() -> None:
+    """Do nothing: the gradients have been computed."""
+
+
+def recomputes_loss(optimizer: Optimizer) -> bool:
+    """Return whether the step of an optimizer calls its closure after it has changed weights, as those of SAM do.
+
+    Args:
+        optimizer: The optimizer, of which a copy steps a small matrix.  Its parameters have no gradients.
+    """
+    if type(optimizer) in _ELEMENT_WISE or not optimizer.param_groups:
+        return False
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    parameter = torch.ones(_SHAPE, device="cpu", requires_grad=True)
+
+    def loss_of_step() -> Any:
+        if bool((parameter != 1).any()):
+            raise _LossAgainError
+        return parameter.detach().sum()
+
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng([]):
+            warnings.simplefilter("ignore")
+            probe = _copy(optimizer, 0, [parameter], 1.0)
+            parameter.grad = torch.ones_like(parameter)
+            type(probe).step(probe, loss_of_step)
+    except _LossAgainError:
+        return True
+    except Exception:  # noqa: BLE001 - any error of a third-party optimizer, such as one without a closure
+        return False
+    return False
+
+
+class _LossAgainError(Exception):
+    """The closure of a trial was called for the loss of changed weights."""
+
+
 def check_one_dtype(module: Module, strategy: str) -> None:
     """Check that all trained parameters of a module have one dtype.
 
@@ -188,17 +261,25 @@ def how_flat_pieces_fail(optimizer: Optimizer, device: torch.device) -> str | No
 
 
 def _indivisible_state(optimizer: Optimizer) -> str | None:
-    """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number."""
+    """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number.
+
+    A tensor of one element, such as a number of steps, is a number if all pieces have the same.
+    """
     if type(optimizer) in _ELEMENT_WISE:
         return None
+    generator = torch.Generator().manual_seed(0)
     for number in _different_groups(optimizer):
-        parameter = torch.zeros(_SHAPE, device="cpu").flatten().requires_grad_()
+        values, gradients = (torch.randn((2, *_SHAPE), generator=generator, device="cpu").flatten(1) for _ in range(2))
+        pieces: list[Tensor] = [piece.clone().requires_grad_() for piece in values]
         # Any error of a third-party optimizer is ignored; its state is unknown then.
         with contextlib.suppress(Exception), torch.random.fork_rng([]):
-            probe = _step_copy(optimizer, number, [parameter], [[torch.zeros_like(parameter)]])
-            for key, value in probe.state[parameter].items():
+            probe = _step_copy(optimizer, number, pieces, [[*gradients.clone()]])
+            first, second = (probe.state[piece] for piece in pieces)
+            for key, value in first.items():
                 if isinstance(value, torch.Tensor):
-                    if value.dim() and value.shape != parameter.shape:
+                    if value.numel() == 1 and not torch.equal(value.nan_to_num(), second[key].nan_to_num()):
+                        return f"its state {key!r} is a number of the whole parameter"
+                    if value.numel() != 1 and value.shape != pieces[0].shape:
                         return f"its state {key!r} is a tensor of another shape than the parameter"
                 elif tensors_in(value):
                     return f"its state {key!r} has tensors in a {type(value).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.sharpness import Sam
 from torch import nn
 
 from dstrat import Callback, Logger, TrainModule
@@ -176,6 +177,19 @@ def test_an_optimizer_that_needs_a_closure_gets_it(quiet_trainer, make_line, loa
     start = module.layer.weight.clone()
     quiet_trainer(max_epochs=1, limit_train_batches=2).fit(module, loader())
     assert not torch.equal(module.layer.weight, start)
+
+
+def test_an_optimizer_that_needs_another_gradient_gets_no_step_without_a_closure(quiet_trainer, make_line, loader):
+    class Climbing(ByHand):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+        def configure_optimizers(self):
+            return Sam(self.parameters(), lr=0.1)
+
+    with pytest.raises(MisuseError, match=r"Sam computes another loss .*: pass its step a closure"):
+        quiet_trainer(max_epochs=1).fit(make_line(Climbing), loader())
 
 
 def test_the_loss_scale_is_undone_before_the_hooks_look(quiet_trainer, make_line, loader):

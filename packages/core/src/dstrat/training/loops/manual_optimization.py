@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, MisuseError
+from dstrat.parallel.optimizer_checks import closure_of_computed
 from dstrat.training.loops.optimization import OptimizerProxy
 from dstrat.training.loops.steps import bind_backward, bind_step, end_graph_after
 
@@ -168,6 +169,9 @@ class ManualOptimizer(OptimizerProxy):
                 hook(self.optimizer)
             return loss
 
+        if closure is None:
+            advice = "pass its step a closure that clears gradients, computes the loss and calls manual_backward"
+            prepared = closure_of_computed(self.optimizer, advice, prepared)
         output = self._step(prepared, **kwargs)
         self._loop.global_step += 1
         self._manual.has_gradients = False
