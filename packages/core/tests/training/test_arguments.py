@@ -121,3 +121,11 @@ def test_a_method_that_takes_other_arguments_than_a_hook_of_old_is_none(quiet_tr
     assert module.collected == [1.0]
     with pytest.raises(MisuseError, match=r"Old\.on_epoch_end is not called any more"):
         quiet_trainer().fit(Old(), loader())
+
+
+def test_variables_by_which_lightning_sets_arguments_are_reported(monkeypatch, caplog):
+    monkeypatch.setenv("PL_TRAINER_DEVICES", "2")
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "3")
+    monkeypatch.setenv("PL_TRAINER__OTHER", "3")
+    Trainer(max_epochs=1, accelerator="cpu", logger=False)
+    assert caplog.messages == ["the environment variable PL_TRAINER_DEVICES has no effect: pass Trainer(devices=...)"]

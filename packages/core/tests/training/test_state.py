@@ -48,6 +48,12 @@ class Asking(Callback):
     def setup(self, trainer, module, stage):
         self.note(f"setup of {stage}", trainer)
 
+    def on_sanity_check_start(self, trainer, module):
+        self.note("start of the sanity check", trainer)
+
+    def on_sanity_check_end(self, trainer, module):
+        self.note("end of the sanity check", trainer)
+
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.note("train", trainer)
         self.said["last batches"] = [*self.said.get("last batches", []), trainer.is_last_batch]
@@ -78,9 +84,16 @@ def test_each_stage_is_known_with_its_loaders(quiet_trainer, line_class, loader)
     trainer.test(module, loader())
     trainer.predict(module, loader())
     none = {}
+    sanity_check = {"sanity_checking", "is_fitting"}
     assert asking.said == {
         "setup of fit": ({"training", "is_fitting"}, {}, none),
-        "sanity check": ({"sanity_checking", "is_fitting"}, {"val": [6, 3], "sanity_val": [2, 2]}, none | {"val": 2}),
+        "start of the sanity check": (sanity_check, {}, none),
+        "sanity check": (sanity_check, {"val": [6, 3], "sanity_val": [2, 2]}, none | {"val": 2}),
+        "end of the sanity check": (
+            {"sanity_checking", "is_fitting"},
+            {"val": [6, 3], "sanity_val": [2, 2]},
+            none | {"val": 2},
+        ),
         "train": ({"training", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
         "fit": ({"validating", "evaluating", "is_fitting"}, {"val": [6, 3]}, none | {"val": 2}),
         "setup of validate": ({"validating", "evaluating"}, {}, none),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import signal
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from dstrat.resolve.request import Request
     from dstrat.training.settings import TrainerSettings
 
+
+_log = logging.getLogger(__name__)
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 _AT_LEAST = {
@@ -192,6 +195,13 @@ def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
         for parameter in parameters
         if values[parameter.name] is not parameter.default
     }
+
+
+def warn_of_variables(function: Callable[..., Any], changed: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Log a warning of environment variables from which Lightning's Trainer takes arguments that are not passed."""
+    for argument in inspect.signature(function).parameters:
+        if argument not in changed and (variable := f"PL_TRAINER_{argument.upper()}") in environ:
+            _log.warning("the environment variable %s has no effect: pass Trainer(%s=...)", variable, argument)
 
 
 def _class_name(_: str, value: Any) -> str:

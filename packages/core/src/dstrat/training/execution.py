@@ -283,6 +283,7 @@ def _fit(run: Run) -> None:
         num_sanity_steps = run.settings.evaluation.num_sanity_val_steps
         sanity_checks = validates and num_sanity_steps != 0 and loop.batches_seen == 0
         if sanity_checks:
+            run.sanity_checking = True  # also in val_dataloader
             hooks.call_callbacks("on_sanity_check_start")
         if validates:  # before its first run, as on_train_start may read it
             run.evaluation_loop = EvaluationLoop(run, sources.loader("val", may_be_none=True), "val")
@@ -296,7 +297,6 @@ def _fit(run: Run) -> None:
 def _sanity_check(run: Run, validation: EvaluationLoop, at_most: int | None) -> None:
     """Run a few validation batches before the training."""
     random_state = RankRandomState.capture(run.strategy)  # training draws the same numbers with and without the check
-    run.sanity_checking = True
     with run.interruption:
         validation.run(at_most)
     random_state.restore(run.strategy)  # for a checkpoint that the hook saves; again below, as the hook may draw

@@ -277,7 +277,7 @@ class TrainerProperties(NamedArguments):
     @property
     def training(self) -> bool:
         """Whether the module is being trained now, not validated."""
-        return self._runs("fit") and not self.is_evaluating
+        return self._runs("fit") and not (self.is_evaluating or self.sanity_checking)
 
     @property
     def validating(self) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,7 @@ from dstrat.training.arguments import (
     check_ends_of_job,
     check_preemption,
     resolve_features,
+    warn_of_variables,
 )
 from dstrat.training.callbacks.defaults import complete_callbacks
 from dstrat.training.callbacks.timer import Timer
@@ -263,6 +265,8 @@ class Trainer(TrainerProperties):
         except (KeyboardInterrupt, DstratError) as error:
             fold_frames(error)
             raise
+        if self.is_global_zero:
+            warn_of_variables(Trainer.__init__, self.arguments, os.environ)
         self.profiler = make_profiler(profiler)
         is_tried = self.fast_dev_run > 0
         self.loggers = complete_loggers(features.logger, self.default_root_dir, self.strategy, is_tried=is_tried)

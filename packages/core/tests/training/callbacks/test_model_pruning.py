@@ -97,6 +97,18 @@ def test_a_winning_ticket_begins_with_the_values_of_the_start_each_time(train):
     assert all(torch.equal(values, record.firsts[0]) for values in record.firsts)
 
 
+def test_a_subclass_may_add_to_the_reset_of_parameters(train):
+    calls = []
+
+    class Counting(ModelPruning):
+        def apply_lottery_ticket_hypothesis(self):
+            super().apply_lottery_ticket_hypothesis()
+            calls.append("reset")
+
+    train(Counting("l1_unstructured", use_lottery_ticket_hypothesis=lambda epoch: epoch == 1), max_epochs=3)
+    assert calls == ["reset"]
+
+
 def test_without_the_lottery_ticket_training_goes_on_from_where_it_is(train):
     record = Record()
     train(ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False), record)

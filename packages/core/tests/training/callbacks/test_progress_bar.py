@@ -734,6 +734,14 @@ def test_updates_wait_for_as_many_batches_as_were_asked_for_and_zero_shows_nothi
         bar_class(refresh_rate=-1)
 
 
+@pytest.mark.parametrize("bar_class", [RichProgressBar, TQDMProgressBar])
+def test_a_bar_that_shows_nothing_counts_no_batches_of_evaluations(bar_class, quiet_trainer, telling, loader, capfd):
+    trainer = quiet_trainer(callbacks=bar_class(refresh_rate=0), enable_progress_bar=True, num_sanity_val_steps=1)
+    trainer.fit(telling(), loader(), loader())
+    trainer.predict(telling(), loader())
+    assert not capfd.readouterr().err
+
+
 def test_themed_bars_stay_above_each_other_where_that_is_asked_for(terminal, bar_trainer, slow, loader):
     theme = RichProgressBarTheme(progress_bar="red", metrics_format=".3f", metrics_text_delimiter=" | ")
     bar = RichProgressBar(leave=True, theme=theme, console_kwargs={"width": 60})

@@ -116,6 +116,24 @@ def test_a_step_that_takes_an_iterator_is_an_error(quiet_trainer, line_class, lo
         quiet_trainer().fit(module, loader(), loader())
 
 
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_step_that_requires_an_argument_it_does_not_get_is_an_error(quiet_trainer, line_class, loader, is_manual):
+    def of_optimizer(self, batch, batch_idx, optimizer_idx):
+        pass
+
+    def of_validation(self, batch, batch_idx, dataloader_idx, stage):
+        pass
+
+    module = type("Net", (line_class,), {"training_step": of_optimizer, "automatic_optimization": not is_manual})()
+    message = r"Net\.training_step requires optimizer_idx, and the Trainer passes batch, batch_idx: leave it out; with"
+    with pytest.raises(MisuseError, match=message):
+        quiet_trainer().fit(module, loader())
+    module = type("Net", (line_class,), {"validation_step": of_validation})()
+    message = r"Net\.validation_step requires stage, and the Trainer passes batch, batch_idx, dataloader_idx: leave"
+    with pytest.raises(MisuseError, match=message):
+        quiet_trainer().validate(module, loader())
+
+
 def test_a_class_in_place_of_an_instance_is_an_error(quiet_trainer, line_class, line, loader):
     with pytest.raises(MisuseError, match=r"the class Line was passed as the module: pass an instance, Line\("):
         quiet_trainer().fit(line_class, loader())

@@ -145,6 +145,16 @@ def test_it_can_be_pickled_before_its_first_row(logger):
     assert rows_of(copy) == [{"step": "1", "loss": "0.5"}]
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_pickled_copy_goes_on_below_the_rows_that_were_written(open_logger, every):
+    logger = open_logger(flush_logs_every_n_steps=every)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    copy = pickle.loads(pickle.dumps(logger))  # as for processes that are spawned
+    copy.log_metrics({"loss": 0.25}, step=2)
+    copy.finalize("success")
+    assert rows_of(copy) == [{"step": "1", "loss": "0.5"}, {"step": "2", "loss": "0.25"}]
+
+
 def test_saving_brings_rows_to_the_disk_and_needs_none(logger, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -211,11 +221,18 @@ def test_where_it_does_not_write_it_takes_the_folder_it_is_told(logger, tmp_path
 
 
 def test_name_and_version_are_known(open_logger):
-    assert (open_logger().name, open_logger().version) == ("dstrat_logs", None)
-    claimed = open_logger()
-    claimed.log_metrics({"loss": 0.5}, step=1)
-    assert claimed.version == 0
+    logger = open_logger()
+    assert (logger.name, logger.version) == ("dstrat_logs", 0)  # before the first row, as for a path with it
+    assert logger.log_dir.name == "version_0"
+    assert open_logger().version == 1
     assert open_logger(version="trial").version == "trial"
+
+
+def test_the_version_waits_for_the_folder_of_all_runs(tmp_path):
+    logger = CSVLogger()
+    assert logger.version is None
+    Trainer(accelerator=ACCELERATOR, devices=1, default_root_dir=tmp_path, logger=logger)
+    assert (logger.version, logger.log_dir) == (0, tmp_path / "dstrat_logs" / "version_0")
 
 
 @pytest.mark.parametrize("settings", [argparse.Namespace(lr=0.1), types.SimpleNamespace(lr=0.1)])

@@ -93,6 +93,16 @@ def test_it_can_be_pickled_before_it_writes(logger):
     assert scalars_of(copy.log_dir, "loss") == [(1, 0.5)]
 
 
+def test_a_copy_of_one_that_has_written_opens_a_file_of_its_own(logger):
+    logger.log_metrics({"loss": 0.5}, step=1)
+    copy = pickle.loads(pickle.dumps(logger))
+    copy.log_metrics({"other": 0.25}, step=2)
+    copy.finalize("success")
+    logger.finalize("success")
+    assert copy.log_dir == logger.log_dir
+    assert scalars_of(copy.log_dir, "other") == [(2, 0.25)]
+
+
 def test_a_trainer_writes_to_it(tmp_path, line, loader):
     trainer = Trainer(
         accelerator=ACCELERATOR, devices=1, max_epochs=2, logger=TensorBoardLogger(), default_root_dir=tmp_path,

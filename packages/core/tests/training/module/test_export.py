@@ -31,10 +31,10 @@ class Net(TrainModule):
 
 def test_a_frozen_module_trains_nothing_until_it_is_unfrozen():
     module = Net()
-    module.freeze()
+    assert module.freeze() is module
     assert not any(parameter.requires_grad for parameter in module.parameters())
     assert not module.dropout.training
-    module.unfreeze()
+    assert module.unfreeze() is module
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert module.dropout.training
 

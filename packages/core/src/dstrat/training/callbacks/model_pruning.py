@@ -123,6 +123,7 @@ class ModelPruning(Callback):
         self._uses_lottery_ticket, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
         self._verbose, self._prunes_after_training = verbose, prune_on_train_epoch_end
         self._parameters: Parameters = ()
+        self._paths: dict[nn.Module, str] = {}
         self._initial: dict[str, nn.Module] = {}
         self._restored: dict[str, Any] = {}
         self._final_masks: dict[str, Tensor] = {}
@@ -156,8 +157,11 @@ class ModelPruning(Callback):
             ]
         self._parameters = self.filter_parameters_to_prune(parameters)
         self._restored, self._final_masks = {}, {}
-        paths = _paths(module)
-        self._initial = {paths[layer]: copy.deepcopy(layer) for layer, _ in self._parameters} if self._tickets else {}
+        self._initial = {}
+        if self._tickets:
+            paths = _paths(module)
+            self._paths = {layer: paths[layer] for layer, _ in self._parameters}
+            self._initial = {path: copy.deepcopy(layer) for layer, path in self._paths.items()}
 
     @property
     def _tickets(self) -> bool:
@@ -196,19 +200,18 @@ class ModelPruning(Callback):
         if self._verbose and trainer.is_global_zero:
             self._log_pruned(module, before)
         if strategy.broadcast(bool(_value(self._uses_lottery_ticket, epoch))):
-            self.apply_lottery_ticket_hypothesis(module)
+            self.apply_lottery_ticket_hypothesis()
             _broadcast_parameters(strategy, self._parameters)
 
     def apply_pruning(self, amount: float) -> None:
         """Prune an amount of the remaining elements."""
         self._prune(self._parameters, amount)
 
-    def apply_lottery_ticket_hypothesis(self, module: TrainModule) -> None:
+    def apply_lottery_ticket_hypothesis(self) -> None:
         """Reset the parameters to their initial values, or to new ones; masks stay."""
-        paths = _paths(module)
         fresh: dict[str, nn.Module] = {}
         for layer, name in self._parameters:
-            path = paths[layer]
+            path = self._paths[layer]
             if path not in fresh:
                 fresh[path] = self._initial[path]
                 reset = getattr(fresh[path], "reset_parameters", None)

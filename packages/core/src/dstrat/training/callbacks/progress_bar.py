@@ -299,7 +299,7 @@ class ProgressBar(Callback):
         self._update_when_due(trainer)
 
     def _count(self, trainer: Trainer, dataloader_idx: int) -> None:
-        if self._evaluation is None:
+        if self._evaluation is None or self._display is None:
             return
         if self._evaluation.count(dataloader_idx, self.refresh_rate):
             self._update_when_due(trainer)

@@ -61,6 +61,10 @@ class CSVLogger(FolderLogger):
         self._rows: list[dict[str, Any]] = []
         self._flushed_step = self._num_rows = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._flush()  # a copy would write the same rows again
+        return {**self.__dict__, "_table": None}
+
     @property
     @override
     def metrics_file(self) -> Path | None:

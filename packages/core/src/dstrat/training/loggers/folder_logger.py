@@ -49,10 +49,14 @@ class FolderLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """The number or name; None before the first write without one."""
-        claimed = self._folder.claimed
-        if self._version is not None or claimed is None:
+        """The number or name; without one that of ``log_dir``, and None while the folder of all runs is not known."""
+        if self._version is not None:
             return self._version
+        if self._folder.claimed is None and self.writes and self.save_dir is not None:
+            self._folder.claim(self._parent, None)  # not _claim, which reads the version of a subclass
+        claimed = self._folder.claimed
+        if claimed is None:
+            return None
         match = _VERSION.fullmatch(claimed.name)
         return int(match[1]) if match else claimed.name
 
@@ -82,8 +86,12 @@ class FolderLogger(Logger):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    @property
+    def _parent(self) -> Path:
+        return LocalPath(self.save_dir or LocalPath.cwd()) / (self.name or "")
+
     def _claim(self) -> Path:
-        return self._folder.claim(LocalPath(self.save_dir or LocalPath.cwd()) / (self.name or ""), self.version)
+        return self._folder.claim(self._parent, self.version)
 
 
 # The folder of a run: ``<root>/<name>/version_<n>``

@@ -64,6 +64,9 @@ class TensorBoardLogger(FolderLogger):
         self._next_step = 0
         self._purge_step: int | None = None  # of the next event file only
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}
+
     @property
     def experiment(self) -> SummaryWriter | Silence:
         """The ``SummaryWriter``, for other content such as embeddings and figures."""

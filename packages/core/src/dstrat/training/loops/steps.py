@@ -32,12 +32,22 @@ def bind_step(strategy: Strategy, module: TrainModule, name: StepName) -> Callab
     """Return the function that runs a step of the module.
 
     Raises:
-        MisuseError: The step takes an iterator of batches, which Lightning passes for this name of its argument.
+        MisuseError: The step takes an iterator of batches, which Lightning passes for this name of its argument, or
+            requires an argument that it does not get, such as the ``optimizer_idx`` of Lightning 1.
     """
-    if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+    parameters = inspect.signature(getattr(module, name)).parameters
+    if "dataloader_iter" in parameters:
         raise MisuseError(
             f"{type(module).__name__}.{name}(self, dataloader_iter) would get a batch, and no iterator: write "
             f"{name}(self, batch, batch_idx), and let the loader, or CombinedLoader, return what one step needs"
+        )
+    passed = 2 if name == "training_step" else 3
+    if surplus := [parameter.name for parameter in parameters.values() if _is_required(parameter)][passed:]:
+        several = "; with several optimizers set self.automatic_optimization = False, and step them in training_step"
+        raise MisuseError(
+            f"{type(module).__name__}.{name} requires {', '.join(surplus)}, and the Trainer passes "
+            f"{', '.join(('batch', 'batch_idx', 'dataloader_idx')[:passed])}: leave it out"
+            f"{several if 'optimizer_idx' in surplus else ''}"
         )
     step: Callable[..., Any]
     if overrides(strategy, name, Strategy):
@@ -125,5 +135,8 @@ def count_arguments(step: Any) -> int:
 
 def requires_arguments(step: Any) -> int:
     """Return the number of positional arguments without a default of a step or hook."""
-    parameters = inspect.signature(step).parameters.values()
-    return sum(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)
+    return sum(map(_is_required, inspect.signature(step).parameters.values()))
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in _POSITIONAL and parameter.default is parameter.empty

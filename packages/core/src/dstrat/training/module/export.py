@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from dstrat.errors import MissingRequirementError, MisuseError
 from dstrat.interfaces.batch import move_to_device
@@ -44,15 +45,13 @@ class ExportMethods(nn.Module):
         state: dict[str, Any] = nn.Module.__getstate__(self)
         return {**state, "_trainer": None}  # copies and pickles have no Trainer
 
-    def freeze(self) -> None:
-        """Freeze all parameters, and set evaluation mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self) -> Self:
+        """Freeze all parameters, set evaluation mode, and return the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Unfreeze all parameters, and set training mode."""
-        self.requires_grad_(True)
-        self.train()
+    def unfreeze(self) -> Self:
+        """Unfreeze all parameters, set training mode, and return the module."""
+        return self.requires_grad_(True).train()
 
     @torch.no_grad()
     def to_torchscript(
