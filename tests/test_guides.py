@@ -94,9 +94,8 @@ def run(*command: str, cwd: Path, **environ: str) -> str:
 
 
 def test_the_first_program_of_the_trainers_guide_runs_as_a_script_on_two_processes(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(programs("trainer.md")[0])
-    assert WarmProgram(program).run().count("'width': 32, 'lr': 0.01") == 1  # once for the job
+    printed = run_forked(programs("trainer.md")[0], tmp_path)
+    assert printed.count("'width': 32, 'lr': 0.01") == 1  # once for the job
 
 
 def without_numbers(text: str) -> list[str]:
@@ -181,20 +180,20 @@ def run_commands(commands: list[str], folder: Path) -> str:
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
 
 
-def run_own_loop(program: str, folder: Path) -> str:
-    """Run a program in forked processes, which start faster; test_own_loop.py has one that is run again in each."""
+def run_forked(program: str, folder: Path) -> str:
+    """Run a program in forked processes, which start faster; that of the README is run again in each."""
     assert program.count('strategy="ddp"') == 1
     (folder / "program.py").write_text(program.replace('strategy="ddp"', 'strategy="ddp_fork"'))
     return WarmProgram(folder / "program.py").run()
 
 
 def test_the_first_program_of_the_own_loops_guide_runs_as_a_script_on_two_processes(tmp_path: Path) -> None:
-    assert run_own_loop(programs("own-loop.md")[0], tmp_path).count("epoch 3, step 48") == 1  # once for the job
+    assert run_forked(programs("own-loop.md")[0], tmp_path).count("epoch 3, step 48") == 1  # once for the job
 
 
 def test_the_own_loop_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
     (program,) = (text for text in programs("../README.md") if "OwnLoop" in text)
-    run_own_loop(program, tmp_path)
+    run_forked(program, tmp_path)
     assert sorted(path.name for path in tmp_path.glob("epoch-*")) == ["epoch-1", "epoch-2"]
 
 
@@ -202,7 +201,7 @@ def test_the_own_loop_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
 def test_the_programs_before_and_after_a_move_have_the_loss_of_the_page(tmp_path: Path) -> None:
     """Those of Fabric and Accelerate printed it where both were installed."""
     (loss,) = set(re.findall(r"loss \d\.\d+", (DOCS / "coming-from.md").read_text()))
-    assert run_own_loop(programs("coming-from.md")[0], tmp_path).count(loss) == 1
+    assert run_forked(programs("coming-from.md")[0], tmp_path).count(loss) == 1
     (before,) = (block.text for block in blocks("coming-from.md") if "init_process_group(" in block.text)
     (tmp_path / "before.py").write_text(before)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "before.py")

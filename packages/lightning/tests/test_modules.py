@@ -57,7 +57,7 @@ def run_as_users_do(tmp_path, which, strategy):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The losses of Lightning's own ddp on two ranks, with dropout, clipping and a data module."""
-    return run(tmp_path_factory.mktemp("lightning"), "lightning", "ddp")
+    return run_as_users_do(tmp_path_factory.mktemp("lightning"), "lightning", "ddp")
 
 
 BESIDE_LIGHTNING = pytest.mark.xdist_group("beside lightning")  # tests that share its training
