@@ -319,3 +319,11 @@ def test_a_test_of_a_module_may_set_its_trainer(quiet_trainer, line_class):
     module.trainer = None
     with pytest.raises(MisuseError, match="Outer is not attached to a Trainer"):
         _ = module.trainer
+
+
+def test_limits_that_were_not_passed_are_all_batches(quiet_trainer):
+    trainer = quiet_trainer(limit_test_batches=3)
+    names = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+    assert [getattr(trainer, name) for name in (*names, "val_check_interval")] == [1.0, 1.0, 3, 1.0, 1.0]
+    trainer.limit_val_batches = 0
+    assert trainer.limit_val_batches == 0
