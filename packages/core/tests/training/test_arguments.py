@@ -12,6 +12,8 @@ from dstrat import (
     ModelSummary,
     OnExceptionCheckpoint,
     ProgressBar,
+    RichProgressBar,
+    TQDMProgressBar,
     Trainer,
 )
 from dstrat.errors import ConflictError, MisuseError, RequestError
@@ -30,6 +32,11 @@ def test_a_callback_of_a_kind_that_is_switched_off_is_a_conflict(tmp_path, argum
         Trainer(accelerator="cpu", callbacks=mine, default_root_dir=tmp_path, **{argument: False})
     with pytest.raises(ConflictError, match=f"barebones=True {message}"):
         Trainer(accelerator="cpu", callbacks=mine, default_root_dir=tmp_path, barebones=True)
+
+
+def test_two_progress_bars_are_a_conflict(tmp_path):
+    with pytest.raises(ConflictError, match="a TQDMProgressBar and a RichProgressBar, which would draw over"):
+        Trainer(accelerator="cpu", callbacks=[TQDMProgressBar(), RichProgressBar()], default_root_dir=tmp_path)
 
 
 def test_a_summary_of_the_users_is_only_in_conflict_with_barebones(tmp_path):

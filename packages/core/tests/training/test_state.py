@@ -305,3 +305,25 @@ def test_the_state_is_what_lightnings_users_read(quiet_trainer, line_class, load
         (failing := quiet_trainer()).fit(Failing(), loader())
     assert failing.state.status == "interrupted"
     assert failing.state.stopped
+
+
+def test_a_test_of_a_module_may_set_its_trainer(quiet_trainer, line_class):
+    class Outer(line_class):
+        def __init__(self):
+            super().__init__()
+            self.inner = line_class()
+
+    module, trainer = Outer(), quiet_trainer(max_epochs=3)
+    module.trainer = trainer
+    assert module.trainer is module.inner.trainer is trainer
+    module.trainer = None
+    with pytest.raises(MisuseError, match="Outer is not attached to a Trainer"):
+        _ = module.trainer
+
+
+def test_limits_that_were_not_passed_are_all_batches(quiet_trainer):
+    trainer = quiet_trainer(limit_test_batches=3)
+    names = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+    assert [getattr(trainer, name) for name in (*names, "val_check_interval")] == [1.0, 1.0, 3, 1.0, 1.0]
+    trainer.limit_val_batches = 0
+    assert trainer.limit_val_batches == 0

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dstrat import Trainer
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
 class TrainerView:
@@ -38,8 +37,7 @@ class TrainerView:
         trainer = self._trainer
         # Not hasattr(trainer, name), which would run a property, and hide the AttributeError of one that fails.
         if hasattr(type(trainer), name) or name in vars(trainer):
-            value = getattr(trainer, name)
-            return 1.0 if value is None and name in _LIMITS else value
+            return getattr(trainer, name)
         raise AttributeError(
             f"dstrat's Trainer has no attribute {name!r}: where a module or callback needs that of Lightning's, run it "
             "with Lightning's Trainer and strategy='dstrat_...' (import dstrat_lightning)"
@@ -87,12 +85,6 @@ class TrainerView:
     def num_predict_batches(self) -> list[float]:
         """Number of batches of each prediction loader."""
         return _numbers(self._trainer.num_predict_batches)
-
-    @property
-    def val_check_interval(self) -> Any:
-        """Interval of validations within an epoch; 1.0 is at its end."""
-        interval = self._trainer.val_check_interval
-        return 1.0 if interval is None else interval
 
     @property
     def enable_validation(self) -> bool:

@@ -167,12 +167,21 @@ class TrainerSettings:
         return replace(self, steps=steps)
 
 
-def setting(group: str, name: str) -> Any:
-    """Return a property of the Trainer that reads one of its ``settings``; setting it replaces their frozen value."""
+def setting(group: str, name: str, *, default: Any = None) -> Any:
+    """Return a property of the Trainer that reads one of its ``settings``; setting it replaces their frozen value.
+
+    Args:
+        group: The attribute of the settings.
+        name: The setting.
+        default: What the property is where the setting is None.
+    """
 
     def change(trainer: Any, value: Any) -> None:
         changed = replace(getattr(trainer.settings, group), **{name: value})
         trainer.settings = replace(trainer.settings, **{group: changed})
 
     # attrgetter is no function of Python: a step may read a setting without a call.
-    return property(attrgetter(f"settings.{group}.{name}"), change)
+    read = attrgetter(f"settings.{group}.{name}")
+    if default is None:
+        return property(read, change)
+    return property(lambda trainer: default if (value := read(trainer)) is None else value, change)

@@ -16,7 +16,7 @@ import torch
 from tests.accelerators import ACCELERATOR
 
 from dstrat import Trainer
-from dstrat.errors import RequestError
+from dstrat.errors import MisuseError, RequestError
 from dstrat.training.loggers.csv_logger import CSVLogger, CSVTable
 from dstrat.training.loggers.defaults import agree_on_folders
 
@@ -273,6 +273,13 @@ def test_values_of_users_may_be_tensors_and_lack_a_step(logger):
     logger.log_metrics({"loss": torch.tensor(0.5)})
     logger.log_metrics({"loss": torch.tensor([0.25])})
     assert rows_of(logger) == [{"step": "0", "loss": "0.5"}, {"step": "1", "loss": "0.25"}]
+
+
+def test_a_value_with_several_elements_is_an_error_that_names_it(logger):
+    message = r"log_metrics\({'matrix': \.\.\.}\) got a value of shape \(2, 2\): pass a number for each name"
+    for value in (torch.eye(2), torch.eye(2).numpy()):
+        with pytest.raises(MisuseError, match=message):
+            logger.log_metrics({"matrix": value}, step=1)
 
 
 def test_rows_wait_for_others_where_that_is_asked_for(open_logger):

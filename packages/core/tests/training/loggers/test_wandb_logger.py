@@ -106,6 +106,15 @@ def test_values_are_written_by_the_number_of_optimizer_steps(open_logger, tmp_pa
     assert (axis.glob_name, axis.step_metric) == ("*", "trainer/global_step")
 
 
+def test_arrays_are_written_as_histograms(open_logger, tmp_path):
+    logger = open_logger()
+    logger.log_metrics({"weights": torch.arange(100.0), "array": torch.arange(100.0).numpy(), "loss": torch.ones(1)})
+    logger.finalize("success")
+    [row] = history(tmp_path)
+    assert row["weights/_type"] == row["array/_type"] == "histogram"
+    assert row["loss"] == 1.0
+
+
 def test_settings_are_written_nested_ones_too(open_logger, tmp_path):
     logger = open_logger(project="p", name="n")
     logger.log_hyperparams({"lr": 0.2, "model": {"width": 8}})

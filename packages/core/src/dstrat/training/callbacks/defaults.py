@@ -54,13 +54,19 @@ def complete_callbacks(
     Raises:
         RequestError: A value is not a callback, or two callbacks have the same ``state_key``.
         MisuseError: A callback has a hook that Lightning has removed.
-        ConflictError: The time is limited twice, or a callback is of a feature that is switched off.
+        ConflictError: The time is limited twice, a callback is of a feature that is switched off, or there are two
+            progress bars.
     """
     callbacks = _as_list(requested, "callbacks")
     enabled_features = {"progress_bar": progress_bar, "model_summary": model_summary, "checkpointing": checkpointing}
     missing: list[Callback] = []
     for name, enabled in enabled_features.items():
         of_feature = [callback for callback in callbacks if isinstance(callback, _DEFAULTS[name])]
+        if name == "progress_bar" and len(of_feature) > 1:
+            first, second = (type(callback).__name__ for callback in of_feature[:2])
+            raise ConflictError(
+                f"callbacks has a {first} and a {second}, which would draw over each other: leave one of the two out"
+            )
         if enabled and not of_feature:
             missing.append(_DEFAULTS[name]())
         # A summary that the user passes is printed, as in Lightning: the switch is for the default one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cas
 from typing_extensions import Self
 
 from dstrat.checkpoint.paths import as_path
-from dstrat.errors import MissingRequirementError, RequestError
+from dstrat.errors import MissingRequirementError, MisuseError, RequestError
 from dstrat.interfaces.keywords import NamedArguments
 from dstrat.interfaces.retired_members import RetiredMembers
 from dstrat.plugins.known import pip_command
@@ -204,10 +205,34 @@ def flatten(params: Any) -> dict[str, Any]:
     return flat
 
 
-def as_numbers(metrics: Mapping[str, Any], prefix: str = "", separator: str = "-") -> dict[str, Any]:
-    """Return values as numbers, with a prefix before their names."""
+def as_numbers(
+    metrics: Mapping[str, Any], prefix: str = "", separator: str = "-", *, keeps_arrays: bool = False
+) -> dict[str, Any]:
+    """Return values as numbers, with a prefix before their names.
+
+    Args:
+        metrics: The values by name: numbers, tensors and arrays.
+        prefix: The prefix.
+        separator: What is between the prefix and a name.
+        keeps_arrays: Whether arrays with several elements are returned as they are; otherwise they are an error.
+
+    Raises:
+        MisuseError: A value has several elements.
+    """
     start = f"{prefix}{separator}" if prefix else ""
-    return {f"{start}{name}": value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    numbers: dict[str, Any] = {}
+    for name, value in metrics.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if not hasattr(value, "item") or (keeps_arrays and math.prod(shape) != 1):
+            numbers[f"{start}{name}"] = value
+        elif math.prod(shape) == 1:
+            numbers[f"{start}{name}"] = value.item()
+        else:
+            raise MisuseError(
+                f"log_metrics({{{name!r}: ...}}) got a value of shape {shape}: pass a number for each name, such as "
+                "value.mean()"
+            )
+    return numbers
 
 
 def named_images(key: str, images: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -111,9 +111,10 @@ class WandbLogger(Logger):
 
     @writer_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values by name; W&B shows a tensor or array with several elements as a histogram."""
         # As a value: W&B's own step must never decrease, and that of a later validation or test does.
         axis = {} if step is None else {STEP: step}
-        self._open().log({**as_numbers(metrics, self._prefix), **axis})
+        self._open().log({**as_numbers(metrics, self._prefix, keeps_arrays=True), **axis})
 
     @writer_only
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

@@ -41,6 +41,10 @@ class TrainerAccess:
             raise MisuseError(f"{type(self).__name__} is not attached to a Trainer: this works in a run and after it")
         return self._trainer
 
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self.attach(trainer)  # by users, such as in a test of a module
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """The device mesh over which the strategy shards or parallelizes, from ``configure_model`` on."""
