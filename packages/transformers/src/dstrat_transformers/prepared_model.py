@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
 from dstrat.parallel.layers import restored_modes
-from dstrat.parallel.optimizer_checks import closure_of_computed
+from dstrat.parallel.optimizer_closures import closure_of_computed
 from dstrat.parallel.process_group import noting_failed_steps, wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
 from dstrat_transformers.models import (

@@ -13,7 +13,7 @@ from dstrat.data.limits import check_count
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization, check_clipping, read_optimizers
 from dstrat.parallel.loss_weights import LossWeights
-from dstrat.parallel.optimizer_checks import closure_of_computed
+from dstrat.parallel.optimizer_closures import closure_of_computed
 from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
@@ -212,8 +212,11 @@ class Steps:
         prepare = self._preparation(optimizer, is_complete=True)
 
         def compute() -> Any:
+            self._due = [one for one in self._due if one is not optimizer]
             with torch.enable_grad():  # an optimizer's step is under no_grad, and some call the closure there
                 loss = closure()
+            if not any(optimizer is one for one in self._due):
+                raise MisuseError("the closure of a step left no gradients: call loop.backward(loss) in it")
             prepare()
             return loss
 
