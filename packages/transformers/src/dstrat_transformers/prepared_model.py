@@ -381,9 +381,10 @@ class PreparedModel:
         """Compute the gradients of a loss.
 
         Raises:
-            MisuseError: The model has no optimizers, and several processes.
+            MisuseError: The model has no optimizers, several processes, and parameters that get gradients.
         """
-        if not self.is_trained and self.strategy.world_size > 1:
+        is_checked = not self.is_trained and self.strategy.world_size > 1
+        if is_checked and any(parameter.requires_grad for parameter in self.model.parameters()):
             raise MisuseError(f"backward got a loss, and gradients of {type(self.model).__name__} {_NEED_OPTIMIZERS}")
         self.strategy.backward(loss, **kwargs)
         self.strategy.accelerator.end_graph("backward")
