@@ -8,6 +8,7 @@ from tests.sharpness import Sam
 from torch import nn
 
 from dstrat.errors import MisuseError
+from dstrat.parallel.optimizer_checks import copy_with
 from dstrat.parallel.optimizer_closures import closure_of_computed, recomputes_loss
 
 
@@ -109,6 +110,18 @@ def test_an_optimizer_that_recomputes_the_loss_is_told_from_wrappers_by_copies_t
         for one, (value, gradient) in zip(net.parameters(), before, strict=True):
             assert torch.equal(one, value)
             assert one.grad is gradient
+
+
+def test_an_optimizer_is_tried_once(monkeypatch):
+    tried = []
+
+    def copied(*arguments):
+        tried.append(arguments)
+        return copy_with(*arguments)
+
+    monkeypatch.setattr("dstrat.parallel.optimizer_closures.copy_with", copied)
+    stepped(Own, clamp, closure_of=checked)
+    assert len(tried) == 1
 
 
 def test_a_compiled_step_is_compiled_once():

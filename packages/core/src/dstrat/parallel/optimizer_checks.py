@@ -193,7 +193,7 @@ def how_flat_pieces_fail(optimizer: Optimizer, device: torch.device) -> str | No
 def _indivisible_state(optimizer: Optimizer) -> str | None:
     """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number.
 
-    A tensor of one element, such as a number of steps, is a number if all pieces have the same.
+    A tensor of one element is a number, such as that of steps, and all pieces must have the same.
     """
     if type(optimizer) in ELEMENT_WISE:
         return None
@@ -208,14 +208,21 @@ def _indivisible_state(optimizer: Optimizer) -> str | None:
             probe = _step_copy(optimizer, number, pieces, [[*gradients.clone()]])
             first, second = (probe.state[piece] for piece in pieces)
             for key, value in first.items():
-                if isinstance(value, torch.Tensor):
-                    if value.numel() == 1 and not torch.equal(value.nan_to_num(), second[key].nan_to_num()):
+                if (scalar := _as_number(value)) is not None:
+                    if repr(scalar) != repr(_as_number(second.get(key))):  # of which nan equals itself
                         return f"its state {key!r} is a number of the whole parameter"
-                    if value.numel() != 1 and value.shape != pieces[0].shape:
+                elif isinstance(value, torch.Tensor):
+                    if value.shape != pieces[0].shape:
                         return f"its state {key!r} is a tensor of another shape than the parameter"
                 elif tensors_in(value):
                     return f"its state {key!r} has tensors in a {type(value).__name__}"
     return None
+
+
+def _as_number(value: Any) -> float | bool | None:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, int | float) else None
 
 
 def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None:

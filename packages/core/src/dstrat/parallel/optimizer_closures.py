@@ -68,6 +68,19 @@ def _needs_another_loss(optimizer: Optimizer, before: Sequence[tuple[int, bool]]
     return _fails_without_closure(optimizer)
 
 
+def _once_for_each(answer: Callable[[Optimizer], bool]) -> Callable[[Optimizer], bool]:
+    """Return a function that tries each optimizer once, as a hook may change weights in all of its steps."""
+    answers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def known_answer(optimizer: Optimizer) -> bool:
+        if optimizer not in answers:
+            answers[optimizer] = answer(optimizer)
+        return answers[optimizer]
+
+    return known_answer
+
+
+@_once_for_each
 def _fails_without_closure(optimizer: Optimizer) -> bool:
     """Return whether a copy of an optimizer, which steps a small matrix, fails for want of a closure."""
     parameter = torch.ones(PROBE_SHAPE, device="cpu", requires_grad=True)
@@ -113,14 +126,10 @@ def recomputes_loss(optimizer: Optimizer) -> bool:
         return False
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
-    if optimizer not in _recomputing:
-        _recomputing[optimizer] = _asks_for_another_loss(optimizer) and _fails_without_closure(optimizer)
-    return _recomputing[optimizer]
+    return _asks_for_another_loss(optimizer) and _fails_without_closure(optimizer)
 
 
-_recomputing: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-
-
+@_once_for_each
 def _asks_for_another_loss(optimizer: Optimizer) -> bool:
     """Return whether a copy of an optimizer, which steps a small matrix, calls its closure after it has changed it."""
     parameter = torch.ones(PROBE_SHAPE, device="cpu", requires_grad=True)
