@@ -181,8 +181,6 @@ class Steps:
         if closure is not None:
             self._step_with_closure(optimizer, closure)
             return True
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise MisuseError(f"LBFGS computes its loss several times in one step: {_STEP_WITH_CLOSURE}")
         if not any(optimizer is one for one in self._due):
             raise MisuseError("step was called without gradients: call loop.backward(loss) before")
         self._drop_computed()  # raises, as gradients are due

@@ -32,7 +32,12 @@ def closure_of_computed(
         optimizer: The optimizer, before its step.
         advice: How a program passes a closure that computes the loss.
         prepare: What the closure runs.
+
+    Raises:
+        MisuseError: The optimizer is torch's LBFGS, which needs the loss too.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise MisuseError(f"{type(optimizer).__name__} computes its loss several times in one step: {advice}")
     run = prepare or _nothing
     if type(optimizer) in ELEMENT_WISE:
         return run
