@@ -245,11 +245,20 @@ class OfSizes(OfSigns):
         self.state[parameter]["size"] = parameter.grad.abs().max().reshape(1)
 
 
+class OfNorms(OfSigns):
+    """Has a Python number of each parameter, which it may use later."""
+
+    def update(self, group, parameter):
+        super().update(group, parameter)
+        self.state[parameter]["norm"] = parameter.grad.norm().item()
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (OfHistory, "its state 'history' has tensors in a dict"),
         (OfSizes, "its state 'size' is a number of the whole parameter"),
+        (OfNorms, "its state 'norm' is a number of the whole parameter"),
         (OfTable, "its state 'table' is a tensor of another shape than the parameter"),
     ],
 )

@@ -459,6 +459,21 @@ attempt(optimizer.step)
 """
 
 
+FROZEN = """
+model = accelerator.prepare(torch.nn.Linear(4, 2).requires_grad_(False))
+inputs = torch.full((3, 4), accelerator.process_index + 1.0, requires_grad=True)
+accelerator.backward(model(inputs).square().sum())
+weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (model.weight, model.bias))
+expected = 2 * (inputs @ weight.T + bias) @ weight
+seen = [torch.allclose(inputs.grad, expected)]
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_inputs_of_a_frozen_model_get_gradients(tmp_path, strategy):
+    assert seen_by_ranks(tmp_path, strategy, FROZEN) == [[True], [True]]
+
+
 def test_a_model_without_its_optimizer_is_not_trained_apart_in_each_process(tmp_path):
     for first, second, gradient, third in seen_by_ranks(tmp_path, "ddp", WITHOUT_OPTIMIZER):
         assert first.startswith("backward got a loss, and gradients of Linear are not averaged over the processes")

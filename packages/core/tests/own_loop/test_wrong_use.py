@@ -160,6 +160,17 @@ def test_an_optimizer_that_needs_another_gradient_is_stepped_with_a_closure(loop
     refuse(loop, MisuseError, r"^Climbing computes another loss .*: call loop.step\(closure", step)
 
 
+def test_a_closure_of_a_step_calls_backward_each_time(loop):
+    def step(loop):
+        net = nn.Linear(1, 1)
+        loop.setup(net, sgd)
+        loss = loop.compute(net, torch.ones(1, device=loop.device)).sum()
+        loop.backward(loss)
+        loop.step(closure=lambda: loss)
+
+    refuse(loop, MisuseError, "the closure of a step left no gradients", step)
+
+
 def test_a_closure_computes_no_accumulated_batches(loop):
     def step(loop):
         loop.setup(nn.Linear(1, 1), sgd, accumulate_grad_batches=2)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
-from dstrat.parallel.optimizer_checks import how_flat_pieces_fail, recomputes_loss
+from dstrat.parallel.optimizer_checks import how_flat_pieces_fail
+from dstrat.parallel.optimizer_closures import recomputes_loss
 from dstrat_deepspeed.runtime import check_prerequisites
 from dstrat_deepspeed.validation import offloads_optimizer
 

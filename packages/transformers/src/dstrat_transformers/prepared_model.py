@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.own_loop.steps import FunctionSteps, Settings
 from dstrat.parallel.layers import restored_modes
-from dstrat.parallel.optimizer_checks import closure_of_computed
+from dstrat.parallel.optimizer_closures import closure_of_computed
 from dstrat.parallel.process_group import noting_failed_steps, wait_for_all_ranks
 from dstrat_transformers.divided_batches import CalledModule, DividedBatches, divided_batches
 from dstrat_transformers.models import (
@@ -381,9 +381,10 @@ class PreparedModel:
         """Compute the gradients of a loss.
 
         Raises:
-            MisuseError: The model has no optimizers, and several processes.
+            MisuseError: The model has no optimizers, several processes, and parameters that get gradients.
         """
-        if not self.is_trained and self.strategy.world_size > 1:
+        is_checked = not self.is_trained and self.strategy.world_size > 1
+        if is_checked and any(parameter.requires_grad for parameter in self.model.parameters()):
             raise MisuseError(f"backward got a loss, and gradients of {type(self.model).__name__} {_NEED_OPTIMIZERS}")
         self.strategy.backward(loss, **kwargs)
         self.strategy.accelerator.end_graph("backward")

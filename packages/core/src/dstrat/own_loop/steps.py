@@ -13,7 +13,7 @@ from dstrat.data.limits import check_count
 from dstrat.errors import ConflictError, MisuseError
 from dstrat.interfaces.optimizers import Optimization, check_clipping, read_optimizers
 from dstrat.parallel.loss_weights import LossWeights
-from dstrat.parallel.optimizer_checks import closure_of_computed
+from dstrat.parallel.optimizer_closures import closure_of_computed
 from dstrat.parallel.separate_modules import SeparateModules
 
 if TYPE_CHECKING:
@@ -181,8 +181,6 @@ class Steps:
         if closure is not None:
             self._step_with_closure(optimizer, closure)
             return True
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise MisuseError(f"LBFGS computes its loss several times in one step: {_STEP_WITH_CLOSURE}")
         if not any(optimizer is one for one in self._due):
             raise MisuseError("step was called without gradients: call loop.backward(loss) before")
         self._drop_computed()  # raises, as gradients are due
@@ -212,8 +210,11 @@ class Steps:
         prepare = self._preparation(optimizer, is_complete=True)
 
         def compute() -> Any:
+            self._due = [one for one in self._due if one is not optimizer]
             with torch.enable_grad():  # an optimizer's step is under no_grad, and some call the closure there
                 loss = closure()
+            if not any(optimizer is one for one in self._due):
+                raise MisuseError("the closure of a step left no gradients: call loop.backward(loss) in it")
             prepare()
             return loss
 

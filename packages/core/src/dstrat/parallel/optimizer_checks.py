@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 Divide: TypeAlias = "Callable[[Tensor], list[Tensor]]"
 
-_ELEMENT_WISE = {
+# torch's optimizers that treat each element by itself, and compute no loss but the first one
+ELEMENT_WISE = {
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 }
-_SHAPE = (7, 6)  # divides unevenly among most numbers of ranks, and flat pieces are no full rows
+PROBE_SHAPE = (7, 6)  # divides unevenly among most numbers of ranks, and flat pieces are no full rows
 _STEPS = 2  # momentum has an effect from the second one on
 _RATE = 0.01  # a warm-up may begin with 0, which would hide all differences
 _SCALES = (1.0, 1e-3, 1e3, 1e6)  # of gradients, whose norm is about 10: some optimizers clip above a threshold
@@ -62,79 +63,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: Module) -> None:
                     f"optimizers {first} and {index} share the parameter {names[id(parameter)]!r}, and both "
                     "would apply its gradient: give each parameter to one of them"
                 )
-
-
-def closure_of_computed(
-    optimizer: Optimizer, advice: str, prepare: Callable[[], None] | None = None
-) -> Callable[[], None]:
-    """Return a closure for a step whose gradients have been computed; it computes none.
-
-    It raises an error if the optimizer calls it after it has changed weights or cleared gradients: optimizers such as
-    those of sharpness-aware minimization (SAM) go on with the gradients of another loss, which would be missing.
-
-    Args:
-        optimizer: The optimizer, before its step.
-        advice: How a program passes a closure that computes the loss.
-        prepare: What the closure runs.
-    """
-    run = prepare or _nothing
-    if type(optimizer) in _ELEMENT_WISE:
-        return run
-    states = [_state_in_step(parameter) for parameter in _parameters_of(optimizer)]
-
-    def run_once() -> None:
-        if states != [_state_in_step(parameter) for parameter in _parameters_of(optimizer)]:
-            raise MisuseError(f"{type(optimizer).__name__} computes another loss in the course of its step: {advice}")
-        run()
-
-    return run_once
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _state_in_step(parameter: Tensor) -> tuple[int, bool]:
-    """Return numbers that change where a parameter is changed in place, or its gradient cleared."""
-    return parameter._version, parameter.grad is None  # noqa: SLF001 - torch has no public name
-
-
-def _nothing() -> None:
-    """Do nothing: the gradients have been computed."""
-
-
-def recomputes_loss(optimizer: Optimizer) -> bool:
-    """Return whether the step of an optimizer calls its closure after it has changed weights, as those of SAM do.
-
-    Args:
-        optimizer: The optimizer, of which a copy steps a small matrix.  Its parameters have no gradients.
-    """
-    if type(optimizer) in _ELEMENT_WISE or not optimizer.param_groups:
-        return False
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return True
-    parameter = torch.ones(_SHAPE, device="cpu", requires_grad=True)
-
-    def loss_of_step() -> Any:
-        if bool((parameter != 1).any()):
-            raise _LossAgainError
-        return parameter.detach().sum()
-
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng([]):
-            warnings.simplefilter("ignore")
-            probe = _copy(optimizer, 0, [parameter], 1.0)
-            parameter.grad = torch.ones_like(parameter)
-            type(probe).step(probe, loss_of_step)
-    except _LossAgainError:
-        return True
-    except Exception:  # noqa: BLE001 - any error of a third-party optimizer, such as one without a closure
-        return False
-    return False
-
-
-class _LossAgainError(Exception):
-    """The closure of a trial was called for the loss of changed weights."""
 
 
 def check_one_dtype(module: Module, strategy: str) -> None:
@@ -169,7 +97,7 @@ def check_layout(optimizer: Optimizer) -> None:
     extra_keys = sorted(map(str, state.keys() - {"state", "param_groups"}))
     if not {"state", "param_groups"} <= state.keys():
         extra_keys = extra_keys or ["no state"]
-    elif type(optimizer) not in _ELEMENT_WISE:
+    elif type(optimizer) not in ELEMENT_WISE:
         extra_keys += sorted({f"state[{key!r}]" for key in _shared_keys(optimizer)})
     if extra_keys:
         raise MisuseError(
@@ -189,7 +117,7 @@ def _shared_keys(optimizer: Optimizer) -> list[Any]:
             continue
         # That of another stage of a pipeline is on the meta device, and a step with it would be collective.
         device = "cpu" if parameter.is_meta else parameter.device
-        stepped = torch.ones(_SHAPE, dtype=parameter.dtype, device=device, requires_grad=True)
+        stepped = torch.ones(PROBE_SHAPE, dtype=parameter.dtype, device=device, requires_grad=True)
         with contextlib.suppress(Exception):  # any error of a third-party optimizer; its state is unknown then
             probe = _step_copy(optimizer, number, [stepped], [[torch.zeros_like(stepped)]])
             keys += [key for key in probe.state if not isinstance(key, torch.Tensor)]
@@ -230,10 +158,12 @@ def how_division_fails(
     Returns:
         The first sentence of the error of torch or the optimizer, its type if it has none, or that results differ.
     """
-    if type(optimizer) in _ELEMENT_WISE:
+    if type(optimizer) in ELEMENT_WISE:
         return None
     generator = torch.Generator().manual_seed(0)
-    values, *gradients = (torch.randn(_SHAPE, generator=generator, device="cpu").to(device) for _ in range(_STEPS + 1))
+    values, *gradients = (
+        torch.randn(PROBE_SHAPE, generator=generator, device="cpu").to(device) for _ in range(_STEPS + 1)
+    )
     random_groups: set[int] = set()
     for scale, number in itertools.product(_SCALES, _different_groups(optimizer)):
         if number in random_groups:
@@ -263,27 +193,36 @@ def how_flat_pieces_fail(optimizer: Optimizer, device: torch.device) -> str | No
 def _indivisible_state(optimizer: Optimizer) -> str | None:
     """Return which state of a parameter cannot be saved by its elements; None if each has a value or is a number.
 
-    A tensor of one element, such as a number of steps, is a number if all pieces have the same.
+    A tensor of one element is a number, such as that of steps, and all pieces must have the same.
     """
-    if type(optimizer) in _ELEMENT_WISE:
+    if type(optimizer) in ELEMENT_WISE:
         return None
     generator = torch.Generator().manual_seed(0)
     for number in _different_groups(optimizer):
-        values, gradients = (torch.randn((2, *_SHAPE), generator=generator, device="cpu").flatten(1) for _ in range(2))
+        values, gradients = (
+            torch.randn((2, *PROBE_SHAPE), generator=generator, device="cpu").flatten(1) for _ in range(2)
+        )
         pieces: list[Tensor] = [piece.clone().requires_grad_() for piece in values]
         # Any error of a third-party optimizer is ignored; its state is unknown then.
         with contextlib.suppress(Exception), torch.random.fork_rng([]):
             probe = _step_copy(optimizer, number, pieces, [[*gradients.clone()]])
             first, second = (probe.state[piece] for piece in pieces)
             for key, value in first.items():
-                if isinstance(value, torch.Tensor):
-                    if value.numel() == 1 and not torch.equal(value.nan_to_num(), second[key].nan_to_num()):
+                if (scalar := _as_number(value)) is not None:
+                    if repr(scalar) != repr(_as_number(second.get(key))):  # of which nan equals itself
                         return f"its state {key!r} is a number of the whole parameter"
-                    if value.numel() != 1 and value.shape != pieces[0].shape:
+                elif isinstance(value, torch.Tensor):
+                    if value.shape != pieces[0].shape:
                         return f"its state {key!r} is a tensor of another shape than the parameter"
                 elif tensors_in(value):
                     return f"its state {key!r} has tensors in a {type(value).__name__}"
     return None
+
+
+def _as_number(value: Any) -> float | bool | None:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, int | float) else None
 
 
 def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None:
@@ -293,10 +232,10 @@ def find_coupling(optimizer: Optimizer, *, may_draw: bool = False) -> str | None
         optimizer: The optimizer, of which copies step small matrices on the CPU.
         may_draw: Whether None is returned for an optimizer that draws random numbers, or fails with such matrices.
     """
-    if type(optimizer) in _ELEMENT_WISE:
+    if type(optimizer) in ELEMENT_WISE:
         return None
     generator = torch.Generator().manual_seed(0)
-    shapes = (_SHAPE, _SHAPE[::-1])
+    shapes = (PROBE_SHAPE, PROBE_SHAPE[::-1])
     random = partial(torch.randn, generator=generator, device="cpu")
     values = [random(shape) for shape in shapes]
     # Of one direction mostly, and more than _STEPS: rates that all gradients determine (Prodigy) grow only then.
@@ -372,7 +311,7 @@ def _step_copy(
     rate: float = _RATE,
 ) -> Optimizer:
     """Return a copy of an optimizer after steps of other parameters, one for each of the gradients."""
-    probe = _copy(optimizer, group, parameters, rate)
+    probe = copy_with(optimizer, group, parameters, rate)
     try:
         _step(probe, parameters, gradients)
     except KeyError:  # Adagrad makes its state in the constructor, others in the first step
@@ -381,7 +320,15 @@ def _step_copy(
     return probe
 
 
-def _copy(optimizer: Optimizer, group: int, parameters: list[Tensor], new_rate: float) -> Optimizer:
+def copy_with(optimizer: Optimizer, group: int, parameters: list[Tensor], new_rate: float) -> Optimizer:
+    """Return a copy of an optimizer, without its state, for a trial with other parameters.
+
+    Args:
+        optimizer: The optimizer.  An optimizer within it, as of a wrapper, is not copied.
+        group: Index of the group whose options are used.
+        parameters: The parameters of the copy.
+        new_rate: Its learning rate.
+    """
     if hasattr(type(optimizer), "__del__"):
         raise TypeError("__del__ of a copy would free resources of the optimizer")
     # A copy gives the class a step that calls hooks, which a wrapper without torch's constructor does not have yet.

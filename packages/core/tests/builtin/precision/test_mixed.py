@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from tests.sharpness import Sam
 from torch import nn
 
 from dstrat.builtin.precision.mixed import MixedPrecision
@@ -297,9 +298,10 @@ def test_gradients_of_a_loss_that_was_not_scaled_are_refused():
         training.precision.optimizer_step(training.optimizer, lambda: torch.zeros(()))
 
 
-def test_lbfgs_is_refused_with_a_loss_scale_and_runs_without():
-    with pytest.raises(ConflictError, match=r"cannot scale the losses of LBFGS.*choose 'bf16-mixed'"):
-        Training(MixedPrecision("16-mixed"), optimizer=torch.optim.LBFGS).step()
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sam])
+def test_several_losses_in_a_step_are_refused_with_a_loss_scale_and_run_without(kind):
+    with pytest.raises(ConflictError, match=r"cannot scale the losses of (LBFGS|Sam).*choose 'bf16-mixed'"):
+        Training(MixedPrecision("16-mixed"), optimizer=kind).step()
     training = Training(MixedPrecision("bf16-mixed"), optimizer=torch.optim.LBFGS)
     assert training.step() > training.step()
 

@@ -179,16 +179,20 @@ def test_an_optimizer_that_needs_a_closure_gets_it(quiet_trainer, make_line, loa
     assert not torch.equal(module.layer.weight, start)
 
 
-def test_an_optimizer_that_needs_another_gradient_gets_no_step_without_a_closure(quiet_trainer, make_line, loader):
+@pytest.mark.parametrize("kind", [Sam, torch.optim.LBFGS])
+def test_an_optimizer_that_needs_another_gradient_gets_no_step_without_a_closure(
+    quiet_trainer, make_line, loader, kind
+):
     class Climbing(ByHand):
         def training_step(self, batch, batch_idx):
             self.manual_backward(self.loss(batch))
             self.optimizers().step()
 
         def configure_optimizers(self):
-            return Sam(self.parameters(), lr=0.1)
+            return kind(self.parameters(), lr=0.1)
 
-    with pytest.raises(MisuseError, match=r"Sam computes another loss .*: pass its step a closure"):
+    message = r"(Sam computes another loss|LBFGS computes its loss) .*: pass its step a closure"
+    with pytest.raises(MisuseError, match=message):
         quiet_trainer(max_epochs=1).fit(make_line(Climbing), loader())
 
 

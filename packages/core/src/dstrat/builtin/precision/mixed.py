@@ -12,6 +12,7 @@ import torch
 
 from dstrat.errors import ConflictError, MisuseError, RequestError
 from dstrat.interfaces.precision import Precision
+from dstrat.parallel.optimizer_closures import recomputes_loss
 from dstrat.parallel.shards import is_distributed
 
 if TYPE_CHECKING:
@@ -87,10 +88,10 @@ class MixedPrecision(Precision):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         if self._loss_scale is None:
             return super().optimizer_step(optimizer, closure, **kwargs)
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if recomputes_loss(optimizer):
             raise ConflictError(
-                "precision '16-mixed' cannot scale the losses of LBFGS, which computes several in one step: "
-                "choose 'bf16-mixed' or '32-true'"
+                f"precision '16-mixed' cannot scale the losses of {type(optimizer).__name__}, which computes several "
+                "in one step: choose 'bf16-mixed' or '32-true'"
             )
         loss = closure()
         self._loss_scale.unscale(optimizer, self.reduce_overflow, self.peers_have_gradients)

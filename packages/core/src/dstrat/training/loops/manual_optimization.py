@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dstrat.errors import ConflictError, MisuseError
-from dstrat.parallel.optimizer_checks import closure_of_computed
+from dstrat.parallel.optimizer_closures import closure_of_computed
 from dstrat.training.loops.optimization import OptimizerProxy
 from dstrat.training.loops.steps import bind_backward, bind_step, end_graph_after
 
