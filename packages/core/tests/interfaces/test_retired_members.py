@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 from torch import nn
 
-from dstrat import Callback, ClusterEnvironment, RichProgressBar, SingleDeviceStrategy, Timer
+from dstrat import (
+    Callback,
+    ClusterEnvironment,
+    ModelCheckpoint,
+    RichProgressBar,
+    SimpleProfiler,
+    SingleDeviceStrategy,
+    Timer,
+)
 from dstrat.callbacks import LearningRateFinder
 from dstrat.interfaces.retired_members import RetiredMembers
 from dstrat.plugins.precision import MixedPrecision
@@ -84,6 +92,19 @@ def test_the_error_of_a_property_stays_what_it_was() -> None:
 
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'score'"):
         Best().score  # noqa: B018 - it raises
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (ModelCheckpoint(), "kth_value", "kth_best_model_path"),
+        (SimpleProfiler(), "recorded_durations", "totals"),
+    ],
+)
+def test_attributes_of_lightnings_objects_name_their_successors(owner: object, name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"{type(owner).__name__} has no {name}, .*{instead}"):
+        getattr(owner, name)
+    assert hasattr(owner, instead)
 
 
 def test_objects_can_be_copied_and_pickled() -> None:

@@ -112,6 +112,7 @@ class ModelCheckpoint(Callback):
     retired_members: ClassVar[Mapping[str, str]] = {
         "check_monitor_top_k": "best_k_models has the checkpoints that are kept",
         "file_exists": "a save never overwrites a checkpoint",
+        "kth_value": "best_k_models[kth_best_model_path] has it",
         "to_yaml": "write best_k_models, which has paths and values",
     }
     # Lightning's names of parts that are fixed here: programs read them, and a change is an error.

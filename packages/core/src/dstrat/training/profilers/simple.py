@@ -6,14 +6,14 @@ import sys
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from typing_extensions import Self, override
 
 from dstrat.training.profilers.profiler import Profiler, writable_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
 R = TypeVar("R")
@@ -31,6 +31,11 @@ class SimpleProfiler(Profiler):
         extended: Whether the table has the numbers of calls and the shares too, not only the times.
         prints: Whether rank 0 prints its table to stderr.
     """
+
+    retired_members: ClassVar[Mapping[str, str]] = {
+        **Profiler.retired_members,
+        "recorded_durations": "totals() has the seconds of each action",
+    }
 
     def __init__(
         self,
