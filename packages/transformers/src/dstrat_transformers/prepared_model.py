@@ -56,6 +56,7 @@ _NEED_OPTIMIZERS = (
     "accelerator.prepare have the model's optimizers too"
 )
 """What gradients lack, and advice."""
+
 _SAVING_METHODS = ("save_pretrained", "save")
 """Methods of models of transformers, peft, sentence-transformers and others that write files."""
 _MERGING_METHODS = ("merge_and_unload", "unload", "merge_adapter", "unmerge_adapter")
