@@ -83,6 +83,33 @@ def test_a_rate_of_the_last_step_before_an_epoch_is_written_once(fit, tmp_path):
     assert (len(whole.lrs["lr-SGD"]), len(resumed.lrs["lr-SGD"])) == (2, 0)
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_rates_of_batches_with_several_steps_are_written_alike_after_a_resume(fit, scripted, tmp_path, every):
+    class TwoSteps(scripted):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.optimizers().step()
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    def written(name, *callbacks, **more):
+        logger = CSVLogger(tmp_path / name)
+        options = {"validates": False, "limit_train_batches": 4, "max_epochs": 3, "log_every_n_steps": every}
+        fit([LearningRateMonitor(), *callbacks], module=TwoSteps(), logger=logger, **options, **more)
+        with (logger.log_dir / "metrics.csv").open(newline="") as file:
+            return [int(row["step"]) for row in csv.DictReader(file) if row.get("lr-SGD")]
+
+    whole = written("whole", SavesWithin(tmp_path / "saved"))  # after six steps
+    resumed = written("resumed", ckpt_path=tmp_path / "saved")
+    assert resumed == [step for step in whole if step > 6]
+    assert len(resumed) > 2
+
+
 def test_accumulated_batches_are_written_once(rates):
     written = rates(lambda module: with_scheduler(module, "step"), accumulate_grad_batches=2, limit_train_batches=4)
     assert written == {1: {"lr-SGD": 1.0}, 2: {"lr-SGD": 0.5}, 3: {"lr-SGD": 0.25}, 4: {"lr-SGD": 0.125}}

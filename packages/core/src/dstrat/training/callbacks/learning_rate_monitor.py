@@ -66,6 +66,16 @@ class LearningRateMonitor(Callback):
         self.lrs: dict[str, list[float]] = {}
         self._due_at_step: float = math.inf
         self._written_at_step = -1
+        self._restored_step: int | None = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # A batch of manual optimization may take several steps: no multiple of log_every_n_steps tells.
+        return {"written_at_step": self._written_at_step}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._restored_step = state_dict.get("written_at_step")
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -75,8 +85,11 @@ class LearningRateMonitor(Callback):
         step, every = trainer.global_step, trainer.log_every_n_steps
         # Where a run resumes between the batches of a step, the run before has written the step's rates.
         begun = step + (trainer.fit_loop.in_group > 0)
-        self._set_due(trainer, begun)
-        self._written_at_step = begun // every * every or -1 if every else -1
+        written, self._restored_step = self._restored_step, None
+        if written is None or written > begun:  # no state, or that of an evaluation before this fit
+            written = begun // every * every or -1 if every else -1
+        self._set_due(trainer, max(written, 0))
+        self._written_at_step = written
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
